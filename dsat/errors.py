@@ -1,0 +1,54 @@
+"""Every error that dsat raises on purpose.
+
+    DsatError
+    |-- UserInputError        something the user wrote is wrong: exit status 2, one line
+    |-- JournalError          a run's journal cannot be read or written
+    |   |-- JournalLocked     another process is working on the run
+    |   `-- JournalMismatch   a replay did not decide what the journal says was decided
+    |-- EngineError           trials cannot be run on this machine at all
+    `-- InvalidTrial          a trial's script did not do what its configuration says
+
+An ordinary failure of a trial (out of memory, a crash, a time-out) is an `Outcome`, never an
+exception. Every message says what is wrong, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class DsatError(Exception):
+    """Base of all errors that dsat raises on purpose."""
+
+
+class UserInputError(DsatError):
+    """Something the user wrote cannot work.
+
+    Args:
+        problem: what is wrong, in one line.
+        where: the file, key or option that holds it.
+        hint: what to do about it.
+    """
+
+    def __init__(self, problem: str, *, where: str = "", hint: str = "") -> None:
+        self.problem, self.where, self.hint = problem, where, hint
+        text = f"{where}: {problem}" if where else problem
+        super().__init__(f"{text}. {hint}" if hint else text)
+
+
+class JournalError(DsatError):
+    """A run's journal cannot be read or written."""
+
+
+class JournalLocked(JournalError):
+    """Another dsat process is working on the run."""
+
+
+class JournalMismatch(JournalError):
+    """A replay decided something else than the journal records."""
+
+
+class EngineError(DsatError):
+    """Trials cannot be run here at all."""
+
+
+class InvalidTrial(DsatError):
+    """Inside a trial: the script did not do what the trial's configuration says."""

@@ -1,0 +1,139 @@
+"""The durable memory of a run: an append-only, fsynced, locked file of JSON lines.
+
+An event is on the disk before anything acts on it, so that a kill between any two lines of the
+program loses nothing. A line that was torn by a kill is cut off when the journal is opened again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dsat.errors import JournalError, JournalLocked
+
+SCHEMA_VERSION = 1
+FILE_NAME = "journal.jsonl"
+
+
+class Journal:
+    """An open journal. Holds an exclusive lock until it is closed.
+
+    Args:
+        path: the file; made if it is missing, its folder must exist.
+
+    Attributes:
+        events: what was in the file when it was opened.
+
+    Raises:
+        JournalLocked: another process has it open.
+        JournalError: a line in the middle is damaged, or a newer dsat wrote the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise JournalLocked(
+                f"{path}: another dsat process is working on this run. Wait for it, or stop it."
+            ) from None
+        try:
+            self._file.seek(0)
+            self.events, intact = parse(self._file.read(), str(path))
+        except JournalError:
+            self._file.close()
+            raise
+        self._file.truncate(intact)
+        self._sync()
+        sync_folder(path.parent)
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Writes one event and waits until it is on the disk."""
+        line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
+    """Reads a journal's content.
+
+    Args:
+        content: the whole file; its last line may be torn.
+        name: the file to name in errors.
+
+    Returns:
+        The events, and how many bytes of the content hold them.
+
+    Raises:
+        JournalError: a line before the last is damaged, or the schema is newer than ours.
+    """
+    events: list[dict[str, Any]] = []
+    intact = 0
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict):
+                raise ValueError
+        except ValueError:
+            raise JournalError(
+                f"{name}: line {number} is damaged. Start a new run, or restore the file."
+            ) from None
+        if number == 1 and event.get("schema", 0) > SCHEMA_VERSION:
+            raise JournalError(
+                f"{name}: written by a newer dsat (schema {event['schema']}, this one reads up to "
+                f"{SCHEMA_VERSION}). Update dsat, or start a new run."
+            )
+        events.append(event)
+        intact += len(line) + 1
+    return events, intact
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a journal that another process may be writing; takes no lock."""
+    return parse(path.read_bytes(), str(path))[0]
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file by new text; a reader sees the old one or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)

@@ -1,0 +1,16 @@
+"""The searches by the names that the command line gives them."""
+
+from __future__ import annotations
+
+from dsat.search.asha import ASHASearch
+from dsat.search.base import Search
+from dsat.search.binary import BinarySearch
+from dsat.search.random_search import RandomSearch
+
+SEARCHES: dict[str, type[Search]] = {
+    "asha": ASHASearch,
+    "binary": BinarySearch,
+    "random": RandomSearch,
+}
+
+__all__ = ["SEARCHES", "ASHASearch", "BinarySearch", "RandomSearch", "Search"]

@@ -1,0 +1,130 @@
+"""What every search is: pure, seeded, behind `ask` and `tell`."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from dsat import memory
+from dsat.search.lineage import Lineage
+from dsat.space import Space
+from dsat.trial import ModelProfile, Objective, Outcome, Proposal
+
+
+class Search(abc.ABC):
+    """What to try next, from what was tried so far.
+
+    A search knows no clock, no files and no global random numbers: the same seed and the same order
+    of asks and tells give the same proposals.
+
+    Args:
+        profile: what the profile trial found.
+        objective: the metric to optimise.
+        space: what may be tried.
+        seed: of every random choice.
+        search_range_factor: multiplies the predicted largest micro batch where a search begins.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        objective: Objective,
+        space: Space,
+        *,
+        seed: int,
+        search_range_factor: float = 1.0,
+    ) -> None:
+        self.objective = objective
+        self.space = space
+        self._seed = seed
+        self._draws = 0
+        self._undrawn = {stage: _Undrawn(space.num_zero_configs(stage)) for stage in space.stages}
+        self._ceilings = {
+            stage: max(
+                1,
+                int(search_range_factor * memory.largest_micro_batch(profile, stage, space.slots)),
+            )
+            for stage in space.stages
+        }
+        self._lineages: list[Lineage] = []
+
+    @abc.abstractmethod
+    def ask(self) -> Proposal | None:
+        """The next configuration to try.
+
+        Returns:
+            None when there is nothing to try before another `tell`; if nothing is running then,
+            the search is exhausted.
+        """
+
+    @abc.abstractmethod
+    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
+        """What came of a proposal; in any order among those that run at once."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the search should end although there is more to try, or None."""
+        return None
+
+    def _rng(self) -> np.random.Generator:
+        """A fresh generator derived from the seed and the number of draws so far."""
+        self._draws += 1
+        return np.random.default_rng([self._seed, self._draws])
+
+    def _draw_lineage(self, stages: tuple[int, ...] | None = None) -> Lineage | None:
+        """A lineage with a ZeRO section that was not drawn before; None when all were."""
+        open_stages = [
+            stage
+            for stage in (self.space.stages if stages is None else stages)
+            if self._undrawn[stage].count
+        ]
+        if not open_stages:
+            return None
+        rng = self._rng()
+        stage = open_stages[int(rng.integers(len(open_stages)))]
+        index = self._undrawn[stage].take(rng)
+        lineage = Lineage(
+            id=len(self._lineages),
+            stage=stage,
+            zero=self.space.zero_config(stage, index),
+            micro_batches=self.space.micro_batches,
+            ceiling=self._ceilings[stage],
+        )
+        self._lineages.append(lineage)
+        return lineage
+
+    def _propose(self, lineage: Lineage, index: int, **note: int) -> Proposal:
+        return Proposal(
+            zero=lineage.zero,
+            micro_batch=self.space.micro_batches[index],
+            lineage=lineage.id,
+            note=note,
+        )
+
+    def _told(self, proposal: Proposal, outcome: Outcome) -> Lineage:
+        """Enters an outcome in its lineage and returns the lineage."""
+        lineage = self._lineages[proposal.lineage]
+        lineage.record(
+            proposal.micro_batch, outcome.kind, outcome.value(self.objective), self.objective
+        )
+        return lineage
+
+
+class _Undrawn:
+    """The numbers 0..count-1 that were not taken yet: a Fisher-Yates shuffle kept as a sparse dict,
+    so that a draw without replacement costs O(1) however large the space."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._moved: dict[int, int] = {}
+
+    def take(self, rng: np.random.Generator) -> int:
+        position = int(rng.integers(self.count))
+        self.count -= 1
+        last = self._moved.pop(self.count, self.count)
+        if position == self.count:
+            return last
+        number = self._moved.get(position, position)
+        self._moved[position] = last
+        return number

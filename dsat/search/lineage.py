@@ -1,0 +1,89 @@
+"""A lineage: one ZeRO section and the search for its micro batch."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsat.trial import Objective, OutcomeKind
+
+_SHRINKING = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+
+
+@dataclass
+class Lineage:
+    """Bounds on the micro batch of one ZeRO section, as positions in the allowed micro batches.
+
+    Attributes:
+        micro_batches: all allowed micro batches, ascending.
+        ceiling: the largest micro batch to begin with.
+        lo, hi: what is still open, both ends included; nothing is when lo > hi.
+        trials: how many were recorded.
+        best: the best value of the objective so far.
+        out_of_memory: whether a trial ran out of memory.
+        abandoned: it failed in a way that no other micro batch would mend.
+        failed_at_lowest: it ran out of memory at the smallest micro batch still open.
+    """
+
+    id: int
+    stage: int
+    zero: Mapping[str, Any]
+    micro_batches: Sequence[int]
+    ceiling: int
+    lo: int = 0
+    hi: int = field(init=False)
+    trials: int = 0
+    best: float | None = None
+    out_of_memory: bool = False
+    abandoned: bool = False
+    failed_at_lowest: bool = False
+    timeouts: int = 0
+    _slow_from: int | None = None
+
+    def __post_init__(self) -> None:
+        self.hi = max(0, bisect.bisect_right(self.micro_batches, self.ceiling) - 1)
+
+    @property
+    def open_hi(self) -> int:
+        """The upper end to try: below everything that was too slow to finish."""
+        return self.hi if self._slow_from is None else min(self.hi, self._slow_from - 1)
+
+    @property
+    def finished(self) -> bool:
+        return self.abandoned or self.lo > self.open_hi
+
+    def middle(self) -> int:
+        """The position in the middle of what is open."""
+        return (self.lo + self.open_hi) // 2
+
+    def position(self, micro_batch: int) -> int:
+        """Where a micro batch stands among the allowed ones."""
+        return bisect.bisect_left(self.micro_batches, micro_batch)
+
+    def record(
+        self, micro_batch: int, kind: OutcomeKind, value: float | None, objective: Objective
+    ) -> None:
+        """Narrows the bounds by the outcome of a trial.
+
+        Out of memory shrinks from above, a success raises the floor. A time-out says nothing of
+        memory: the bounds stay, but nothing slower is tried, and the second one ends the lineage.
+        Any other failure abandons the lineage.
+        """
+        self.trials += 1
+        position = self.position(micro_batch)
+        if kind is OutcomeKind.OK:
+            self.lo = max(self.lo, position + 1)
+            if value is not None and objective.is_better(value, self.best):
+                self.best = value
+        elif kind in _SHRINKING:
+            self.failed_at_lowest = position <= self.lo
+            self.out_of_memory = True
+            self.hi = min(self.hi, position - 1)
+        elif kind is OutcomeKind.TIMEOUT:
+            self.timeouts += 1
+            self._slow_from = position
+            self.abandoned = self.timeouts > 1
+        else:
+            self.abandoned = True

@@ -1,0 +1,115 @@
+"""Random ZeRO sections with an approximate, random bisection of their micro batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from dsat.search.base import Search
+from dsat.search.lineage import Lineage
+from dsat.trial import Outcome, Proposal
+
+
+class RandomSearch(Search):
+    """Draws micro batches from a binomial around the middle of what is open, and gives up early.
+
+    A lineage ends when it ran out of memory at its smallest micro batch, when it used up its
+    trials, when it is of stage 3 although stage 1 or 2 runs (stage 3 only adds communication), or
+    when it ran out of memory and a larger micro batch than it can still reach ran in its stage.
+    A new lineage starts above the best micro batch of its stage.
+
+    Args:
+        trials_per_config: the most trials that one ZeRO section gets.
+        early_stopping: end the search after so many trials without a new best.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        trials_per_config: int = 5,
+        early_stopping: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._trials_per_config = trials_per_config
+        self._early_stopping = early_stopping
+        self._ready: deque[Lineage] = deque()
+        self._largest_ran: dict[int, int] = {}
+        self._best_in_stage: dict[int, tuple[float, int, int]] = {}
+        self._best: float | None = None
+        self._since_best = 0
+
+    def ask(self) -> Proposal | None:
+        while self._ready:
+            lineage = self._ready.popleft()
+            if not self._should_end(lineage):
+                return self._random_step(lineage)
+        drawn = self._draw_lineage(self._worthwhile_stages())
+        if drawn is None:
+            return None
+        self._start_above_best(drawn)
+        return self._random_step(drawn)
+
+    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
+        lineage = self._told(proposal, outcome)
+        value = outcome.value(self.objective)
+        if value is not None:
+            self._note_success(lineage, proposal.micro_batch, value)
+        elif self._best is not None:
+            self._since_best += 1
+        if outcome.ok and lineage.lo > lineage.hi:
+            # The predicted ceiling was too low: look as far again.
+            lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
+        if not lineage.finished and not self._should_end(lineage):
+            self._ready.append(lineage)
+
+    @property
+    def stop_reason(self) -> str | None:
+        if self._early_stopping is None or self._since_best < self._early_stopping:
+            return None
+        return f"no better configuration in the last {self._since_best} trials"
+
+    def _random_step(self, lineage: Lineage) -> Proposal:
+        width = lineage.open_hi - lineage.lo
+        return self._propose(lineage, lineage.lo + int(self._rng().binomial(width, 0.5)))
+
+    def _note_success(self, lineage: Lineage, micro_batch: int, value: float) -> None:
+        stage = lineage.stage
+        self._largest_ran[stage] = max(micro_batch, self._largest_ran.get(stage, 0))
+        best = self._best_in_stage.get(stage)
+        if best is None or self.objective.is_better(value, best[0]):
+            self._best_in_stage[stage] = (value, lineage.position(micro_batch), lineage.hi)
+        if self.objective.is_better(value, self._best):
+            self._best, self._since_best = value, 0
+        else:
+            self._since_best += 1
+
+    def _low_stage_ran(self) -> bool:
+        return bool({1, 2} & self._largest_ran.keys())
+
+    def _should_end(self, lineage: Lineage) -> bool:
+        return (
+            lineage.finished
+            or lineage.failed_at_lowest
+            or lineage.trials >= self._trials_per_config
+            or (lineage.stage == 3 and self._low_stage_ran())
+            or (
+                lineage.out_of_memory
+                and self._largest_ran.get(lineage.stage, 0)
+                >= lineage.micro_batches[max(lineage.hi, 0)]
+            )
+        )
+
+    def _worthwhile_stages(self) -> tuple[int, ...]:
+        """The stages to search, without stage 3 once a lower one that shards ran."""
+        return tuple(s for s in self.space.stages if s != 3 or not self._low_stage_ran())
+
+    def _start_above_best(self, lineage: Lineage) -> None:
+        best = self._best_in_stage.get(lineage.stage)
+        if best is None:
+            return
+        _, position, hi = best
+        last = len(lineage.micro_batches) - 1
+        lineage.lo = min(position + 1, last)
+        largest = lineage.position(self._largest_ran[lineage.stage])
+        lineage.hi = min(max(largest, hi, 2 * lineage.lo), last)

@@ -1,0 +1,250 @@
+"""The frozen values that all parts exchange: trials, what came of them, what is optimised."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
+SMALLER_IS_BETTER = ("forward", "backward", "step", "latency")
+METRIC_NAMES = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
+
+
+class OutcomeKind(str, enum.Enum):
+    """How a trial ended."""
+
+    OK = "OK"
+    OOM = "OOM"
+    HOST_OOM = "HOST_OOM"
+    ERROR = "ERROR"
+    TIMEOUT = "TIMEOUT"
+    INVALID = "INVALID"
+    CANCELED = "CANCELED"
+
+
+class TrialKind(str, enum.Enum):
+    """Why a trial is run."""
+
+    PROFILE = "profile"
+    BASELINE = "baseline"
+    SEARCH = "search"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The metric to optimise and its direction."""
+
+    metric: str
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRIC_NAMES:
+            raise ValueError(f"metric {self.metric!r} is not one of {', '.join(METRIC_NAMES)}")
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.metric in SMALLER_IS_BETTER
+
+    def is_better(self, value: float, other: float | None) -> bool:
+        """Whether `value` beats `other`; anything beats None."""
+        if other is None:
+            return True
+        return value < other if self.smaller_is_better else value > other
+
+    def loss(self, value: float) -> float:
+        """`value` turned so that smaller is better."""
+        return value if self.smaller_is_better else -value
+
+    def gain(self, value: float, reference: float) -> float:
+        """How many times better `value` is than `reference` (1.0: equal)."""
+        better, worse = (reference, value) if self.smaller_is_better else (value, reference)
+        return better / worse if worse else float("inf")
+
+
+@dataclass(frozen=True)
+class BatchTriple:
+    """DeepSpeed's batch sizes; `train_batch_size` = micro batch x gas x data-parallel slots."""
+
+    train_batch_size: int
+    micro_batch: int
+    gas: int
+
+    def config(self) -> dict[str, int]:
+        """The triple under DeepSpeed's keys."""
+        return {
+            "train_batch_size": self.train_batch_size,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.gas,
+        }
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a search wants tried: a ZeRO section and a micro batch.
+
+    Attributes:
+        zero: the knobs of `zero_optimization`, `stage` among them.
+        micro_batch: samples per slot and micro step.
+        lineage: the search's number for this ZeRO section.
+        note: what the search wants remembered (a rung, say); shown to people, never read back.
+    """
+
+    zero: Mapping[str, Any]
+    micro_batch: int
+    lineage: int
+    note: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the user's script under one configuration.
+
+    Attributes:
+        id: sequential from 0; 0 is the model profile.
+        name: says what it is (`z2_mbs4_gas1_a1b2`); unique in the run.
+        overrides: DeepSpeed keys laid over the user's configuration.
+        flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+    """
+
+    id: int
+    kind: TrialKind
+    name: str
+    stage: int
+    batch: BatchTriple
+    overrides: Mapping[str, Any]
+    lineage: int | None = None
+    note: Mapping[str, int] = field(default_factory=dict)
+    flops_per_sample: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": self.kind.value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+        values = {**data, "kind": TrialKind(data["kind"]), "batch": BatchTriple(**data["batch"])}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a trial measured. Times are per optimizer step, the slowest rank's.
+
+    Attributes:
+        throughput: samples/s over all slots.
+        latency, forward, backward, step: ms per optimizer step, all its micro steps included.
+        FLOPS_per_gpu: model FLOP/s per slot, recomputation not counted; None if never counted.
+        num_steps: optimizer steps measured.
+        ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
+    """
+
+    throughput: float
+    latency: float
+    forward: float
+    backward: float
+    step: float
+    FLOPS_per_gpu: float | None
+    num_steps: int
+    ci95: float
+
+    def value(self, metric: str) -> float | None:
+        """The value of one of `METRIC_NAMES`."""
+        number: float | None = getattr(self, metric)
+        return number
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Metrics:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peaks over all ranks, in bytes.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: by phase (`init`, `forward`, `backward`, `step`); the
+            device allocator's, or empty on a CPU, which has none.
+        host_rss_bytes: the largest resident set of one rank, by phase.
+    """
+
+    allocated_bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+    host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What trial 0 learns of the model and its slots.
+
+    Attributes:
+        num_params, trainable_params: of the whole model, whatever the partitioning.
+        param_bytes: bytes of one parameter in the forward pass (2 for bf16 and fp16).
+        activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
+        flops_per_sample: forward and backward, without recomputation.
+        slot_memory_bytes: what a slot may use.
+    """
+
+    num_params: int
+    trainable_params: int
+    param_bytes: int
+    activation_bytes_per_sample: int
+    flops_per_sample: float
+    slot_memory_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelProfile:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended and what it measured.
+
+    Attributes:
+        message: one line for people; empty when all went well.
+        detail: the user's traceback or the end of their log.
+        duration_s: from the launch to the outcome, wall time.
+        warnings: what a person should know although the trial ran.
+    """
+
+    kind: OutcomeKind
+    metrics: Metrics | None = None
+    memory: MemoryUse | None = None
+    profile: ModelProfile | None = None
+    message: str = ""
+    detail: str = ""
+    duration_s: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.kind is OutcomeKind.OK
+
+    def value(self, objective: Objective) -> float | None:
+        """The objective's value; None unless the trial ran and measured it."""
+        if not self.ok or self.metrics is None:
+            return None
+        return self.metrics.value(objective.metric)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": self.kind.value, "warnings": list(self.warnings)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        metrics, memory, profile = data["metrics"], data["memory"], data["profile"]
+        return cls(
+            kind=OutcomeKind(data["kind"]),
+            metrics=Metrics.from_json(metrics) if metrics else None,
+            memory=MemoryUse(**memory) if memory else None,
+            profile=ModelProfile.from_json(profile) if profile else None,
+            message=data["message"],
+            detail=data["detail"],
+            duration_s=data["duration_s"],
+            warnings=tuple(data["warnings"]),
+        )

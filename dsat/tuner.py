@@ -1,0 +1,322 @@
+"""The only decision loop: which trial next, what an outcome means, when to stop.
+
+A state machine without I/O but the journal's, so that the same object serves an engine that is
+polled and a cluster that sends events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from dsat import ds_config
+from dsat.errors import JournalMismatch
+from dsat.journal import SCHEMA_VERSION
+from dsat.plan import Plan
+from dsat.run import (
+    EVENT_FINISHED,
+    EVENT_PROPOSED,
+    EVENT_START,
+    EVENT_STOPPED,
+    EVENT_WAITING,
+    Run,
+)
+from dsat.search import SEARCHES, Search
+from dsat.space import Space, allowed_micro_batches, overrides_for
+from dsat.trial import BatchTriple, ModelProfile, Outcome, Proposal, Trial, TrialKind
+
+
+class EventSink(Protocol):
+    """Where events are made durable; a `Journal`."""
+
+    def append(self, event: Mapping[str, Any]) -> None: ...
+
+
+class Tuner:
+    """Decides the trials of a run: the profile, the user's own configuration, then the search.
+
+    Every decision is appended to the journal before it is returned, and every outcome before the
+    search hears of it. A tuner made from the events of an earlier one continues as if it were it.
+
+    Args:
+        plan: what to tune. Must agree with the plan in `events`, but for the number of trials.
+        journal: takes new events.
+        info: for people, into the journal's first line.
+        events: those of an earlier tuner, to continue from.
+        clock: seconds, monotonic; only to tell people how long things took.
+
+    Raises:
+        JournalMismatch: the events were decided by another program, plan or seed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        journal: EventSink,
+        *,
+        info: Mapping[str, Any] | None = None,
+        events: list[dict[str, Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.run = Run()
+        self._journal = journal
+        self._clock = clock
+        self._last_event_s = clock()
+        self._search: Search | None = None
+        self._failure: str | None = None
+        self._waiting = False  # the search had nothing to try, and nothing was told since
+        self._proposals: dict[int, Proposal] = {}
+        self._trial_by_config: dict[str, int] = {}
+        self._twins: dict[int, list[Proposal]] = {}
+        self._names: set[str] = set()
+        self._replaying = True
+        for event in events or []:
+            self._replay(event)
+        self._replaying = False
+        if self.run.plan is None:
+            self._append(
+                {
+                    "event": EVENT_START,
+                    "schema": SCHEMA_VERSION,
+                    "plan": plan.to_json(),
+                    "info": dict(info or {}),
+                }
+            )
+
+    # -- what a loop calls
+
+    def next_trials(self, free_slots: int) -> list[Trial]:
+        """Trials to start now, as many as there is room and something to try for."""
+        trials: list[Trial] = []
+        while free_slots >= self.plan.slots_per_trial:
+            trial = self._decide()
+            if trial is None:
+                break
+            self._append({"event": EVENT_PROPOSED, "trial": trial.to_json()})
+            trials.append(trial)
+            free_slots -= self.plan.slots_per_trial
+        return trials
+
+    def record(self, trial_id: int, outcome: Outcome) -> None:
+        """Enters what came of a trial; a second outcome of the same trial is ignored."""
+        if trial_id in self.run.outcomes:
+            return
+        self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome.to_json()})
+        self._hear(trial_id, outcome)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why nothing more will be started, or None."""
+        if self._failure is not None:
+            return self._failure
+        if len(self.run.trials) >= self.plan.max_trials:
+            return f"all {self.plan.max_trials} trials are done"
+        if self._search is not None and self._search.stop_reason is not None:
+            return self._search.stop_reason
+        if self._waiting and not self.run.running:
+            return "nothing is left to try"
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all is done and nothing runs."""
+        return self.stop_reason is not None and not self.run.running
+
+    @property
+    def failed(self) -> bool:
+        """Whether the profile trial ended the run."""
+        return self._failure is not None
+
+    def stop(self) -> None:
+        """Records why the run is over."""
+        reason = self.stop_reason
+        assert reason is not None and not self.run.running
+        if self.run.stop_reason != reason:
+            self._append({"event": EVENT_STOPPED, "reason": reason})
+
+    # -- decisions
+
+    def _decide(self) -> Trial | None:
+        """The next trial; None if there is none now. Changes the search, so each call counts."""
+        if not self.run.trials:
+            return self._profile_trial()
+        if self._search is None or self._waiting or self.stop_reason is not None:
+            return None
+        if len(self.run.trials) == 1:
+            return self._trial(
+                TrialKind.BASELINE, self.plan.own_batch.config(), self.plan.own_batch
+            )
+        trial = self._ask()
+        if trial is None:
+            self._waiting = True
+            self._append({"event": EVENT_WAITING})
+        return trial
+
+    def _ask(self) -> Trial | None:
+        """A trial for the search's next proposal that was not tried before.
+
+        A proposal that equals an earlier trial gets that one's outcome, at once or when it ends.
+        """
+        assert self._search is not None
+        while (proposal := self._search.ask()) is not None:
+            batch = self._space.batch(proposal.micro_batch)
+            overrides = overrides_for(proposal.zero, batch)
+            known = self._trial_by_config.get(self._fingerprint(overrides))
+            if known is None:
+                trial = self._trial(TrialKind.SEARCH, overrides, batch, proposal)
+                self._proposals[trial.id] = proposal
+                return trial
+            if known in self.run.outcomes:
+                self._search.tell(proposal, self.run.outcomes[known])
+            else:
+                self._twins.setdefault(known, []).append(proposal)
+        return None
+
+    def _hear(self, trial_id: int, outcome: Outcome) -> None:
+        self._waiting = False
+        if trial_id == 0:
+            self._begin_search(outcome)
+            return
+        assert self._search is not None
+        own = [self._proposals.pop(trial_id)] if trial_id in self._proposals else []
+        for proposal in own + self._twins.pop(trial_id, []):
+            self._search.tell(proposal, outcome)
+
+    def _begin_search(self, outcome: Outcome) -> None:
+        profile = outcome.profile
+        if not outcome.ok or profile is None:
+            self._failure = f"the profile trial failed: {outcome.kind.value}: {outcome.message}"
+            return
+        if self.plan.metric == "FLOPS_per_gpu" and not profile.flops_per_sample:
+            self._failure = (
+                "the profile trial failed: no FLOPs of the model could be counted (custom "
+                "kernels?). Use --metric throughput"
+            )
+            return
+        self._space = self._make_space(profile)
+        self._search = SEARCHES[self.plan.method](
+            profile,
+            self.plan.objective,
+            self._space,
+            seed=self.plan.seed,
+            **self.plan.search_options,
+        )
+
+    def _make_space(self, profile: ModelProfile) -> Space:
+        return make_space(self.plan, num_params=profile.num_params)
+
+    def _profile_trial(self) -> Trial:
+        slots = self.plan.slots_per_trial
+        smallest = allowed_micro_batches(
+            train_batch_size=None, divisible_by=self.plan.divisible_by, slots=slots
+        )[0]
+        batch = BatchTriple(smallest * slots, smallest, 1)
+        return self._trial(TrialKind.PROFILE, batch.config(), batch)
+
+    def _trial(
+        self,
+        kind: TrialKind,
+        overrides: Mapping[str, Any],
+        batch: BatchTriple,
+        proposal: Proposal | None = None,
+    ) -> Trial:
+        config = ds_config.merge(self.plan.base_config, overrides)
+        digest = ds_config.fingerprint(config)
+        stage = ds_config.zero_stage(config)
+        trial_id = len(self.run.trials)
+        if kind is not TrialKind.PROFILE:
+            self._trial_by_config[digest] = trial_id
+        profile = self.run.profile
+        return Trial(
+            id=trial_id,
+            kind=kind,
+            name=self._name(kind, stage, batch, digest),
+            stage=stage,
+            batch=batch,
+            overrides=overrides,
+            lineage=None if proposal is None else proposal.lineage,
+            note={} if proposal is None else proposal.note,
+            flops_per_sample=None if profile is None else profile.flops_per_sample,
+        )
+
+    def _fingerprint(self, overrides: Mapping[str, Any]) -> str:
+        return ds_config.fingerprint(ds_config.merge(self.plan.base_config, overrides))
+
+    def _name(self, kind: TrialKind, stage: int, batch: BatchTriple, digest: str) -> str:
+        stem = f"z{stage}_mbs{batch.micro_batch}_gas{batch.gas}_"
+        if kind is not TrialKind.SEARCH:
+            stem = f"{kind.value}_{stem}"
+        length = 4
+        while stem + digest[:length] in self._names:
+            length += 1
+        name = stem + digest[:length]
+        self._names.add(name)
+        return name
+
+    # -- the journal
+
+    def _append(self, event: dict[str, Any]) -> None:
+        if self._replaying:
+            return
+        now = self._clock()
+        event = {**event, "elapsed_s": round(now - self._last_event_s, 3)}
+        self._last_event_s = now
+        self._journal.append(event)
+        self.run.apply(event)
+
+    def _replay(self, event: dict[str, Any]) -> None:
+        """Decides again what was decided then, and checks that it is the same."""
+        kind = event["event"]
+        if kind == EVENT_START:
+            difference = self.plan.difference(Plan.from_json(event["plan"]))
+            if difference is not None:
+                raise JournalMismatch(
+                    f"the run was started with another {difference!r}. Resume it with the options "
+                    "and files it was started with, or start a new run."
+                )
+        elif kind == EVENT_PROPOSED:
+            # A run may be continued with more trials than it was started with, or with fewer.
+            decided = self._decide_ignoring_budget()
+            if decided is None or decided.to_json() != event["trial"]:
+                said = "nothing" if decided is None else decided.name
+                raise JournalMismatch(
+                    f"trial {event['trial']['id']} was {event['trial']['name']}, but this dsat "
+                    f"decides {said}. The run was made by another version: start a new one."
+                )
+        elif kind == EVENT_WAITING:
+            self._decide_ignoring_budget()
+        self.run.apply(event)
+        if kind == EVENT_FINISHED:
+            self._hear(event["trial_id"], self.run.outcomes[event["trial_id"]])
+
+    def _decide_ignoring_budget(self) -> Trial | None:
+        plan = self.plan
+        self.plan = _with_room(plan, len(self.run.trials) + 1)
+        try:
+            return self._decide()
+        finally:
+            self.plan = plan
+
+
+def make_space(plan: Plan, num_params: int | None = None) -> Space:
+    """The space that a plan searches; what the user set by hand is not part of it."""
+    return Space(
+        stages=plan.zero_stages,
+        micro_batches=allowed_micro_batches(
+            train_batch_size=plan.train_batch_size,
+            divisible_by=plan.divisible_by,
+            slots=plan.slots_per_trial,
+        ),
+        slots=plan.slots_per_trial,
+        gas=plan.own_batch.gas,
+        train_batch_size=plan.train_batch_size,
+        fixed=tuple(plan.base_config.get("zero_optimization", {})),
+        num_params=num_params,
+    )
+
+
+def _with_room(plan: Plan, max_trials: int) -> Plan:
+    return replace(plan, max_trials=max(plan.max_trials, max_trials))
