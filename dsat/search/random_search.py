@@ -57,7 +57,7 @@ class RandomSearch(Search):
             self._note_success(lineage, proposal.micro_batch, value)
         elif self._best is not None:
             self._since_best += 1
-        if outcome.ok and lineage.lo > lineage.hi:
+        if outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory:
             # The predicted ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
         if not lineage.finished and not self._should_end(lineage):
