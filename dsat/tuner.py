@@ -287,7 +287,12 @@ class Tuner:
                     f"decides {said}. The run was made by another version: start a new one."
                 )
         elif kind == EVENT_WAITING:
-            self._decide_ignoring_budget()
+            decided = self._decide_ignoring_budget()
+            if decided is not None:
+                raise JournalMismatch(
+                    f"the run waited before trial {decided.id}, but this dsat decides "
+                    f"{decided.name}. The run was made by another version: start a new one."
+                )
         self.run.apply(event)
         if kind == EVENT_FINISHED:
             self._hear(event["trial_id"], self.run.outcomes[event["trial_id"]])
