@@ -11,6 +11,11 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.trial import BatchTriple
 
+# Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
+CONFIG_KEY = "deepspeed_config"
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+DSAT_MODE_KEY = "_use_dsat_mode"
+
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
 

@@ -1,0 +1,36 @@
+"""Where trials run. All engines are of one form, so that a search never knows which it has."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dsat.trial import Outcome, Trial
+
+
+class Engine(Protocol):
+    """Runs trials. An ordinary failure of a trial is an `Outcome`, never an exception."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that trials may use at once."""
+        ...
+
+    def launch(self, trial: Trial) -> None:
+        """Starts a trial; does nothing if a trial of this id was started before.
+
+        Raises:
+            EngineError: there are not enough free slots, or nothing can be run at all.
+        """
+        ...
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        """Trials that ended since the last call, each once; waits for one if there is none."""
+        ...
+
+    def cancel(self, trial_id: int) -> None:
+        """Ends a trial, whose outcome will be CANCELED unless it was faster."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything that runs; no outcome of it is told any more."""
+        ...

@@ -1,0 +1,466 @@
+"""The local engine: gives trials slots and folders, has them started, tells what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat import ds_config
+from dsat.engines.local.client import SupervisorClient
+from dsat.engines.local.entrypoint import Entrypoint
+from dsat.engines.local.rank import METRICS_FILE, MODULES_FILE, SPEC_FILE, RankSpec, result_file
+from dsat.engines.local.slots import Machine
+from dsat.errors import EngineError
+from dsat.experiment import Experiment, trial_hparams
+from dsat.journal import write_atomically
+from dsat.meter import MeterSpec
+from dsat.trial import (
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Outcome,
+    OutcomeKind,
+    Trial,
+    TrialKind,
+)
+
+FULL_RUN_ID = -1
+_NO_FORK_CUDA = "Cannot re-initialize CUDA in forked subprocess"
+_LOG_TAIL_LINES = 20
+_LINGER_S = 20.0
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """How trials are run and measured.
+
+    Attributes:
+        trial_timeout_s: a trial that takes longer is ended.
+        slot_memory_bytes: if given, what each slot may use.
+        cold: start each rank as a fresh Python process.
+        start_step, end_step, max_steps: see `MeterSpec`.
+        seed: `trial_seed` of Determined scripts.
+    """
+
+    trial_timeout_s: float
+    slot_memory_bytes: int | None = None
+    cold: bool = False
+    start_step: int = 3
+    end_step: int = 5
+    max_steps: int = 20
+    seed: int = 42
+
+
+@dataclass
+class _Running:
+    trial: Trial
+    folder: Path
+    slots: list[int]
+    ports: list[int]
+    began_s: float
+    canceled: bool = False
+    timed_out: bool = False
+
+
+class LocalEngine:
+    """Runs trials as processes of this machine, several at a time on disjoint slots.
+
+    Args:
+        experiment: what to run.
+        program: its entrypoint, taken apart.
+        machine: the slots.
+        folder: of the run; trials get folders below it.
+        options: how trials are run and measured.
+
+    Raises:
+        EngineError: the processes that start trials cannot be started.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        program: Entrypoint,
+        machine: Machine,
+        folder: Path,
+        options: LocalOptions,
+        *,
+        slots_per_trial: int,
+    ) -> None:
+        self._experiment = experiment
+        self._program = program
+        self._machine = machine
+        self._folder = folder
+        self._options = options
+        self._slots_per_trial = slots_per_trial
+        self._free = list(range(machine.num_slots))
+        self._known: set[int] = set()
+        self._running: dict[int, _Running] = {}
+        # Options of the interpreter need an interpreter of their own.
+        self._cold = options.cold or bool(program.python_options)
+        self._cwd = _working_folder(experiment, folder)
+        self._supervisor = SupervisorClient(machine.accelerator, folder / "supervisor.log")
+        if not self._cold:
+            self._supervisor.warm_up()
+
+    @property
+    def num_slots(self) -> int:
+        return self._machine.num_slots
+
+    def launch(self, trial: Trial) -> None:
+        if trial.id in self._known:
+            return
+        spec = MeterSpec(
+            start_step=self._options.start_step,
+            end_step=self._options.end_step,
+            max_steps=self._options.max_steps,
+            micro_batch=trial.batch.micro_batch,
+            gas=trial.batch.gas,
+            stage=trial.stage,
+            slots=self._slots_per_trial,
+            profile=trial.kind is TrialKind.PROFILE,
+            flops_per_sample=trial.flops_per_sample,
+            slot_memory_bytes=self._options.slot_memory_bytes,
+        )
+        if spec.profile:
+            # The profile is not compared with anything: one step after the first is enough.
+            spec = MeterSpec(**{**spec.to_json(), "start_step": 2, "end_step": 2, "max_steps": 1})
+        self._start(trial, self._folder / "trials" / trial.name, spec)
+
+    def train(self, trial: Trial) -> Path:
+        """Starts a full-length, unmeasured run with a trial's configuration.
+
+        Its outcome comes from `poll` under the id `FULL_RUN_ID`.
+
+        Returns:
+            The run's folder.
+        """
+        folder = self._folder / "full"
+        full = Trial(**{**vars(trial), "id": FULL_RUN_ID})
+        self._start(full, folder, None)
+        return folder
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        deadline = time.monotonic() + timeout_s
+        ended: list[tuple[int, Outcome]] = []
+        while not ended:
+            now = time.monotonic()
+            self._end_overdue(now)
+            wait_s = min([deadline - now, *self._times_left(now)])
+            for message in self._supervisor.receive(max(0.0, wait_s)):
+                running = self._running.pop(message["trial"])
+                self._free = sorted([*self._free, *running.slots])
+                if self._must_run_cold(running):
+                    self._cold = True
+                    self._known.discard(running.trial.id)
+                    self.launch(running.trial)
+                    continue
+                outcome = self._outcome(running, message)
+                if running.trial.kind is TrialKind.PROFILE and outcome.ok and not self._cold:
+                    self._import_what_it_imports(running.folder)
+                ended.append((running.trial.id, outcome))
+            if time.monotonic() >= deadline:
+                break
+        return ended
+
+    def cancel(self, trial_id: int) -> None:
+        if trial_id in self._running:
+            self._running[trial_id].canceled = True
+            self._supervisor.send({"op": "kill", "trial": trial_id, "grace_s": 0})
+
+    def close(self) -> None:
+        self._running.clear()
+        self._supervisor.close()
+
+    # -- starting
+
+    def _start(self, trial: Trial, folder: Path, meter: MeterSpec | None) -> None:
+        if len(self._free) < self._slots_per_trial:
+            raise EngineError(
+                f"trial {trial.name} needs {self._slots_per_trial} slots and {len(self._free)} are "
+                "free"
+            )
+        slots = self._free[: self._slots_per_trial]
+        del self._free[: self._slots_per_trial]
+        self._known.add(trial.id)
+        if folder.exists():  # left by a session that was killed
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        ports = free_ports(3)
+        config = ds_config.clean_for_use(
+            ds_config.merge(self._experiment.base_config, trial.overrides)
+        )
+        config_path = folder / "ds_config.json"
+        write_atomically(config_path, json.dumps(config, indent=2) + "\n")
+        program = self._program.with_config_path(str(config_path.resolve()))
+        spec = self._spec(trial, program, meter, slots, ports)
+        write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+        environments = [
+            self._environment(rank, slots, ports[0], folder, spec)
+            for rank in range(self._slots_per_trial)
+        ]
+        write_atomically(folder / "cmd.txt", _command_text(program, environments, self._cwd))
+        self._running[trial.id] = _Running(trial, folder, slots, ports, time.monotonic())
+        cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
+        cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
+        self._supervisor.send(
+            {
+                "op": "launch",
+                "trial": trial.id,
+                "folder": str(folder.resolve()),
+                "cwd": str(self._cwd.resolve()),
+                "port": ports[0],
+                "command": [*cold, str(folder.resolve())] if self._cold else None,
+                "ranks": [
+                    {"env": env, "cores": core}
+                    for env, core in zip(environments, cores, strict=True)
+                ],
+                "linger_s": None if meter is None else _LINGER_S,
+            }
+        )
+
+    def _spec(
+        self,
+        trial: Trial,
+        program: Entrypoint,
+        meter: MeterSpec | None,
+        slots: Sequence[int],
+        ports: Sequence[int],
+    ) -> RankSpec:
+        hparams = trial_hparams(self._experiment, trial.overrides)
+        config = dict(self._experiment.config)
+        length = _max_length(config)
+        if meter is not None:
+            hparams[ds_config.DSAT_MODE_KEY] = True
+            length = _length_in_units(meter.longest, config, trial)
+            config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
+        is_cpu = self._machine.is_cpu
+        return RankSpec(
+            trial=trial.to_json(),
+            program=asdict(program),
+            task={
+                "trial_id": max(trial.id, 0),
+                "slots": self._slots_per_trial,
+                "hparams": hparams,
+                "experiment_config": config,
+                "length": length,
+                "seed": self._options.seed,
+                "ports": list(ports[1:]),
+                "devices": [] if is_cpu else [self._machine.devices[slot] for slot in slots],
+            },
+            meter=None if meter is None else meter.to_json(),
+            cpu_memory_bytes=self._options.slot_memory_bytes if is_cpu else None,
+            threads=1 if is_cpu else None,
+        )
+
+    def _environment(
+        self, rank: int, slots: Sequence[int], port: int, folder: Path, spec: RankSpec
+    ) -> dict[str, str]:
+        size = str(self._slots_per_trial)
+        env = {**os.environ, **self._experiment.env, **self._program.env}
+        env.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=size,
+            LOCAL_SIZE=size,
+            LOCAL_WORLD_SIZE=size,
+            CROSS_RANK="0",
+            CROSS_SIZE="1",
+            GROUP_RANK="0",
+            GROUP_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            USE_DEEPSPEED="1",
+            DET_CHIEF_IP="127.0.0.1",
+            DS_ACCELERATOR=self._machine.accelerator,
+            PYTHONUNBUFFERED="1",
+            DSAT_TRIAL_DIR=str(folder.resolve()),
+        )
+        for variable in self._machine.visible_devices:
+            env[variable] = ",".join(self._machine.devices[slot] for slot in slots)
+        if spec.threads is not None:
+            env["OMP_NUM_THREADS"] = str(spec.threads)
+        elif self._program.one_thread and self._slots_per_trial > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")
+        if self._cold:
+            package = str(Path(__file__).resolve().parents[3])
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), package]))
+        return env
+
+    # -- ending
+
+    def _times_left(self, now: float) -> list[float]:
+        limit = self._options.trial_timeout_s
+        return [r.began_s + limit - now for r in self._measured() if not r.timed_out]
+
+    def _measured(self) -> list[_Running]:
+        return [r for r in self._running.values() if r.trial.id != FULL_RUN_ID]
+
+    def _end_overdue(self, now: float) -> None:
+        for running in self._measured():
+            if now - running.began_s >= self._options.trial_timeout_s and not running.timed_out:
+                running.timed_out = True
+                self._supervisor.send({"op": "kill", "trial": running.trial.id, "grace_s": 0})
+
+    def _must_run_cold(self, running: _Running) -> bool:
+        """Whether a forked rank could not use the device that its parent has touched."""
+        if self._cold or (running.folder / METRICS_FILE).exists():
+            return False
+        return any(_NO_FORK_CUDA in result["message"] for result in self._results(running))
+
+    def _import_what_it_imports(self, folder: Path) -> None:
+        """Has the supervisor import the libraries that the user's script imports."""
+        try:
+            modules = json.loads((folder / MODULES_FILE).read_text())
+        except FileNotFoundError:
+            return
+        if modules:
+            self._supervisor.warm_up(modules)
+
+    def _results(self, running: _Running) -> list[dict[str, Any]]:
+        """What the ranks wrote about their failures, the first to fail first."""
+        found = []
+        for rank in range(self._slots_per_trial):
+            path = running.folder / result_file(rank)
+            if path.exists():
+                found.append({**json.loads(path.read_text()), "rank": rank})
+        return sorted(found, key=lambda result: float(result["time"]))
+
+    def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:
+        duration_s = round(time.monotonic() - running.began_s, 3)
+        if running.trial.id == FULL_RUN_ID and not any(message["statuses"]):
+            return Outcome(OutcomeKind.OK, duration_s=duration_s)
+        metrics = running.folder / METRICS_FILE
+        if metrics.exists():  # a process may fail at exit after all was measured
+            data = json.loads(metrics.read_text())
+            profile = data["profile"]
+            return Outcome(
+                OutcomeKind.OK,
+                metrics=Metrics.from_json(data["metrics"]),
+                memory=MemoryUse(**data["memory"]),
+                profile=ModelProfile.from_json(profile) if profile else None,
+                duration_s=duration_s,
+                warnings=tuple(data["warnings"]),
+            )
+        kind, text, detail = self._failure(running, message)
+        return Outcome(kind, message=text, detail=detail, duration_s=duration_s)
+
+    def _failure(
+        self, running: _Running, message: Mapping[str, Any]
+    ) -> tuple[OutcomeKind, str, str]:
+        log = _tail(running.folder / "stderr.log")
+        if running.canceled:
+            return OutcomeKind.CANCELED, "canceled", ""
+        if running.timed_out:
+            limit = f"{self._options.trial_timeout_s:g} s"
+            return OutcomeKind.TIMEOUT, f"no result after {limit}; raise --trial-timeout?", log
+        results = self._results(running)
+        for result in results:
+            if result["kind"] == OutcomeKind.OOM.value:
+                return OutcomeKind.OOM, _on_rank(result), result["detail"]
+        died = [
+            (rank, status)
+            for rank, (status, killed) in enumerate(
+                zip(message["statuses"], message["killed"], strict=True)
+            )
+            if status < 0 and not killed
+        ]
+        for rank, status in died:
+            if status == -signal.SIGKILL:
+                return OutcomeKind.HOST_OOM, _host_out_of_memory(rank), log
+        if results:
+            return OutcomeKind(results[0]["kind"]), _on_rank(results[0]), results[0]["detail"]
+        for rank, status in died:
+            name = signal.Signals(-status).name
+            hint = " (is /dev/shm full?)" if status == -signal.SIGBUS else ""
+            return OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}", log
+        worst = max(message["statuses"], key=abs)
+        return OutcomeKind.ERROR, f"a rank ended with exit status {worst}", log
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on loopback that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _working_folder(experiment: Experiment, folder: Path) -> Path:
+    """Where trials run: the model folder, or one that shows it together with the includes."""
+    if not experiment.includes:
+        return experiment.model_dir
+    together = folder / "context"
+    together.mkdir(exist_ok=True)
+    for path in [*experiment.model_dir.iterdir(), *experiment.includes]:
+        link = together / path.name
+        if not link.is_symlink():
+            link.symlink_to(path.resolve())
+    return together
+
+
+def _command_text(program: Entrypoint, environments: Sequence[Mapping[str, str]], cwd: Path) -> str:
+    """A command for each rank, that a person can paste into a shell."""
+    lines = [f"cd {shlex.quote(str(cwd.resolve()))}"]
+    for env in environments:
+        changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
+        words = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
+        command = program.command()
+        if program.passes_local_rank:
+            position = len(command) - len(program.args)
+            command.insert(position, f"--local_rank={env['LOCAL_RANK']}")
+        lines.append(" ".join(["env", *words, shlex.join(command)]))
+    return "\n".join(lines) + "\n"
+
+
+def _max_length(config: Mapping[str, Any]) -> int:
+    """Of a full-length run: `searcher.max_length`, a number or `{unit: number}`."""
+    searcher = config.get("searcher")
+    length = searcher.get("max_length", 1) if isinstance(searcher, Mapping) else 1
+    if isinstance(length, Mapping):
+        length = next(iter(length.values()), 1)
+    return int(length)
+
+
+def _length_in_units(steps: int, config: Mapping[str, Any], trial: Trial) -> int:
+    """A searcher operation long enough for so many optimizer steps, in the script's unit."""
+    searcher = config.get("searcher")
+    length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
+    if isinstance(length, Mapping) and "records" in length:
+        return steps * trial.batch.train_batch_size
+    return steps * trial.batch.gas
+
+
+def _on_rank(result: Mapping[str, Any]) -> str:
+    return f"rank {result['rank']}: {result['message']}"
+
+
+def _host_out_of_memory(rank: int) -> str:
+    import psutil
+
+    total = psutil.virtual_memory().total / 2**30
+    return (
+        f"rank {rank} was killed with SIGKILL, most likely because the host ran out of memory "
+        f"({total:.0f} GiB): run fewer trials at once (--max-concurrent-trials), offload less, or "
+        "use fewer data loader workers"
+    )
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_LOG_TAIL_LINES:])

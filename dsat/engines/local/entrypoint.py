@@ -1,0 +1,290 @@
+"""The user's entrypoint, taken apart: which Python program the ranks run, and how.
+
+The local engine starts the ranks itself, so of a launcher's command only the program, its arguments
+and the number of slots matter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dsat.errors import UserInputError
+
+_WHERE = "entrypoint"
+_FORMS = (
+    "Use one of: python3 -m determined.launch.deepspeed [--trial module:Class | python3 script.py "
+    "...], python3 -m determined.launch.torch_distributed ..., deepspeed script.py ..., torchrun "
+    "script.py ..., python3 script.py ..."
+)
+_SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
+
+# Options without a value, of the launchers that are known; every other option takes one.
+_DEEPSPEED_SWITCHES = frozenset(
+    "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
+    "--bind_cores_to_rank".split()
+)
+_TORCHRUN_SWITCHES = frozenset(
+    "--standalone -m --module --no-python --no_python --run-path --run_path "
+    "--log-line-prefix-template --use-env --use_env".split()
+)
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """A Python program and how a launcher would start it.
+
+    Attributes:
+        script: a path, relative to the model folder; empty if `module` or `trial_class` is given.
+        module: as after `python3 -m`.
+        trial_class: `module:Class` of a Determined Trial.
+        args: the program's own arguments.
+        python_options: options of the interpreter itself.
+        env: assignments in front of the command.
+        passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
+        one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
+        slots: the number of ranks that the command itself asks for, if any.
+    """
+
+    script: str = ""
+    module: str = ""
+    trial_class: str = ""
+    args: tuple[str, ...] = ()
+    python_options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    passes_local_rank: bool = False
+    one_thread: bool = False
+    slots: int | None = None
+
+    @property
+    def config_path(self) -> str | None:
+        """The DeepSpeed configuration that the arguments name, if any."""
+        position = self._config_position()
+        if position is None:
+            return None
+        return self.args[position].partition("=")[2] or self.args[position]
+
+    def with_config_path(self, path: str) -> Entrypoint:
+        """The same with another DeepSpeed configuration, if the arguments name one."""
+        position = self._config_position()
+        if position is None:
+            return self
+        args = list(self.args)
+        flag, equals, _ = args[position].partition("=")
+        args[position] = f"{flag}={path}" if equals else path
+        return replace(self, args=tuple(args))
+
+    def _config_position(self) -> int | None:
+        # `--deepspeed` is a switch in plain DeepSpeed scripts and takes a path in Hugging Face's.
+        for index, arg in enumerate(self.args):
+            flag, equals, value = arg.partition("=")
+            if flag not in _CONFIG_FLAGS:
+                continue
+            if equals and value:
+                return index
+            following = self.args[index + 1 : index + 2]
+            if following and not following[0].startswith("-"):
+                return index + 1
+        return None
+
+    def command(self) -> list[str]:
+        """The program as a plain command, without a launcher."""
+        if self.trial_class:
+            program = ["-m", "determined.exec.harness", self.trial_class]
+        elif self.module:
+            program = ["-m", self.module]
+        else:
+            program = [self.script]
+        return [sys.executable, *self.python_options, *program, *self.args]
+
+
+def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
+    """Takes an entrypoint apart.
+
+    Args:
+        entrypoint: as in the experiment configuration: a command line or a list of arguments.
+        model_dir: where its script is.
+
+    Raises:
+        UserInputError: it is empty, needs a shell, or is of a form that is not known.
+    """
+    words = _words(entrypoint)
+    env = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    if not words:
+        raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
+    found = replace(_command(words), env=env)
+    if found.script and not (model_dir / found.script).is_file():
+        raise UserInputError(
+            f"there is no file {found.script!r} in {model_dir}",
+            where=_WHERE,
+            hint="Give the script's path relative to the model folder.",
+        )
+    return found
+
+
+def _words(entrypoint: str | Sequence[str]) -> list[str]:
+    if isinstance(entrypoint, str):
+        if _SHELL.search(entrypoint):
+            raise UserInputError(
+                f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
+                where=_WHERE,
+                hint="Put what the shell does into the script. " + _FORMS,
+            )
+        try:
+            return shlex.split(entrypoint)
+        except ValueError as error:
+            raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
+    words: list[str] = []
+    for word in entrypoint:
+        if not isinstance(word, (str, int, float)):
+            raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
+        stripped = str(word).strip()
+        if stripped:
+            words.append(stripped)
+    return words
+
+
+def _command(words: list[str]) -> Entrypoint:
+    name = Path(words[0]).name
+    if name == "deepspeed":
+        return _deepspeed(words[1:])
+    if name == "torchrun":
+        return _torchrun(words[1:])
+    if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
+        _check_interpreter(words[0])
+        return _python(words[1:])
+    if name.endswith(".py"):
+        return Entrypoint(script=words[0], args=tuple(words[1:]))
+    raise UserInputError(
+        f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
+    )
+
+
+def _check_interpreter(word: str) -> None:
+    if os.sep not in word:
+        return
+    found = shutil.which(word)
+    if found is None or os.path.realpath(found) != os.path.realpath(sys.executable):
+        raise UserInputError(
+            f"{word} is not the Python that runs dsat ({sys.executable})",
+            where=_WHERE,
+            hint="Run dsat with that Python, or write python3.",
+        )
+
+
+def _python(words: list[str]) -> Entrypoint:
+    options: list[str] = []
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        option = words.pop(0)
+        if option != "-u":  # output is never held back
+            options.append(option)
+            if option in ("-W", "-X") and words:
+                options.append(words.pop(0))
+    if not words or words[0] == "-c":
+        raise UserInputError("names no script", where=_WHERE, hint=_FORMS)
+    if words[0] != "-m":
+        return Entrypoint(script=words[0], args=tuple(words[1:]), python_options=tuple(options))
+    module, rest = words[1:2], words[2:]
+    if not module:
+        raise UserInputError("names no module after -m", where=_WHERE, hint=_FORMS)
+    if module[0] == "determined.launch.deepspeed":
+        return _determined(rest)
+    if module[0] == "determined.launch.torch_distributed":
+        return replace(_determined_torch(rest), one_thread=True)
+    if module[0] in ("torch.distributed.run", "torch.distributed.launch"):
+        return _torchrun(rest)
+    if module[0] in ("deepspeed", "deepspeed.launcher.runner"):
+        return _deepspeed(rest)
+    return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))
+
+
+def _determined(words: list[str]) -> Entrypoint:
+    """`(--trial MODULE:CLASS) | (SCRIPT...)`, as determined/launch/deepspeed.py takes it."""
+    if words and (words[0] == "--trial" or words[0].startswith("--trial=")):
+        rest = words[1:] if words[0] == "--trial" else [words[0].partition("=")[2], *words[1:]]
+        if len(rest) != 1:
+            raise UserInputError(
+                "--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS
+            )
+        return Entrypoint(trial_class=rest[0])
+    if words and words[0] == "--":
+        words = words[1:]
+    if not words:
+        raise UserInputError("the launcher is given no script", where=_WHERE, hint=_FORMS)
+    return _command(words)
+
+
+def _determined_torch(words: list[str]) -> Entrypoint:
+    """`[TORCH OPTIONS --] (--trial MODULE:CLASS) | (SCRIPT...)`."""
+    return _determined(words[words.index("--") + 1 :] if "--" in words else words)
+
+
+def _deepspeed(words: list[str]) -> Entrypoint:
+    options, rest = _split_options(words, _DEEPSPEED_SWITCHES)
+    if "--autotuning" in options:
+        raise UserInputError(
+            "--autotuning is DeepSpeed's own tuner, which dsat replaces",
+            where=_WHERE,
+            hint="Leave it out.",
+        )
+    if not rest:
+        raise UserInputError("deepspeed is given no script", where=_WHERE, hint=_FORMS)
+    if "--no_python" in options:
+        found = _command(rest)
+    elif "--module" in options:
+        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
+    else:
+        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
+    return replace(
+        found,
+        passes_local_rank="--no_local_rank" not in options,
+        slots=_count(options, "--num_gpus", "--num_accelerators"),
+    )
+
+
+def _torchrun(words: list[str]) -> Entrypoint:
+    options, rest = _split_options(words, _TORCHRUN_SWITCHES)
+    if not rest:
+        raise UserInputError("torchrun is given no script", where=_WHERE, hint=_FORMS)
+    if {"--no-python", "--no_python"} & options.keys():
+        found = _command(rest)
+    elif {"-m", "--module"} & options.keys():
+        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
+    else:
+        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
+    return replace(
+        found, one_thread=True, slots=_count(options, "--nproc_per_node", "--nproc-per-node")
+    )
+
+
+def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:
+    """A launcher's own options, and what follows them."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if not equals and name not in switches and rest:
+            value = rest.pop(0)
+        options[name] = value
+    return options, rest
+
+
+def _count(options: dict[str, str], *names: str) -> int | None:
+    for name in names:
+        if options.get(name, "").isdigit() and int(options[name]) > 0:
+            return int(options[name])
+    return None

@@ -1,0 +1,237 @@
+"""An unmodified Determined script without a master.
+
+Inside a rank, before the user's script runs: `det.get_cluster_info()` answers with the trial's
+hyperparameters, and `det.core.init()` gives a context whose metrics, checkpoints and searcher
+operations stay in the trial's folder. Works with determined 0.28 to 0.37, whose parts it builds on
+(`determined._info`, `determined.core._context._dummy_init`, the Dummy contexts).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CHIEF_PORTS = ("pub_port", "pull_port")
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """What a script can ask about itself.
+
+    Attributes:
+        trial_id, slots: of the trial.
+        hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
+        experiment_config: the whole experiment configuration.
+        length: of the one searcher operation, in the script's own unit.
+        seed: `info.trial.trial_seed`.
+        folder: where reports and checkpoints go.
+        ports: two free ports for the chief's broadcasts.
+        devices: identifiers of the slots' devices; empty on a CPU.
+    """
+
+    trial_id: int
+    slots: int
+    hparams: Mapping[str, Any]
+    experiment_config: Mapping[str, Any]
+    length: int
+    seed: int
+    folder: Path
+    ports: Sequence[int]
+    devices: Sequence[str] = ()
+
+
+def install(task: LocalTask) -> None:
+    """Makes determined, in this process, believe that it runs `task`."""
+    from determined import _info, core
+
+    _info._info = _cluster_info(task)
+    init = functools.partial(_init, task)
+    core.init = init
+    core._context.init = init
+    _listen_on_loopback(core.DistributedContext, task.ports)
+
+
+def _cluster_info(task: LocalTask) -> Any:
+    from determined import _info
+
+    config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
+    return _info.ClusterInfo(
+        master_url="http://127.0.0.1:8080",
+        cluster_id="dsat-local",
+        agent_id=socket.gethostname(),
+        slot_ids=list(range(task.slots)),
+        task_id=f"{task.trial_id}.local",
+        allocation_id=f"{task.trial_id}.local.0",
+        session_token="",
+        task_type="TRIAL",
+        trial_info=_info.TrialInfo(
+            trial_id=task.trial_id,
+            experiment_id=0,
+            trial_seed=task.seed,
+            hparams=dict(task.hparams),
+            config=config,
+            steps_completed=0,
+            trial_run_id=0,
+            debug=False,
+            inter_node_network_interface=None,
+        ),
+        rendezvous_info=_info.RendezvousInfo(["127.0.0.1"], 0, [task.slots]),
+        resources_info=_info.ResourcesInfo(gpu_uuids=list(task.devices)),
+    )
+
+
+# What a master fills in (master/pkg/schemas/expconf of 0.37) and the harness reads.
+_CONFIG_DEFAULTS: dict[str, Any] = {
+    "checkpoint_policy": "best",
+    "checkpoint_storage": {"type": "directory", "container_path": "."},
+    "debug": False,
+    "min_checkpoint_period": {"batches": 0},
+    "min_validation_period": {"batches": 0},
+    "optimizations": {
+        "aggregation_frequency": 1,
+        "average_aggregated_gradients": True,
+        "gradient_compression": False,
+    },
+    "perform_initial_validation": False,
+    "profiling": {"enabled": False},
+    "records_per_epoch": 0,
+    "scheduling_unit": 100,
+}
+
+
+def _init(
+    task: LocalTask,
+    *,
+    distributed: Any = None,
+    checkpoint_storage: Any = None,
+    preempt_mode: Any = None,
+    tensorboard_mode: Any = None,
+) -> Any:
+    """In place of `determined.core.init`, with its parameters."""
+    from determined import core
+    from determined.core import _context
+
+    if distributed is None and task.slots > 1:
+        raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
+    context = _context._dummy_init(
+        distributed=distributed,
+        checkpoint_storage=checkpoint_storage or str(task.folder / "checkpoints"),
+        preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
+    )
+    reports = _Reports(task.folder / "reports.jsonl", context.distributed.rank == 0)
+    context.info = _info_of(task)
+    context.train = _train_context(reports, task.folder / "tensorboard")
+    context.searcher = _searcher_context(context.distributed, task, reports)
+    return context
+
+
+def _info_of(task: LocalTask) -> Any:
+    import determined
+
+    return determined.get_cluster_info()
+
+
+class _Reports:
+    """What the script reports, appended to a file by the chief."""
+
+    def __init__(self, path: Path, is_chief: bool) -> None:
+        self._path = path
+        self._is_chief = is_chief
+
+    def add(self, kind: str, **values: Any) -> None:
+        if not self._is_chief:
+            return
+        from determined import util
+
+        line = json.loads(util.json_encode({"kind": kind, **values}))
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _train_context(reports: _Reports, tensorboard: Path) -> Any:
+    from determined import core
+
+    class TrainContext(core.DummyTrainContext):  # type: ignore[misc]
+        def _report_trial_metrics(
+            self, group: Any, steps_completed: int, metrics: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            reports.add(
+                "metrics",
+                group=getattr(group, "value", group),
+                steps_completed=steps_completed,
+                metrics=metrics,
+            )
+
+    tensorboard.mkdir(exist_ok=True)
+    return TrainContext(tensorboard)
+
+
+def _searcher_context(distributed: Any, task: LocalTask, reports: _Reports) -> Any:
+    from determined import core
+
+    class Operation(core.DummySearcherOperation):  # type: ignore[misc]
+        def report_progress(self, length: float) -> None:
+            if not self._is_chief:
+                raise RuntimeError("you must only call op.report_progress() from the chief worker")
+            reports.add("progress", length=length)
+
+        def report_completed(self, searcher_metric: Any) -> None:
+            super().report_completed(searcher_metric)
+            reports.add("completed", searcher_metric=searcher_metric)
+
+    class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
+        def operations(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            for plain in super().operations(*args, **kwargs):
+                operation = Operation(plain.length, plain._is_chief)
+                yield operation
+                plain._completed = operation._completed
+
+        def get_configured_units(self) -> Any:
+            return core._parse_searcher_units(dict(task.experiment_config))
+
+    return SearcherContext(distributed, task.length)
+
+
+def _listen_on_loopback(context: Any, ports: Sequence[int]) -> None:
+    """Gives every trial ports of its own, and keeps the chief's sockets off the network.
+
+    determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
+    """
+    from determined import ipc
+
+    original = context.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, port in zip(_CHIEF_PORTS, ports, strict=True):
+            kwargs.setdefault(name, port)
+        original(self, *args, **kwargs)
+
+    context.__init__ = init
+    server = ipc.ZMQBroadcastServer.__init__
+
+    @functools.wraps(server)
+    def serve(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("pub_url", "pull_url"):
+            if kwargs.get(name):
+                kwargs[name] = kwargs[name].replace("tcp://*:", "tcp://127.0.0.1:")
+        server(self, *args, **kwargs)
+
+    ipc.ZMQBroadcastServer.__init__ = serve
+
+
+def allow_cpu_trials() -> None:
+    """determined's DeepSpeedTrial insists on a GPU; its context works on a CPU device as well."""
+    import torch
+    from determined.pytorch import deepspeed
+
+    def init_device(context: Any) -> None:
+        context.n_gpus = 0
+        context.device = torch.device("cpu")
+
+    deepspeed.DeepSpeedTrialContext._init_device = init_device

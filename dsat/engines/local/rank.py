@@ -1,0 +1,236 @@
+"""One rank of a trial: prepares the process, runs the user's program, writes what came of it.
+
+Runs in a process forked from the warm supervisor, or as `python3 -m dsat.engines.local.rank DIR`.
+Everything it needs is in the folder's `trial.json` and in the environment. It leaves by `os._exit`,
+because an orderly end of the interpreter costs a second that nobody needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsat import failures
+from dsat.engines.local.entrypoint import Entrypoint
+from dsat.errors import InvalidTrial
+from dsat.journal import write_atomically
+from dsat.meter import Measurement, Meter, MeterSpec, TrialComplete, install
+from dsat.trial import OutcomeKind
+
+SPEC_FILE = "trial.json"
+METRICS_FILE = "metrics.json"
+MODULES_FILE = "modules.json"
+FAILED = 1
+_DATA_LIMIT_SLACK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What every rank of a trial needs to know; in `trial.json`.
+
+    Attributes:
+        trial: the trial as in the journal, for people.
+        program: the entrypoint, its configuration path already the trial's own.
+        task: the fields of `masterless.LocalTask`, its folder left out.
+        meter: what to measure; None in a full-length run, which is not measured.
+        cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
+        threads: of each rank, if the machine's slots are processor cores.
+    """
+
+    trial: Mapping[str, Any]
+    program: Mapping[str, Any]
+    task: Mapping[str, Any]
+    meter: Mapping[str, Any] | None
+    cpu_memory_bytes: int | None = None
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankSpec:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+def result_file(rank: int) -> str:
+    """Where a rank writes how it ended, if it did not run to the end of the measurement."""
+    return f"rank{rank}.json"
+
+
+def run(folder: Path) -> NoReturn:
+    """Runs the rank that the environment says this process is; never returns."""
+    spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
+    rank = int(os.environ["RANK"])
+    meter: list[Meter] = []
+    try:
+        _prepare(spec, folder, rank, meter)
+        _run_program(_program(spec.program))
+    except TrialComplete:
+        _leave(0)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
+            _leave(FAILED)
+    except BaseException as error:
+        _write_failure(folder, rank, error, _one_line(error))
+        _leave(FAILED)
+    _end_of_script(spec, folder, rank, meter)
+
+
+def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> None:
+    import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
+    import torch
+
+    from dsat.engines.local import masterless
+
+    # A forked process has its parent's state, a fresh one would have a random one.
+    random.seed()
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    task = {**spec.task, "folder": folder}
+    masterless.install(masterless.LocalTask(**task))
+    if spec.program["trial_class"] and not spec.task["devices"]:
+        masterless.allow_cpu_trials()
+    if spec.meter is not None:
+        known = set(sys.modules)
+
+        def complete(measurement: Measurement) -> None:
+            if rank == 0:
+                write_atomically(folder / METRICS_FILE, json.dumps(measurement.to_json(), indent=1))
+                write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known)))
+
+        meters.append(install(MeterSpec.from_json(spec.meter), complete))
+    if spec.cpu_memory_bytes is not None:
+        _limit_memory(spec.cpu_memory_bytes)
+
+
+def _program(data: Mapping[str, Any]) -> Entrypoint:
+    values = dict(data)
+    for key in ("args", "python_options"):
+        values[key] = tuple(values[key])
+    return Entrypoint(**values)
+
+
+def _run_program(program: Entrypoint) -> None:
+    args = list(program.args)
+    if program.passes_local_rank:
+        args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
+    if program.trial_class:
+        from determined.exec import harness
+
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["harness.py", program.trial_class]
+        harness.main(program.trial_class)
+    elif program.module:
+        sys.path.insert(0, os.getcwd())
+        sys.argv = [program.module, *args]
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program.script)))
+        sys.argv = [program.script, *args]
+        runpy.run_path(program.script, run_name="__main__")
+
+
+def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
+    """The script came to its own end."""
+    if spec.meter is None:
+        _leave(0)
+    meter = meters[0]
+    if meter.partial is not None:
+        if rank == 0:
+            text = json.dumps(meter.partial.to_json(), indent=1)
+            write_atomically(folder / METRICS_FILE, text)
+        _leave(0)
+    if not meter.attached:
+        problem = "the script ended without calling deepspeed.initialize with an optimizer"
+    else:
+        problem = (
+            f"the script ended after {meter.steps_seen} optimizer steps, but steps up to "
+            f"{meter.spec.end_step} are measured: give it more data or lower --end-profile-step"
+        )
+    _write_failure(folder, rank, InvalidTrial(problem), problem)
+    _leave(FAILED)
+
+
+def _limit_memory(budget_bytes: int) -> None:
+    """Lets this process allocate only so much more than it has now.
+
+    The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
+    allocator fail as a device's would. What was imported before does not count.
+    """
+    import resource
+
+    limit = _data_bytes() + budget_bytes + _DATA_LIMIT_SLACK
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData")
+
+
+def _libraries(known: set[str]) -> list[str]:
+    """Installed top-level packages that the program imported on its own; not its own modules."""
+    found = set()
+    for name in set(sys.modules) - known:
+        module = sys.modules.get(name)
+        path = str(getattr(module, "__file__", "") or "")
+        if "." not in name and "site-packages" in path:
+            found.add(name)
+    return sorted(found)
+
+
+def _write_failure(folder: Path, rank: int, error: BaseException, message: str) -> None:
+    kind = failures.classify(error)
+    detail = "".join(traceback.format_exception(error)) if kind is not OutcomeKind.INVALID else ""
+    detail = _without_our_frames(detail)
+    sys.stderr.write(detail or message + "\n")
+    result = {"kind": kind.value, "message": message, "detail": detail, "time": time.time()}
+    write_atomically(folder / result_file(rank), json.dumps(result))
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    if isinstance(error, InvalidTrial):
+        return text[0]
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _without_our_frames(detail: str) -> str:
+    """The traceback as if the user's program had been started directly."""
+    skipped = (os.path.dirname(os.path.abspath(__file__)), "<frozen runpy>", runpy.__file__)
+    kept: list[str] = []
+    skipping = False
+    for line in detail.splitlines(keepends=True):
+        if line.startswith('  File "'):
+            skipping = any(f'"{path}' in line for path in skipped)
+        elif not line.startswith("    "):
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or FAILED
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

@@ -1,0 +1,335 @@
+"""The process that starts and ends the ranks of all trials.
+
+    python3 -m dsat.engines.local.supervisor
+
+It takes requests as JSON lines on its standard input and answers on its standard output. Once it is
+told to warm up, it imports torch and DeepSpeed and forks ranks that have them already; it must then
+do nothing that starts a thread or touches a device, because a process in which that happened cannot
+fork. Without it, a rank is a fresh Python process.
+
+No process of a trial outlives its trial or this process, and this process ends as soon as its
+standard input does: whoever started it may be killed at any time.
+
+Requests:
+    {"op": "warm", "modules": [...]}
+    {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
+     "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
+     "linger_s": how long ranks may go on after one has ended well, or null}
+    {"op": "kill", "trial": id, "grace_s": seconds}
+Answers:
+    {"event": "warm", "ok": bool, "reason": text}
+    {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
+     "killed": [whether this process killed it, by rank]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import glob
+import importlib
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# A rank that sees another one fail ends by itself soon; its own report may say more.
+_GRACE_AFTER_FAILURE_S = 0.3
+
+
+@dataclass
+class _Group:
+    """The ranks of one trial."""
+
+    trial: int
+    port: int
+    linger_s: float | None
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    victims: set[int] = field(default_factory=set)
+    killed: bool = False
+    kill_at: float | None = None
+    kin: set[int] = field(default_factory=set)
+
+    @property
+    def ended(self) -> bool:
+        return len(self.statuses) == len(self.pids)
+
+
+class Supervisor:
+    """The event loop. Single-threaded on purpose."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+        self._selector = selectors.DefaultSelector()
+        self._buffer = b""
+        # The protocol gets descriptors of its own, so that nothing a library prints can break it.
+        self._requests = os.dup(0)
+        self._answers = os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        self._wakeup, wakeup_write = os.pipe()
+        for descriptor in (self._wakeup, wakeup_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The terminal's Ctrl-C is for whoever started this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._selector.register(self._requests, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serves until the standard input ends; then kills what runs."""
+        try:
+            while True:
+                for key, _ in self._selector.select(self._timeout_s()):
+                    if key.fd == self._wakeup:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wakeup, 4096)
+                    elif not self._read_requests():
+                        return
+                self._reap()
+                self._kill_overdue()
+        finally:
+            for group in list(self._groups.values()):
+                self._kill(group)
+            _kill_everything_below()
+            for group in self._groups.values():
+                _unlink_shared_memory(group.port)
+
+    # -- requests
+
+    def _read_requests(self) -> bool:
+        chunk = os.read(self._requests, 65536)
+        if not chunk:
+            return False
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        for line in lines:
+            self._handle(json.loads(line))
+        return True
+
+    def _handle(self, request: Mapping[str, Any]) -> None:
+        op = request["op"]
+        if op == "warm":
+            self._answer({"event": "warm", **_warm_up(request["modules"])})
+        elif op == "launch":
+            self._launch(request)
+        elif op == "kill":
+            group = self._groups.get(request["trial"])
+            if group is not None and not group.ended:
+                self._end(group, request.get("grace_s", 0.0))
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        # Whoever reads the answers is gone: the requests end as well, and with them this process.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._answers, json.dumps(message).encode() + b"\n")
+
+    # -- processes
+
+    def _launch(self, request: Mapping[str, Any]) -> None:
+        group = _Group(request["trial"], request["port"], request["linger_s"])
+        self._groups[group.trial] = group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in request["ranks"]:
+            leader = group.pids[0] if group.pids else 0
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(request, rank, leader)
+            with contextlib.suppress(OSError):  # the child did it first, or is gone
+                os.setpgid(pid, leader or pid)
+            group.pids.append(pid)
+
+    def _become_rank(
+        self, request: Mapping[str, Any], rank: Mapping[str, Any], leader: int
+    ) -> NoReturn:
+        status = 1
+        try:
+            parent = os.getppid()
+            os.setpgid(0, leader)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(status)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            for descriptor in (self._requests, self._answers, self._wakeup):
+                os.close(descriptor)
+            folder = Path(request["folder"])
+            for descriptor, name in ((1, "stdout.log"), (2, "stderr.log")):
+                log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(log, descriptor)
+                os.close(log)
+            # If the host runs out of memory, it should end a trial rather than the tuner.
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("500")
+            os.chdir(request["cwd"])
+            if rank["cores"]:
+                os.sched_setaffinity(0, rank["cores"])
+            if request["command"] is not None:
+                os.execve(request["command"][0], request["command"], rank["env"])  # noqa: S606
+            for name in set(os.environ) - set(rank["env"]):
+                del os.environ[name]
+            os.environ.update(rank["env"])
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            from dsat.engines.local import rank as rank_module
+
+            rank_module.run(folder)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for group in self._groups.values():
+                if pid in group.pids:
+                    self._note_end(group, group.pids.index(pid), os.waitstatus_to_exitcode(status))
+                    break
+
+    def _note_end(self, group: _Group, rank: int, status: int) -> None:
+        group.statuses[rank] = status
+        if not group.ended:
+            grace_s = group.linger_s if status == 0 else _GRACE_AFTER_FAILURE_S
+            if grace_s is not None:
+                self._end(group, grace_s, signal_first=False)
+            return
+        _kill_all(group.pids[0], group.kin)
+        _unlink_shared_memory(group.port)
+        del self._groups[group.trial]
+        self._answer(
+            {
+                "event": "ended",
+                "trial": group.trial,
+                "statuses": [group.statuses[rank] for rank in range(len(group.pids))],
+                "killed": [rank in group.victims for rank in range(len(group.pids))],
+            }
+        )
+        if not self._groups:
+            _kill_everything_below()
+
+    def _end(self, group: _Group, grace_s: float, *, signal_first: bool = True) -> None:
+        """Kills a trial after a grace, in which it may end by itself."""
+        if grace_s <= 0:
+            self._kill(group)
+            return
+        if signal_first:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group.pids[0], signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        if group.kill_at is None or deadline < group.kill_at:
+            group.kill_at = deadline
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for group in self._groups.values():
+            if group.kill_at is not None and group.kill_at <= now and not group.killed:
+                self._kill(group)
+
+    def _kill(self, group: _Group) -> None:
+        group.killed = True
+        group.victims = set(range(len(group.pids))) - group.statuses.keys()
+        group.kin |= _descendants(group.pids[rank] for rank in group.victims)
+        _kill_all(group.pids[0], group.kin)
+
+    def _timeout_s(self) -> float | None:
+        deadlines = [g.kill_at for g in self._groups.values() if g.kill_at and not g.killed]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+
+def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
+    """Imports modules; says whether the process can still fork ranks."""
+    import numpy  # noqa: F401
+
+    # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
+    threads_before = _num_threads()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a library of the user's may do anything at import
+            sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            return {"ok": False, "reason": "an import initialised CUDA"}
+    if _num_threads() > threads_before:
+        return {"ok": False, "reason": "an import started threads"}
+    gc.collect()
+    gc.freeze()  # forked ranks then share these objects instead of copying them
+    return {"ok": True, "reason": ""}
+
+
+def _num_threads() -> int:
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 1
+
+
+def _descendants(pids: Any) -> set[int]:
+    """All processes below the given ones, wherever they moved their process group."""
+    import psutil
+
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return found
+
+
+def _kill_all(group: int, pids: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_everything_below() -> None:
+    """Ends what a trial left behind: as the subreaper this process inherited it."""
+    for _ in range(100):
+        pids = _descendants([os.getpid()])
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+def _unlink_shared_memory(port: int) -> None:
+    """DeepSpeed's CPU backend never unlinks its buffers (csrc/cpu/comm/shm.cpp): 66 MiB a rank."""
+    pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
+    for path in glob.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    Supervisor().run()

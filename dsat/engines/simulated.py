@@ -1,0 +1,77 @@
+"""An engine on a virtual clock: outcomes come from a function, and no time passes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+
+from dsat.errors import EngineError
+from dsat.trial import Outcome, OutcomeKind, Trial
+
+
+class SimulatedEngine:
+    """Runs trials by asking a function what would come of them.
+
+    Args:
+        outcome_of: the outcome of a trial, its `duration_s` in virtual seconds.
+        num_slots: slots that trials may use at once.
+        slots_per_trial: slots of every trial.
+
+    Attributes:
+        now_s: the virtual time, in seconds.
+        busy_slot_s: slots x virtual seconds that trials used.
+    """
+
+    def __init__(
+        self, outcome_of: Callable[[Trial], Outcome], *, num_slots: int, slots_per_trial: int = 1
+    ) -> None:
+        self.now_s = 0.0
+        self.busy_slot_s = 0.0
+        self._outcome_of = outcome_of
+        self._num_slots = num_slots
+        self._slots_per_trial = slots_per_trial
+        self._known: set[int] = set()
+        self._running: dict[int, Outcome] = {}
+        self._ends: list[tuple[float, int]] = []
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def launch(self, trial: Trial) -> None:
+        if trial.id in self._known:
+            return
+        if (len(self._running) + 1) * self._slots_per_trial > self._num_slots:
+            raise EngineError(f"no free slots for trial {trial.id}")
+        self._known.add(trial.id)
+        outcome = self._outcome_of(trial)
+        self._running[trial.id] = outcome
+        self.busy_slot_s += outcome.duration_s * self._slots_per_trial
+        heapq.heappush(self._ends, (self.now_s + outcome.duration_s, trial.id))
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        deadline = self.now_s + timeout_s
+        if not self._ends or self._ends[0][0] > deadline:
+            self.now_s = deadline
+            return []
+        self.now_s = max(self.now_s, self._ends[0][0])
+        ended = []
+        while self._ends and self._ends[0][0] <= self.now_s:
+            _, trial_id = heapq.heappop(self._ends)
+            outcome = self._running.pop(trial_id, None)
+            if outcome is not None:
+                ended.append((trial_id, outcome))
+        return ended
+
+    def cancel(self, trial_id: int) -> None:
+        if trial_id in self._running:
+            canceled = replace(
+                self._running[trial_id], kind=OutcomeKind.CANCELED, metrics=None, message="canceled"
+            )
+            self._running[trial_id] = canceled
+            heapq.heappush(self._ends, (self.now_s, trial_id))
+
+    def close(self) -> None:
+        self._running.clear()
+        self._ends.clear()

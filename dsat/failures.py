@@ -1,0 +1,45 @@
+"""What an exception inside a trial means, wherever the trial runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsat.errors import InvalidTrial
+from dsat.trial import OutcomeKind
+
+# Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
+# (c10/core/impl/alloc_cpu.cpp), the CUDA runtime, cuBLAS and cuDNN.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+
+
+def classify(error: BaseException) -> OutcomeKind:
+    """OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
+    chain = list(_chain(error))
+    if any(isinstance(link, InvalidTrial) for link in chain):
+        return OutcomeKind.INVALID
+    if any(_is_out_of_memory(link) for link in chain):
+        return OutcomeKind.OOM
+    return OutcomeKind.ERROR
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch.OutOfMemoryError and torch.cuda.OutOfMemoryError by name: torch may not be imported.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,576 @@
+"""Measures the optimizer steps of a live DeepSpeed engine, from inside the training process.
+
+The engine comes from `deepspeed.initialize`'s public result; DeepSpeed's own autotuning mode is not
+used, because it scores a single step. Times are taken at the ends of optimizer steps, so whatever
+the training loop does between two steps (loading data, say) counts, as it does for the user. On an
+asynchronous device the marks are events on its stream: nothing is synchronised inside a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from dsat.errors import InvalidTrial
+from dsat.trial import MemoryUse, Metrics, ModelProfile
+
+if TYPE_CHECKING:
+    import torch
+
+PHASES = ("forward", "backward", "step")
+CI_TARGET = 0.02
+MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+
+# Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True)
+class MeterSpec:
+    """What to measure and what to expect.
+
+    Attributes:
+        start_step, end_step: optimizer steps, counted from 1, both measured.
+        max_steps: the most steps to measure while the confidence interval is too wide.
+        micro_batch, gas, stage, slots: what the engine must turn out to use.
+        profile: count parameters, FLOPs and activations in the first step.
+        flops_per_sample: model FLOPs of a sample, from the profile trial.
+        slot_memory_bytes: what a slot may use, if less than it has.
+    """
+
+    start_step: int
+    end_step: int
+    max_steps: int
+    micro_batch: int
+    gas: int
+    stage: int
+    slots: int
+    profile: bool = False
+    flops_per_sample: float | None = None
+    slot_memory_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeterSpec:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+    @property
+    def longest(self) -> int:
+        """Optimizer steps that the training loop must be ready to make."""
+        return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that a trial measured; equal on every rank, but for the warnings and the profile."""
+
+    metrics: Metrics
+    memory: MemoryUse
+    profile: ModelProfile | None
+    warnings: tuple[str, ...]
+    step_ms: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "metrics": self.metrics.to_json(),
+            "memory": asdict(self.memory),
+            "profile": self.profile.to_json() if self.profile else None,
+            "warnings": list(self.warnings),
+            "step_ms": list(self.step_ms),
+        }
+
+
+class TrialComplete(SystemExit):
+    """Ends the training script once everything is measured, with exit status 0."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__(0)
+        self.measurement = measurement
+
+
+def install(spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> Meter:
+    """Makes `deepspeed.initialize` attach a meter to the engine that it returns.
+
+    Args:
+        spec: what to measure.
+        on_complete: called on every rank with the measurement, before the script is ended.
+
+    Returns:
+        The meter, not yet attached.
+    """
+    import deepspeed
+
+    meter = Meter(spec, on_complete)
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        _limit_device_memory(spec)
+        result = original(*args, **kwargs)
+        engine = result[0]
+        if not meter.attached and getattr(engine, "optimizer", None) is not None:
+            meter.attach(engine)
+        return result
+
+    deepspeed.initialize = initialize
+    return meter
+
+
+class Meter:
+    """Wraps `forward`, `backward` and `step` of one engine.
+
+    Args:
+        spec: what to measure.
+        on_complete: called with the measurement before `TrialComplete` is raised.
+    """
+
+    def __init__(self, spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> None:
+        self.spec = spec
+        self.attached = False
+        self.steps_seen = 0
+        self.partial: Measurement | None = None
+        self._on_complete = on_complete
+        self._warnings: list[str] = []
+
+    def attach(self, engine: Any) -> None:
+        """Starts measuring an engine.
+
+        Raises:
+            InvalidTrial: it is a pipeline engine, or does not use the trial's configuration.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        _check_engine(engine, self.spec)
+        self.attached = True
+        self._engine = engine
+        self._accelerator = get_accelerator()
+        self._clock = _make_clock(self._accelerator)
+        self._memory = _MemoryWatch(self._accelerator)
+        self._memory.note("init")
+        self._profiler = _Profiler(engine, self.spec) if self.spec.profile else None
+        self._steps: list[_StepMarks] = []
+        self._current = _StepMarks(begin=self._clock.mark())
+        self._next_check = self.spec.end_step - self.spec.start_step + 1
+        self._skipped = 0
+        self._warm_up_over = self.spec.start_step <= 1
+        engine.forward = self._wrap(engine.forward, self._forward)
+        engine.backward = self._wrap(engine.backward, self._backward)
+        engine.step = self._wrap(engine.step, self._step)
+
+    @staticmethod
+    def _wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        return wrapper
+
+    # -- the three phases
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not (torch.is_grad_enabled() and self._engine.training):
+            return original(*args, **kwargs)
+        if not self._current.micro_steps:
+            self._check_inputs(args, kwargs)
+        if self._profiler is not None:
+            self._profiler.enter_forward()
+        begin = self._begin_phase()
+        self._close_backward(begin)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            if self._profiler is not None:
+                self._profiler.leave_forward()
+        end = self._end_phase("forward", begin)
+        # If the script calls loss.backward() itself, the backward pass ends where the next phase
+        # begins.
+        self._current.backward_began = end
+        self._current.micro_steps += 1
+        return result
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = self._begin_phase()
+        result = original(*args, **kwargs)
+        self._end_phase("backward", begin)
+        self._current.backward_began = None
+        return result
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._profiler is not None:
+            self._profiler.finish_micro_step()
+        skipped_before, steps_before = self._engine.skipped_steps, self._engine.global_steps
+        begin = self._begin_phase()
+        self._close_backward(begin)
+        result = original(*args, **kwargs)
+        end = self._end_phase("step", begin)
+        if self._engine.global_steps > steps_before:
+            self._end_of_step(end, skipped=self._engine.skipped_steps > skipped_before)
+        return result
+
+    def _close_backward(self, end: Any) -> None:
+        if self._current.backward_began is not None:
+            self._current.phases["backward"].append((self._current.backward_began, end))
+            self._current.backward_began = None
+
+    def _begin_phase(self) -> Any:
+        if not self._warm_up_over:
+            self._memory.reset()
+        return self._clock.mark()
+
+    def _end_phase(self, phase: str, begin: Any) -> Any:
+        end = self._clock.mark()
+        self._current.phases[phase].append((begin, end))
+        if not self._warm_up_over:
+            self._memory.note(phase)
+        return end
+
+    # -- optimizer steps
+
+    def _end_of_step(self, end: Any, *, skipped: bool) -> None:
+        self.steps_seen += 1
+        marks, self._current = self._current, _StepMarks(begin=end)
+        marks.end = end
+        if self._profiler is not None:
+            self._profiler.finish_step()
+        # A step that fp16 skipped because of an overflow is cheaper than a real one.
+        self._skipped += skipped
+        if self._skipped > MAX_SKIPPED_STEPS:
+            raise InvalidTrial(
+                f"{self._skipped} optimizer steps were skipped because of fp16 overflows: the loss "
+                "is not finite. Train in bf16, or mend the data or the learning rate"
+            )
+        applied = self.steps_seen - self._skipped
+        self._warm_up_over = applied + 1 >= self.spec.start_step
+        if applied >= self.spec.start_step and not skipped:
+            self._steps.append(marks)
+            if len(self._steps) >= self._next_check:
+                self._check()
+
+    def _check(self) -> None:
+        """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
+        per_step = self._slowest_rank([marks.milliseconds(self._clock) for marks in self._steps])
+        latencies = [row[0] for row in per_step]
+        ci95 = relative_ci95(latencies)
+        self.partial = self._measurement(per_step, ci95)
+        count, most = len(latencies), max(self.spec.max_steps, 1)
+        if ci95 <= CI_TARGET or count >= most:
+            self._on_complete(self.partial)
+            raise TrialComplete(self.partial)
+        wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
+        # At most twice as many at a time: the first few steps say little of the spread.
+        self._next_check = min(most, wanted, 2 * count)
+        self._current = _StepMarks(begin=self._clock.mark())
+
+    def _measurement(self, per_step: list[list[float]], ci95: float) -> Measurement:
+        latency, *phases = (sum(column) / len(per_step) for column in zip(*per_step, strict=True))
+        spec = self.spec
+        throughput = spec.micro_batch * spec.gas * spec.slots / (latency / 1e3)
+        profile = self._profiler.result(self._accelerator) if self._profiler else None
+        flops = profile.flops_per_sample if profile else spec.flops_per_sample
+        metrics = Metrics(
+            throughput=throughput,
+            latency=latency,
+            **dict(zip(PHASES, phases, strict=True)),
+            FLOPS_per_gpu=None if flops is None else flops * throughput / spec.slots,
+            num_steps=len(per_step),
+            ci95=ci95 if math.isfinite(ci95) else 1.0,
+        )
+        return Measurement(
+            metrics=metrics,
+            memory=self._memory.over_ranks(self._maximum),
+            profile=profile,
+            warnings=tuple(self._warnings),
+            step_ms=tuple(round(row[0], 4) for row in per_step),
+        )
+
+    def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
+        """Elementwise maximum over all ranks; every rank gets the same."""
+        flat = self._maximum([value for row in rows for value in row])
+        width = len(rows[0])
+        return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+    def _maximum(self, values: list[float]) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return values
+        device = self._engine.device
+        # float32 holds bytes and milliseconds to seven digits, and every device has it.
+        tensor = torch.tensor(values, dtype=torch.float32, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [float(value) for value in tensor.tolist()]
+
+    def _check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warns once if the script feeds another number of samples than its configuration says."""
+        if self.steps_seen or self._warnings:
+            return
+        shapes = [tuple(t.shape) for t in _tensors([*args, *kwargs.values()]) if t.dim()]
+        if shapes and not any(self.spec.micro_batch in shape[:2] for shape in shapes):
+            self._warnings.append(
+                f"the script fed tensors of shape {shapes[0]} although "
+                f"train_micro_batch_size_per_gpu is {self.spec.micro_batch}: does its data loader "
+                "take the batch size from the DeepSpeed configuration?"
+            )
+
+
+def relative_ci95(values: list[float]) -> float:
+    """Half-width of the 95 % confidence interval of the mean, as a fraction of the mean.
+
+    Student's t; infinite for fewer than two values.
+    """
+    count = len(values)
+    if count < 2:
+        return math.inf
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    freedom = count - 1
+    quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.45 / freedom
+    return quantile * math.sqrt(variance / count) / mean
+
+
+@dataclass
+class _StepMarks:
+    """Marks of one optimizer step, all its micro steps included."""
+
+    begin: Any
+    end: Any = None
+    micro_steps: int = 0
+    backward_began: Any = None
+    phases: dict[str, list[tuple[Any, Any]]] = field(
+        default_factory=lambda: {phase: [] for phase in PHASES}
+    )
+
+    def milliseconds(self, clock: _Clock) -> list[float]:
+        """Latency, then the phases' sums."""
+        sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
+        return [clock.ms(self.begin, self.end), *sums]
+
+
+class _Clock:
+    """Marks on the host's clock: right where operations are finished when they return."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def ms(self, begin: Any, end: Any) -> float:
+        return float(end - begin) * 1e3
+
+
+class _DeviceClock(_Clock):
+    """Marks as events on the device's current stream."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def mark(self) -> Any:
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def _make_clock(accelerator: Any) -> _Clock:
+    if accelerator.is_synchronized_device() or accelerator.Event is None:
+        return _Clock()
+    return _DeviceClock(accelerator)
+
+
+class _MemoryWatch:
+    """Peaks of the device's allocator and of the resident set, by phase."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._has_allocator = not accelerator.is_synchronized_device()
+        self._peaks: dict[tuple[str, str], int] = {}
+
+    def reset(self) -> None:
+        """Begins a phase."""
+        if self._has_allocator:
+            self._accelerator.reset_peak_memory_stats()
+        # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def note(self, phase: str) -> None:
+        """Ends a phase."""
+        values = {"host": _peak_rss_bytes()}
+        if self._has_allocator:
+            values["allocated"] = self._accelerator.max_memory_allocated()
+            values["reserved"] = self._accelerator.max_memory_reserved()
+        for kind, value in values.items():
+            self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
+
+    def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
+        keys = sorted(self._peaks)
+        values = dict(zip(keys, maximum([float(self._peaks[key]) for key in keys]), strict=True))
+
+        def by_phase(kind: str) -> dict[str, int]:
+            return {phase: int(v) for (k, phase), v in values.items() if k == kind}
+
+        return MemoryUse(by_phase("allocated"), by_phase("reserved"), by_phase("host"))
+
+
+def _peak_rss_bytes() -> int:
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _Profiler:
+    """Counts parameters, FLOPs and activations in the first micro step."""
+
+    def __init__(self, engine: Any, spec: MeterSpec) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._flops = _count_flops()
+        self._counting = False
+        self._done = False
+        self._storages: dict[int, int] = {}
+        self._hooks: Any = None
+        self._flops_per_sample = 0.0
+
+    def enter_forward(self) -> None:
+        import torch
+
+        if self._done or self._counting:
+            return
+        self._counting = True
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._flops.__enter__()
+        self._hooks.__enter__()
+
+    def leave_forward(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def finish_micro_step(self) -> None:
+        if self._counting and not self._done:
+            self._flops.__exit__(None, None, None)
+            self._flops_per_sample = self._flops.get_total_flops() / self._spec.micro_batch
+        self._counting, self._done = False, self._done or self._counting
+
+    def finish_step(self) -> None:
+        self._done = True
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sees every tensor that autograd keeps for the backward pass."""
+        import torch
+
+        parameter = torch.nn.Parameter
+        if not isinstance(tensor, parameter) and not isinstance(tensor._base, parameter):
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def result(self, accelerator: Any) -> ModelProfile:
+        parameters = list(self._engine.module.parameters())
+        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
+        trainable = [n for p, n in zip(parameters, sizes, strict=True) if p.requires_grad]
+        return ModelProfile(
+            num_params=sum(sizes),
+            trainable_params=sum(trainable),
+            param_bytes=max((p.element_size() for p in parameters), default=4),
+            activation_bytes_per_sample=sum(self._storages.values()) // self._spec.micro_batch,
+            flops_per_sample=self._flops_per_sample,
+            slot_memory_bytes=_slot_memory(accelerator, self._spec),
+        )
+
+
+def _count_flops() -> Any:
+    """A FLOP counter that leaves out what activation checkpointing computes a second time."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class ModelFlops(FlopCounterMode):
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            # In a backward pass autograd records nothing, unless a forward pass is done again.
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward and torch.is_grad_enabled():
+                return out
+            return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return ModelFlops(display=False)
+
+
+def _slot_memory(accelerator: Any, spec: MeterSpec) -> int:
+    if accelerator.is_synchronized_device():
+        import psutil
+
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", spec.slots))
+        own = psutil.Process().memory_info().rss
+        has = int(psutil.virtual_memory().available // max(1, local) + own)
+    else:
+        has = int(accelerator.total_memory())
+    return min(has, spec.slot_memory_bytes or has)
+
+
+def _limit_device_memory(spec: MeterSpec) -> None:
+    """Makes the device's allocator refuse more than the slot may use."""
+    from deepspeed.accelerator import get_accelerator
+
+    if spec.slot_memory_bytes is None or get_accelerator().device_name() != "cuda":
+        return
+    import torch
+
+    fraction = spec.slot_memory_bytes / get_accelerator().total_memory()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+
+
+def _check_engine(engine: Any, spec: MeterSpec) -> None:
+    if any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__):
+        raise InvalidTrial(
+            "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
+            "tuned. Train the model without PipelineModule"
+        )
+    found = {
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "zero_optimization.stage": engine.zero_optimization_stage(),
+    }
+    expected = dict(zip(found, (spec.micro_batch, spec.gas, spec.stage), strict=True))
+    for key, value in expected.items():
+        if found[key] != value:
+            raise InvalidTrial(
+                f"the script does not use the trial's configuration: {key} is {found[key]}, not "
+                f"{value}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
+                "deepspeed.initialize(config=...)"
+            )
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors among values, one level of lists, tuples and dicts deep."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from (v for v in value.values() if isinstance(v, torch.Tensor))
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
