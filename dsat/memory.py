@@ -20,7 +20,8 @@ class StateBytes:
     """Bytes on one slot, without activations and buckets.
 
     Attributes:
-        resident: parameters and optimizer state, held all the time.
+        resident: held all the time: parameters, optimizer state, and the gradients of stage 3,
+            which have one buffer from the beginning (`grad_partitions_flat_buffer`).
         backward: gradients, added while activations are alive.
         step: added in the optimizer step, when activations are gone.
     """
@@ -40,13 +41,13 @@ def model_state(profile: ModelProfile, stage: int, slots: int) -> StateBytes:
         if stage in (1, 2):
             grads = trained if stage == 1 else shard
             return StateBytes(4 * params + 12 * shard, 4 * grads, 8 * shard)
-        return StateBytes(4 * -(-params // slots) + 12 * shard, 4 * shard, 4 * shard)
+        return StateBytes(4 * -(-params // slots) + 16 * shard, 0, 4 * shard)
     if stage == 0:
         return StateBytes(size * params + 12 * trained, 2 * size * trained, 10 * trained)
     if stage in (1, 2):
         grads = trained if stage == 1 else shard
         return StateBytes(size * params + 12 * shard, size * grads, (2 * size + 4) * shard)
-    return StateBytes(size * -(-params // slots) + 12 * shard, size * shard, (size + 4) * shard)
+    return StateBytes(size * -(-params // slots) + (size + 12) * shard, 0, (size + 4) * shard)
 
 
 def required_bytes(profile: ModelProfile, stage: int, slots: int, micro_batch: int) -> int:
