@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from dsat.space import (
+    DEFAULT_STAGES,
+    KNOBS,
+    LARGEST_MICRO_BATCH,
+    Space,
+    allowed_micro_batches,
+    overrides_for,
+)
+from dsat.trial import BatchTriple
+
+BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
+
+
+def _space(
+    stages: Sequence[int] = (0, 1, 2, 3),
+    slots: int = 2,
+    fixed: Sequence[str] = (),
+    num_params: int | None = None,
+) -> Space:
+    return Space(
+        stages=stages,
+        micro_batches=range(1, 9),
+        slots=slots,
+        gas=1,
+        fixed=fixed,
+        num_params=num_params,
+    )
+
+
+def _all_configs(space: Space, stage: int) -> list[dict[str, object]]:
+    return [space.zero_config(stage, n) for n in range(space.num_zero_configs(stage))]
+
+
+# -- micro batches
+
+
+@pytest.mark.parametrize(
+    ("train_batch_size", "divisible_by", "slots", "expected"),
+    [
+        (24, 1, 1, [1, 2, 3, 4, 6, 8, 12, 24]),
+        (24, 1, 2, [1, 2, 3, 4, 6, 12]),
+        (24, 3, 2, [3, 6, 12]),
+        (24, 5, 1, []),
+        (25, 1, 2, []),
+        (1, 1, 2, []),
+        (1, 1, 1, [1]),
+        (36, 1, 1, [1, 2, 3, 4, 6, 9, 12, 18, 36]),
+        (36, 6, 1, [6, 12, 18, 36]),
+        (7, 1, 1, [1, 7]),
+        (8, 8, 1, [8]),
+        (8, 8, 2, []),
+    ],
+)
+def test_micro_batches_of_an_exact_batch(
+    train_batch_size: int, divisible_by: int, slots: int, expected: list[int]
+) -> None:
+    allowed = allowed_micro_batches(
+        train_batch_size=train_batch_size, divisible_by=divisible_by, slots=slots
+    )
+    assert list(allowed) == expected
+
+
+def test_micro_batches_against_trying_every_number() -> None:
+    for total in range(1, 60):
+        for divisible_by in range(1, 5):
+            for slots in range(1, 4):
+                expected = [
+                    micro
+                    for micro in range(1, total + 1)
+                    if total % (micro * slots) == 0 and micro % divisible_by == 0
+                ]
+                allowed = allowed_micro_batches(
+                    train_batch_size=total, divisible_by=divisible_by, slots=slots
+                )
+                assert list(allowed) == expected
+
+
+@pytest.mark.parametrize("divisible_by", [1, 3, 8])
+def test_micro_batches_of_any_batch(divisible_by: int) -> None:
+    allowed = allowed_micro_batches(train_batch_size=None, divisible_by=divisible_by, slots=3)
+    assert list(allowed[:3]) == [divisible_by, 2 * divisible_by, 3 * divisible_by]
+    assert LARGEST_MICRO_BATCH - divisible_by < allowed[-1] <= LARGEST_MICRO_BATCH
+
+
+@pytest.mark.parametrize(
+    ("train_batch_size", "micro_batch", "expected"),
+    [
+        (None, 5, BatchTriple(5 * 4 * 2, 5, 4)),
+        (None, 1, BatchTriple(8, 1, 4)),
+        (48, 1, BatchTriple(48, 1, 24)),
+        (48, 6, BatchTriple(48, 6, 4)),
+        (48, 24, BatchTriple(48, 24, 1)),
+    ],
+)
+def test_batch_sizes_that_go_with_a_micro_batch(
+    train_batch_size: int | None, micro_batch: int, expected: BatchTriple
+) -> None:
+    space = Space(
+        stages=(1,),
+        micro_batches=range(1, 25),
+        slots=2,
+        gas=4,
+        train_batch_size=train_batch_size,
+    )
+    assert space.batch(micro_batch) == expected
+
+
+# -- knobs
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots", "knobs"),
+    [
+        (0, 1, set()),
+        (0, 2, set()),
+        (1, 1, {"reduce_bucket_size"}),
+        (1, 2, {"reduce_bucket_size", "allgather_bucket_size"}),
+        (2, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (
+            2,
+            2,
+            {
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+            },
+        ),
+        (3, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (
+            3,
+            8,
+            {
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+                "allgather_partitions",
+            },
+        ),
+    ],
+)
+def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
+    space = _space(slots=slots)
+    for config in _all_configs(space, stage):
+        assert config["stage"] == stage
+        assert set(config) - {"stage"} == knobs
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots", "count"),
+    [(0, 2, 1), (1, 1, 8), (1, 2, 64), (2, 1, 16), (2, 2, 512), (3, 1, 16), (3, 2, 1024)],
+)
+def test_every_number_is_another_zero_section(stage: int, slots: int, count: int) -> None:
+    configs = _all_configs(_space(slots=slots), stage)
+    assert len(configs) == count
+    assert len({json.dumps(config, sort_keys=True) for config in configs}) == count
+
+
+def test_every_combination_of_knob_values_is_there() -> None:
+    pairs = {
+        (config["reduce_bucket_size"], config["allgather_bucket_size"])
+        for config in _all_configs(_space(), 1)
+    }
+    assert pairs == {(one, other) for one in BUCKETS for other in BUCKETS}
+
+
+def test_what_is_fixed_is_not_searched() -> None:
+    space = _space(fixed=("stage", "overlap_comm", "reduce_bucket_size", "offload_optimizer"))
+    assert all(
+        set(config) == {"stage", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"}
+        for config in _all_configs(space, 2)
+    )
+    assert space.num_zero_configs(2) == 8 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("num_params", "largest", "count"),
+    [
+        (None, 5 * 10**9, 8),
+        (1, 10**6, 1),
+        (10**6, 10**6, 1),
+        (10**6 + 1, 5 * 10**6, 2),
+        (124 * 10**6, 5 * 10**8, 6),
+        (10**9, 10**9, 7),
+        (5 * 10**9 + 1, 5 * 10**9, 8),
+        (7 * 10**10, 5 * 10**9, 8),
+    ],
+)
+def test_one_bucket_that_holds_the_whole_model_is_enough(
+    num_params: int | None, largest: int, count: int
+) -> None:
+    configs = _all_configs(_space(num_params=num_params), 1)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        values = sorted({config[key] for config in configs})  # type: ignore[type-var]
+        assert values == BUCKETS[:count]
+        assert values[-1] == largest
+    assert _space(num_params=num_params).num_zero_configs(2) == count**2 * 2**3, "flags stay"
+
+
+def test_only_the_stages_asked_for() -> None:
+    space = _space(stages=DEFAULT_STAGES)
+    assert space.stages == (1, 2, 3)
+    assert [line[:8] for line in space.describe()] == ["stage 1:", "stage 2:", "stage 3:"]
+
+
+def test_a_description_names_the_knobs_and_their_values() -> None:
+    assert _space((0, 2), slots=1, num_params=2 * 10**6).describe() == [
+        "stage 0: no knobs",
+        "stage 2: reduce_bucket_size 1e+06|5e+06, contiguous_gradients true|false",
+    ]
+
+
+def test_knobs_are_listed_once_and_say_why() -> None:
+    assert len({knob.key for knob in KNOBS}) == len(KNOBS)
+    assert all(knob.reason and len(set(knob.values)) > 1 for knob in KNOBS)
+
+
+def test_overrides_of_a_trial() -> None:
+    zero = {"stage": 2, "overlap_comm": True}
+    overrides = overrides_for(zero, BatchTriple(16, 4, 2))
+    assert overrides == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    overrides["zero_optimization"]["stage"] = 3
+    assert zero["stage"] == 2
