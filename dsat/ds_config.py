@@ -25,7 +25,7 @@ TOP_LEVEL_KEYS = frozenset(
     """
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
     communication_data_type compile compression_training csv_monitor curriculum_learning
-    data_efficiency data_parallel_size data_types dataloader_drop_last datastates
+    data_efficiency data_parallel_size data_types dataloader_drop_last datastates_ckpt
     disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
     flops_profiler fp16 gradient_accumulation_dtype gradient_accumulation_steps
     gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
@@ -85,7 +85,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
     """The batch sizes as DeepSpeed derives them (`DeepSpeedConfig._set_batch_related_parameters`).
 
     Args:
-        config: a DeepSpeed configuration; "auto" counts as not given.
+        config: a DeepSpeed configuration; null and "auto" count as not given.
         data_parallel: number of data-parallel slots.
         where: the file to name in errors.
 
@@ -95,7 +95,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
     given: dict[str, int] = {}
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)
-        if value == AUTO:
+        if value is None or value == AUTO:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserInputError(
