@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from dsat.errors import InvalidTrial
@@ -27,6 +28,19 @@ def classify(error: BaseException) -> OutcomeKind:
     if any(_is_out_of_memory(link) for link in chain):
         return OutcomeKind.OOM
     return OutcomeKind.ERROR
+
+
+def message(error: BaseException) -> str:
+    """One line on an exception, for people."""
+    if isinstance(error, InvalidTrial):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    if classify(error) is OutcomeKind.OOM:
+        for link in _chain(error):
+            size = re.search(r"tried to allocate (\d+) bytes", str(link))
+            if size is not None:
+                return f"out of memory: tried to allocate {int(size[1]) / 2**20:,.1f} MiB"
+    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

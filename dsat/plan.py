@@ -43,6 +43,11 @@ class Plan:
     def objective(self) -> Objective:
         return Objective(self.metric)
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Settings of `zero_optimization` that the user chose by hand: they stay as they are."""
+        return tuple(self.base_config.get("zero_optimization", {}))
+
     def admits(self, batch: BatchTriple) -> bool:
         """Whether batch sizes keep to what the user demanded of them."""
         exact = self.train_batch_size in (None, batch.train_batch_size)

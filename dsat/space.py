@@ -161,6 +161,11 @@ class Space:
         ]
 
 
+def smallest_buckets(*, fixed: Sequence[str]) -> dict[str, int]:
+    """The bucket sizes that need the least memory, but for those the user chose."""
+    return {k.key: k.values[0] for k in KNOBS if k.values is _BUCKETS and k.key not in fixed}
+
+
 def overrides_for(zero: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
     """The DeepSpeed settings of one trial, to be laid over the user's configuration."""
     return {"zero_optimization": dict(zero), **batch.config()}

@@ -24,7 +24,7 @@ from dsat.run import (
     Run,
 )
 from dsat.search import SEARCHES, Search
-from dsat.space import Space, allowed_micro_batches, overrides_for
+from dsat.space import Space, allowed_micro_batches, overrides_for, smallest_buckets
 from dsat.trial import BatchTriple, ModelProfile, Outcome, Proposal, Trial, TrialKind
 
 
@@ -214,7 +214,12 @@ class Tuner:
             train_batch_size=None, divisible_by=self.plan.divisible_by, slots=slots
         )[0]
         batch = BatchTriple(smallest * slots, smallest, 1)
-        return self._trial(TrialKind.PROFILE, batch.config(), batch)
+        overrides: dict[str, Any] = batch.config()
+        if ds_config.zero_stage(self.plan.base_config) > 0:
+            # Default buckets take gigabytes whatever the model: small ones let more models fit.
+            zero = smallest_buckets(fixed=self.plan.fixed)
+            overrides["zero_optimization"] = zero
+        return self._trial(TrialKind.PROFILE, overrides, batch)
 
     def _trial(
         self,
@@ -318,7 +323,7 @@ def make_space(plan: Plan, num_params: int | None = None) -> Space:
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
         train_batch_size=plan.train_batch_size,
-        fixed=tuple(plan.base_config.get("zero_optimization", {})),
+        fixed=plan.fixed,
         num_params=num_params,
     )
 

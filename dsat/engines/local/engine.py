@@ -208,9 +208,11 @@ class LocalEngine:
             self._environment(rank, slots, ports[0], folder, spec)
             for rank in range(self._slots_per_trial)
         ]
-        write_atomically(folder / "cmd.txt", _command_text(program, environments, self._cwd))
-        self._running[trial.id] = _Running(trial, folder, slots, ports, time.monotonic())
         cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
+        cold.append(str(folder.resolve()))
+        command_text = _command_text(program, cold, environments, self._cwd)
+        write_atomically(folder / "cmd.txt", command_text)
+        self._running[trial.id] = _Running(trial, folder, slots, ports, time.monotonic())
         cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
         self._supervisor.send(
             {
@@ -219,7 +221,7 @@ class LocalEngine:
                 "folder": str(folder.resolve()),
                 "cwd": str(self._cwd.resolve()),
                 "port": ports[0],
-                "command": [*cold, str(folder.resolve())] if self._cold else None,
+                "command": cold if self._cold else None,
                 "ranks": [
                     {"env": env, "cores": core}
                     for env, core in zip(environments, cores, strict=True)
@@ -412,18 +414,19 @@ def _working_folder(experiment: Experiment, folder: Path) -> Path:
     return together
 
 
-def _command_text(program: Entrypoint, environments: Sequence[Mapping[str, str]], cwd: Path) -> str:
-    """A command for each rank, that a person can paste into a shell."""
-    lines = [f"cd {shlex.quote(str(cwd.resolve()))}"]
+def _command_text(
+    program: Entrypoint,
+    cold: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    cwd: Path,
+) -> str:
+    """The program, and a command for each rank that a person can paste into a shell."""
+    lines = [f"# {shlex.join(program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
     for env in environments:
         changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
         words = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
-        command = program.command()
-        if program.passes_local_rank:
-            position = len(command) - len(program.args)
-            command.insert(position, f"--local_rank={env['LOCAL_RANK']}")
-        lines.append(" ".join(["env", *words, shlex.join(command)]))
-    return "\n".join(lines) + "\n"
+        lines.append(" ".join(["env", *words, shlex.join(cold)]))
+    return "\n".join([*lines[:2], " &\n".join(lines[2:])]) + "\n"
 
 
 def _max_length(config: Mapping[str, Any]) -> int:

@@ -81,7 +81,7 @@ def run(folder: Path) -> NoReturn:
             _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
             _leave(FAILED)
     except BaseException as error:
-        _write_failure(folder, rank, error, _one_line(error))
+        _write_failure(folder, rank, error, failures.message(error))
         _leave(FAILED)
     _end_of_script(spec, folder, rank, meter)
 
@@ -199,13 +199,6 @@ def _write_failure(folder: Path, rank: int, error: BaseException, message: str) 
     sys.stderr.write(detail or message + "\n")
     result = {"kind": kind.value, "message": message, "detail": detail, "time": time.time()}
     write_atomically(folder / result_file(rank), json.dumps(result))
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    if isinstance(error, InvalidTrial):
-        return text[0]
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _without_our_frames(detail: str) -> str:

@@ -1,0 +1,7 @@
+"""`python3 -m dsat`."""
+
+import sys
+
+from dsat.cli import main
+
+sys.exit(main())

@@ -1,0 +1,40 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+from dsat.trial import METRIC_NAMES, Outcome
+
+_UNITS = {"throughput": "samples/s", "FLOPS_per_gpu": "FLOP/s per slot"}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def metric(name: str, value: float | None) -> str:
+    """A metric's value with its unit; a dash for None."""
+    assert name in METRIC_NAMES
+    if value is None:
+        return "-"
+    if name == "FLOPS_per_gpu":
+        for size, prefix in _PREFIXES:
+            if value >= size:
+                return f"{value / size:.4g} {prefix}{_UNITS[name]}"
+        return f"{value:.4g} {_UNITS[name]}"
+    return f"{value:.4g} {_UNITS.get(name, 'ms')}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 10 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def outcome(result: Outcome, metric_name: str) -> str:
+    """One line on what came of a trial; the profile trial is not for comparing."""
+    if result.metrics is None or result.profile is not None:
+        return f"{result.kind.value}: {result.message}" if result.message else result.kind.value
+    value = metric(metric_name, result.metrics.value(metric_name))
+    spread = f"+-{result.metrics.ci95:.1%} over {result.metrics.num_steps} steps"
+    return f"{value} ({spread})"

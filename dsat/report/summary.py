@@ -1,0 +1,243 @@
+"""What a run found: the files for use and the tables for people, all from the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat import ds_config
+from dsat.journal import write_atomically
+from dsat.report import format as fmt
+from dsat.run import Run
+from dsat.trial import OutcomeKind, Trial, TrialKind
+
+BEST_CONFIG_FILE = "best_ds_config.json"
+BEST_METRICS_FILE = "best_ds_metrics.json"
+SUMMARY_FILE = "summary.md"
+
+_OUT_OF_MEMORY = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One ZeRO stage's line in the summary."""
+
+    stage: int
+    trials: int
+    out_of_memory: int
+    failed: int
+    best: Trial | None
+
+
+def stage_rows(run: Run) -> list[StageRow]:
+    """A row per stage that was tried; the profile trial does not count."""
+    assert run.plan is not None
+    objective = run.plan.objective
+    rows = []
+    for stage in sorted({trial.stage for trial in _tried(run)}):
+        trials = [trial for trial in _tried(run) if trial.stage == stage]
+        kinds = [run.outcomes[trial.id].kind for trial in trials]
+        ran = [(value, trial) for trial in trials if (value := run.value(trial)) is not None]
+        best = min(ran, key=lambda pair: objective.loss(pair[0]))[1] if ran else None
+        lost = sum(kind in _OUT_OF_MEMORY for kind in kinds)
+        other = sum(kind not in _OUT_OF_MEMORY and kind is not OutcomeKind.OK for kind in kinds)
+        rows.append(StageRow(stage, len(trials), lost, other, best))
+    return rows
+
+
+def best_config(run: Run) -> dict[str, Any] | None:
+    """The best configuration, as `deepspeed.initialize` takes it."""
+    if run.best is None or run.plan is None:
+        return None
+    return ds_config.clean_for_use(ds_config.merge(run.plan.base_config, run.best.overrides))
+
+
+def write_files(run: Run, folder: Path, train_line: str) -> None:
+    """Writes the best configuration, its metrics and `summary.md` into the run's folder."""
+    config = best_config(run)
+    if run.best is not None and config is not None:
+        outcome = run.outcomes[run.best.id]
+        assert outcome.metrics is not None
+        text = json.dumps(config, indent=2) + "\n"
+        write_atomically(folder / BEST_CONFIG_FILE, text)
+        text = json.dumps({"trial": run.best.name, **outcome.metrics.to_json()}, indent=2) + "\n"
+        write_atomically(folder / BEST_METRICS_FILE, text)
+    write_atomically(folder / SUMMARY_FILE, markdown(run, train_line))
+
+
+def verdict(run: Run) -> list[str]:
+    """The sentences on the best trial, against the user's own configuration."""
+    assert run.plan is not None
+    name = run.plan.metric
+    baseline = run.baseline
+    if run.best is None:
+        return ["No configuration ran."]
+    value = run.best_value
+    assert value is not None
+    lines = [f"Best: {run.best.name}, {fmt.outcome(run.outcomes[run.best.id], name)}."]
+    own_value = None if baseline is None else run.value(baseline)
+    if baseline is None or baseline.id not in run.outcomes:
+        lines.append("Your own configuration was not measured.")
+    elif own_value is None:
+        outcome = run.outcomes[baseline.id]
+        lines.append(f"Your own configuration did not run: {fmt.outcome(outcome, name)}.")
+    elif baseline.id == run.best.id:
+        lines.append("That is your own configuration: nothing faster was found.")
+    else:
+        gain = run.plan.objective.gain(value, own_value)
+        lines.append(
+            f"Your own configuration: {baseline.name}, "
+            f"{fmt.outcome(run.outcomes[baseline.id], name)}. The best is {gain:.2f} times as good."
+        )
+    return lines + learning_rate_advice(run)
+
+
+def learning_rate_advice(run: Run) -> list[str]:
+    """What to do about the learning rate if the best global batch is another than the user's.
+
+    Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
+    for SGD (Goyal et al., arXiv:1706.02677).
+    """
+    assert run.plan is not None
+    if run.best is None:
+        return []
+    old, new = run.plan.own_batch.train_batch_size, run.best.batch.train_batch_size
+    if old == new:
+        return []
+    optimizer = run.plan.base_config.get("optimizer") or {}
+    ratio = new / old
+    root = f"multiply it by sqrt({new}/{old}) = {ratio**0.5:.3g}"
+    linear = f"multiply it by {new}/{old} = {ratio:.3g}"
+    kind = str(optimizer.get("type", "")).lower()
+    if "sgd" in kind:
+        advice = linear
+    elif kind:
+        advice = root
+    else:
+        advice = f"with an Adam-like optimizer {root}, with SGD {linear}"
+    return [
+        f"The global batch size changed from {old} to {new}, so the learning rate should too: "
+        f"{advice}. To keep the batch, use --train-batch-size {old}."
+    ]
+
+
+def markdown(run: Run, train_line: str) -> str:
+    """`summary.md`."""
+    assert run.plan is not None
+    lines = [f"# {run.info.get('name', 'dsat')}: {run.plan.method} search", ""]
+    lines += [f"- {line}" for line in facts(run)]
+    lines += ["", *_markdown_table(HEADINGS, stage_cells(run)), ""]
+    lines += [f"{line}\n" for line in verdict(run)]
+    if run.best is not None:
+        lines += [f"Train with it: `{train_line}`", ""]
+    lines += ["## All trials", ""]
+    lines += _markdown_table(("trial", "micro batch", "gas", "result", "took"), _trial_cells(run))
+    warnings = all_warnings(run)
+    if warnings:
+        lines += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
+    return "\n".join(lines) + "\n"
+
+
+HEADINGS = ("stage", "trials", "out of memory", "failed", "best", "best trial")
+
+
+def stage_cells(run: Run) -> list[tuple[str, ...]]:
+    """The cells of the table under `HEADINGS`."""
+    assert run.plan is not None
+    return [
+        (
+            str(row.stage),
+            str(row.trials),
+            str(row.out_of_memory),
+            str(row.failed),
+            fmt.metric(run.plan.metric, run.value(row.best) if row.best else None),
+            row.best.name if row.best else "-",
+        )
+        for row in stage_rows(run)
+    ]
+
+
+def facts(run: Run) -> list[str]:
+    """What was tuned, where, how long it took and why it ended."""
+    assert run.plan is not None
+    lines = [f"metric: {run.plan.metric}", f"trials: {len(run.outcomes)}"]
+    if "machine" in run.info:
+        lines.append(f"machine: {run.info['machine']}")
+    lines.append(f"wall time: {fmt.duration(run.running_s)}")
+    lines.append(f"ended: {run.stop_reason or 'interrupted'}")
+    return lines
+
+
+def all_warnings(run: Run) -> list[str]:
+    """Every warning once, in the order of the trials."""
+    return list(dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings))
+
+
+def to_json(run: Run, folder: Path) -> dict[str, Any]:
+    """The result for programs."""
+    assert run.plan is not None
+    baseline = run.baseline
+    own_value = run.value(baseline) if baseline else None
+    gain = None
+    if run.best_value is not None and own_value is not None:
+        gain = run.plan.objective.gain(run.best_value, own_value)
+    return {
+        "run_dir": str(folder),
+        "metric": run.plan.metric,
+        "stop_reason": run.stop_reason,
+        "wall_s": round(run.running_s, 3),
+        "best": _trial_json(run, run.best),
+        "best_ds_config": best_config(run),
+        "baseline": _trial_json(run, baseline),
+        "gain": gain,
+        "trials": [_trial_json(run, trial) for trial in run.trials.values()],
+        "warnings": all_warnings(run),
+    }
+
+
+def _trial_json(run: Run, trial: Trial | None) -> dict[str, Any] | None:
+    if trial is None:
+        return None
+    outcome = run.outcomes.get(trial.id)
+    return {
+        "name": trial.name,
+        "kind": trial.kind.value,
+        "stage": trial.stage,
+        **trial.batch.config(),
+        "outcome": None if outcome is None else outcome.kind.value,
+        "message": "" if outcome is None else outcome.message,
+        "metrics": outcome.metrics.to_json() if outcome and outcome.metrics else None,
+    }
+
+
+def _tried(run: Run) -> list[Trial]:
+    return [
+        trial
+        for trial in run.trials.values()
+        if trial.kind is not TrialKind.PROFILE and trial.id in run.outcomes
+    ]
+
+
+def _trial_cells(run: Run) -> list[tuple[str, ...]]:
+    assert run.plan is not None
+    return [
+        (
+            trial.name,
+            str(trial.batch.micro_batch),
+            str(trial.batch.gas),
+            fmt.outcome(outcome, run.plan.metric),
+            fmt.duration(outcome.duration_s),
+        )
+        for trial in run.trials.values()
+        if (outcome := run.outcomes.get(trial.id)) is not None
+    ]
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(headings), line(["---"] * len(headings)), *(line(row) for row in rows)]
