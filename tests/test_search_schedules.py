@@ -371,6 +371,26 @@ def test_asha_gives_the_longest_lineage_of_a_rung_the_first_slot() -> None:
     )
 
 
+def test_asha_continues_what_waits_before_it_promotes() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        ask 2@32 rung 0
+        tell 0@32 OK 10
+        ask 0@48 rung 0
+        tell 1@32 OK 20
+        ask 1@48 rung 0
+        tell 0@48 OK 10
+        tell 1@48 OK 20
+        tell 2@32 OK 1
+        ask 2@48 rung 0
+        ask 1@56 rung 1
+        """,
+    )
+
+
 def test_asha_promotes_from_the_highest_rung_first() -> None:
     play(
         search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
@@ -444,6 +464,32 @@ def test_asha_passes_several_finished_lineages_through_at_once() -> None:
         tell 2@1 OK 3
         tell 3@1 OK 4
         ask nothing
+        """,
+    )
+
+
+def test_asha_promotes_another_when_a_finished_lineage_made_room() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        ask 2@32 rung 0
+        ask 3@32 rung 0
+        tell 0@32 OK 50
+        tell 1@32 OK 40
+        tell 2@32 OK 5
+        tell 3@32 OK 7
+        ask 0@48 rung 0
+        ask 1@48 rung 0
+        ask 2@48 rung 0
+        ask 3@48 rung 0
+        tell 0@48 ERROR
+        tell 1@48 OK 41
+        tell 2@48 OK 6
+        tell 3@48 OK 8
+        ask 1@56 rung 1     # 2 of 4, and the better one is finished
+        ask 4@32 rung 0
         """,
     )
 
@@ -671,13 +717,12 @@ def test_random_keeps_stage_3_when_only_stage_0_ran() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_random_does_not_draw_stage_3_once_a_lower_stage_ran(stage: int) -> None:
     play(
-        _halfway(_two_stages(3, stage, lineages=2), trials_per_config=1),
+        _halfway(_two_stages(stage, 3, lineages=2), trials_per_config=1),
         f"""
-        ask 0@8 stage 3
-        ask 1@8 stage 3
-        ask 2@8 stage {stage}
-        tell 2@8 OK 1
-        ask 3@13 stage {stage}
+        ask 0@8 stage {stage}
+        tell 0@8 OK 1
+        ask 1@13 stage {stage}
+        tell 1@13 OK 1
         ask nothing
         """,
     )
@@ -704,6 +749,61 @@ def test_random_ends_a_lineage_below_what_ran_in_its_stage() -> None:
         ask 1@12
         ask 2@13
         ask nothing
+        """,
+    )
+
+
+def test_random_ends_a_lineage_that_can_only_equal_what_ran_in_its_stage() -> None:
+    play(
+        _halfway(space_of(3)),
+        """
+        ask 0@8
+        ask 1@8
+        tell 0@8 OOM
+        tell 1@8 OOM
+        ask 0@4
+        ask 1@4
+        tell 0@4 OK 1
+        ask 0@6
+        tell 0@6 OK 1
+        ask 0@7
+        tell 0@7 OK 1
+        tell 1@4 OK 1
+        ask 2@7
+        """,
+    )
+
+
+def test_random_remembers_the_largest_that_ran_not_the_last() -> None:
+    play(
+        _halfway(space_of(3)),
+        """
+        ask 0@8
+        ask 1@8
+        tell 0@8 OK 1
+        ask 0@12
+        tell 0@12 OK 1
+        tell 1@8 OK 1
+        ask 0@14
+        ask 1@12
+        tell 1@12 OOM       # 11 at most, and 12 ran
+        ask 2@13
+        """,
+    )
+
+
+def test_random_goes_on_below_what_ran_while_memory_suffices() -> None:
+    play(
+        _halfway(space_of(2), ceiling=3),
+        """
+        ask 0@2
+        ask 1@2
+        tell 1@2 OK 1
+        ask 1@3
+        tell 1@3 OK 1
+        tell 0@2 OK 1
+        ask 1@5
+        ask 0@3
         """,
     )
 
@@ -772,6 +872,19 @@ def test_random_starts_below_the_largest_of_the_stage() -> None:
         ask 0@11
         tell 0@11 OK 1
         ask 1@7             # 3 to 11, which ran
+        """,
+    )
+
+
+def test_random_starts_below_the_upper_end_that_the_best_had() -> None:
+    play(
+        _halfway(space_of(2), ceiling=63, trials_per_config=2),
+        """
+        ask 0@32
+        tell 0@32 TIMEOUT
+        ask 0@16
+        tell 0@16 OK 1
+        ask 1@40            # 17 to 63
         """,
     )
 
