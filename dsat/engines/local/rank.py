@@ -203,7 +203,8 @@ def _write_failure(folder: Path, rank: int, error: BaseException, message: str) 
 
 def _without_our_frames(detail: str) -> str:
     """The traceback as if the user's program had been started directly."""
-    skipped = (os.path.dirname(os.path.abspath(__file__)), "<frozen runpy>", runpy.__file__)
+    ours = str(Path(__file__).resolve().parents[2]) + os.sep
+    skipped = (ours, "<frozen runpy>", runpy.__file__)
     kept: list[str] = []
     skipping = False
     for line in detail.splitlines(keepends=True):
