@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,10 +109,40 @@ def test_profile_keeps_to_divisible_by() -> None:
     assert profile.batch == BatchTriple(8, 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (None, None),
+        ({"stage": 0, "reduce_bucket_size": 5}, None),
+        ({"stage": 1}, {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}),
+        ({"stage": 3, "reduce_bucket_size": 5}, {"allgather_bucket_size": 10**6}),
+    ],
+)
+def test_profile_has_small_buckets_unless_the_user_chose_them(
+    zero: dict[str, Any] | None, expected: dict[str, Any] | None
+) -> None:
+    tuner, _ = _tuner(plan_of(base_config={} if zero is None else {"zero_optimization": zero}))
+    (profile,) = tuner.next_trials(1)
+    assert profile.overrides.get("zero_optimization") == expected
+
+
+def test_buckets_larger_than_the_profiled_model_are_not_searched() -> None:
+    plan = plan_of(zero_stages=(1,))
+    tuner, _ = _begun(plan, ceiling=1)  # of a model without parameters
+    trials = tuner.next_trials(9)
+    assert [trial.overrides.get("zero_optimization") for trial in trials] == [
+        None,
+        {"stage": 1, "reduce_bucket_size": 10**6},
+    ]
+
+
 def test_journal_holds_a_decision_before_it_is_returned_and_an_outcome_before_it_is_used() -> None:
     class Spy(MemoryJournal):
         def append(self, event: Mapping[str, Any]) -> None:
+            if event["event"] == "proposed":
+                assert event["trial"]["id"] not in tuner.run.trials
             if event["event"] == "finished":
+                assert event["trial_id"] not in tuner.run.outcomes
                 assert tuner._search is None, "the outcome builds the search"
             super().append(event)
 
@@ -193,7 +224,7 @@ def test_a_search_that_gives_up_ends_the_run() -> None:
 def test_a_failed_profile_ends_the_run(kind: OutcomeKind) -> None:
     tuner, journal = _tuner(plan_of())
     tuner.next_trials(1)
-    tuner.record(0, failed(kind, "it broke"))
+    tuner.record(0, replace(failed(kind, "it broke"), profile=weightless(15)))
     assert tuner.failed and tuner.finished
     assert tuner.next_trials(1) == []
     tuner.stop()
@@ -360,11 +391,19 @@ def test_no_configuration_runs_twice(method: str, own: int) -> None:
 
 
 def test_the_profile_is_no_measurement_of_its_configuration() -> None:
-    tuner, _ = _begun(plan_of(own_batch=BatchTriple(1, 1, 1)))
+    buckets = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    plan = plan_of(
+        zero_stages=(1,),
+        base_config={"zero_optimization": {"stage": 1, **buckets}},
+        own_batch=BatchTriple(3, 3, 1),
+    )
+    tuner, _ = _begun(plan, ceiling=1)
     profile = tuner.run.trials[0]
-    (baseline,) = tuner.next_trials(1)
-    assert baseline.overrides == profile.overrides
-    assert baseline.name != profile.name
+    _, searched = tuner.next_trials(2)
+    assert searched.batch == profile.batch
+    assert ds_config.merge(plan.base_config, searched.overrides) == ds_config.merge(
+        plan.base_config, profile.overrides
+    )
 
 
 # -- resuming
@@ -419,6 +458,9 @@ def test_a_finished_run_continues_with_more_trials(method: str) -> None:
         "all 8 trials are done",
         "all 15 trials are done",
     ]
+    first_stop = [event["event"] for event in journal.events].index("stopped")
+    assert Run(journal.events[: first_stop + 1]).stop_reason == "all 8 trials are done"
+    assert Run(journal.events[: first_stop + 2]).stop_reason is None
     assert Run(journal.events).stop_reason == "all 15 trials are done"
 
 
@@ -573,13 +615,14 @@ def test_the_best_of_a_latency_is_the_smallest_and_ties_keep_the_first() -> None
     run = _recorded(
         plan_of(metric="latency"),
         (batch, ran(30, "latency")),
+        (batch, ran(40, "latency")),
         (batch, ran(20, "latency")),
         (batch, ran(20, "latency")),
         (batch, failed("ERROR")),
     )
-    assert run.best is not None and run.best.id == 2
+    assert run.best is not None and run.best.id == 3
     assert run.trials_since_best == 2
-    assert (run.count(OutcomeKind.OK), run.count(OutcomeKind.ERROR)) == (4, 1)
+    assert (run.count(OutcomeKind.OK), run.count(OutcomeKind.ERROR)) == (5, 1)
 
 
 def test_a_run_skips_events_of_a_kind_it_does_not_know() -> None:
