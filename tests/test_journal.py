@@ -27,6 +27,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
+@pytest.fixture
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that open a journal hundreds of times; none of them pulls the plug."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def _write(path: Path) -> bytes:
     with Journal(path) as journal:
         for event in EVENTS:
@@ -58,6 +64,7 @@ def test_a_new_journal_is_empty(path: Path) -> None:
         assert journal.events == []
 
 
+@pytest.mark.usefixtures("_fast_disk")
 def test_cut_off_at_any_byte_it_keeps_the_complete_lines(path: Path) -> None:
     content = _write(path)
     more = {"event": "more"}
@@ -189,6 +196,7 @@ def _tune(path: Path, plan: Plan) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.usefixtures("_fast_disk")
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
 def test_a_run_continues_from_any_line_of_its_journal(path: Path, method: str) -> None:
     plan = plan_of(method, max_trials=9)
