@@ -287,6 +287,10 @@ class LocalEngine:
             PYTHONUNBUFFERED="1",
             DSAT_TRIAL_DIR=str(folder.resolve()),
         )
+        # As in an activated environment: DeepSpeed compiles with the ninja that pip installed there.
+        programs, path = os.path.dirname(sys.executable), env.get("PATH", os.defpath)
+        if programs not in path.split(os.pathsep):
+            env["PATH"] = os.pathsep.join([programs, path])
         for variable in self._machine.visible_devices:
             env[variable] = ",".join(self._machine.devices[slot] for slot in slots)
         if spec.threads is not None:
