@@ -6,6 +6,7 @@ All that a person looks at is drawn from here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.plan import Plan
@@ -16,6 +17,7 @@ EVENT_PROPOSED = "proposed"
 EVENT_WAITING = "waiting"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
+EVENT_BUDGET = "budget"
 
 
 class Run:
@@ -55,6 +57,10 @@ class Run:
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
+        elif kind == EVENT_BUDGET:
+            assert self.plan is not None
+            self.plan = replace(self.plan, max_trials=event["max_trials"])
+            self.stop_reason = None
         elif kind == EVENT_STOPPED:
             self.stop_reason = event["reason"]
 

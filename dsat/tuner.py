@@ -16,6 +16,7 @@ from dsat.errors import JournalMismatch
 from dsat.journal import SCHEMA_VERSION
 from dsat.plan import Plan
 from dsat.run import (
+    EVENT_BUDGET,
     EVENT_FINISHED,
     EVENT_PROPOSED,
     EVENT_START,
@@ -76,6 +77,8 @@ class Tuner:
         for event in events or []:
             self._replay(event)
         self._replaying = False
+        if self.run.plan is not None and self.run.plan.max_trials != plan.max_trials:
+            self._append({"event": EVENT_BUDGET, "max_trials": plan.max_trials})
         if self.run.plan is None:
             self._append(
                 {
@@ -102,6 +105,7 @@ class Tuner:
 
     def record(self, trial_id: int, outcome: Outcome) -> None:
         """Enters what came of a trial; a second outcome of the same trial is ignored."""
+        assert trial_id in self.run.trials, trial_id
         if trial_id in self.run.outcomes:
             return
         self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome.to_json()})
@@ -228,9 +232,8 @@ class Tuner:
         batch: BatchTriple,
         proposal: Proposal | None = None,
     ) -> Trial:
-        config = ds_config.merge(self.plan.base_config, overrides)
-        digest = ds_config.fingerprint(config)
-        stage = ds_config.zero_stage(config)
+        digest = self._fingerprint(overrides)
+        stage = ds_config.zero_stage(ds_config.merge(self.plan.base_config, overrides))
         trial_id = len(self.run.trials)
         if kind is not TrialKind.PROFILE:
             self._trial_by_config[digest] = trial_id
@@ -248,7 +251,9 @@ class Tuner:
         )
 
     def _fingerprint(self, overrides: Mapping[str, Any]) -> str:
-        return ds_config.fingerprint(ds_config.merge(self.plan.base_config, overrides))
+        no_zero = {"zero_optimization": {"stage": 0}}  # as DeepSpeed understands its absence
+        config = ds_config.merge(no_zero, self.plan.base_config)
+        return ds_config.fingerprint(ds_config.merge(config, overrides))
 
     def _name(self, kind: TrialKind, stage: int, batch: BatchTriple, digest: str) -> str:
         stem = f"z{stage}_mbs{batch.micro_batch}_gas{batch.gas}_"

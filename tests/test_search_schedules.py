@@ -371,7 +371,7 @@ def test_asha_gives_the_longest_lineage_of_a_rung_the_first_slot() -> None:
     )
 
 
-def test_asha_continues_what_waits_before_it_promotes() -> None:
+def test_asha_promotes_before_what_waits_in_a_lower_rung_goes_on() -> None:
     play(
         search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
         """
@@ -385,8 +385,8 @@ def test_asha_continues_what_waits_before_it_promotes() -> None:
         tell 0@48 OK 10
         tell 1@48 OK 20
         tell 2@32 OK 1
-        ask 2@48 rung 0
         ask 1@56 rung 1
+        ask 2@48 rung 0
         """,
     )
 

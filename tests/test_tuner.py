@@ -462,6 +462,9 @@ def test_a_finished_run_continues_with_more_trials(method: str) -> None:
     assert Run(journal.events[: first_stop + 1]).stop_reason == "all 8 trials are done"
     assert Run(journal.events[: first_stop + 2]).stop_reason is None
     assert Run(journal.events).stop_reason == "all 15 trials are done"
+    plan = Run(journal.events).plan
+    assert plan is not None
+    assert plan.max_trials == 15
 
 
 def test_a_run_continued_with_fewer_trials_than_it_had_is_over() -> None:
@@ -629,3 +632,16 @@ def test_a_run_skips_events_of_a_kind_it_does_not_know() -> None:
     run = _recorded(plan_of())
     run.apply({"event": "from the future", "elapsed_s": 2.0})
     assert run.running_s == 2.0
+
+
+def test_stage_0_said_and_unsaid_is_one_configuration() -> None:
+    plan = plan_of(zero_stages=(0,), max_trials=40)
+    assert "zero_optimization" not in plan.base_config
+    tuner, _ = _tuner(plan)
+    drive(tuner, World(), slots=1)
+    sizes = [
+        trial.batch.micro_batch
+        for trial in tuner.run.trials.values()
+        if trial.kind is not TrialKind.PROFILE
+    ]
+    assert len(sizes) == len(set(sizes))

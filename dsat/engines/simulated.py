@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import replace
 
 from dsat.errors import EngineError
 from dsat.trial import Outcome, OutcomeKind, Trial
@@ -20,7 +19,7 @@ class SimulatedEngine:
 
     Attributes:
         now_s: the virtual time, in seconds.
-        busy_slot_s: slots x virtual seconds that trials used.
+        busy_slot_s: slots x virtual seconds that ended trials used.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class SimulatedEngine:
         self._num_slots = num_slots
         self._slots_per_trial = slots_per_trial
         self._known: set[int] = set()
-        self._running: dict[int, Outcome] = {}
+        self._running: dict[int, tuple[float, Outcome]] = {}  # when it began, what it will be
         self._ends: list[tuple[float, int]] = []
 
     @property
@@ -46,31 +45,35 @@ class SimulatedEngine:
             raise EngineError(f"no free slots for trial {trial.id}")
         self._known.add(trial.id)
         outcome = self._outcome_of(trial)
-        self._running[trial.id] = outcome
-        self.busy_slot_s += outcome.duration_s * self._slots_per_trial
+        self._running[trial.id] = (self.now_s, outcome)
         heapq.heappush(self._ends, (self.now_s + outcome.duration_s, trial.id))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         deadline = self.now_s + timeout_s
-        if not self._ends or self._ends[0][0] > deadline:
-            self.now_s = deadline
-            return []
-        self.now_s = max(self.now_s, self._ends[0][0])
-        ended = []
-        while self._ends and self._ends[0][0] <= self.now_s:
-            _, trial_id = heapq.heappop(self._ends)
-            outcome = self._running.pop(trial_id, None)
-            if outcome is not None:
-                ended.append((trial_id, outcome))
-        return ended
+        while self._ends and self._ends[0][0] <= deadline:
+            self.now_s = max(self.now_s, self._ends[0][0])
+            ended = []
+            while self._ends and self._ends[0][0] <= self.now_s:
+                _, trial_id = heapq.heappop(self._ends)
+                if trial_id in self._running:  # else it was canceled before
+                    ended.append((trial_id, self._end(trial_id)))
+            if ended:
+                return ended
+        self.now_s = deadline
+        return []
 
     def cancel(self, trial_id: int) -> None:
         if trial_id in self._running:
-            canceled = replace(
-                self._running[trial_id], kind=OutcomeKind.CANCELED, metrics=None, message="canceled"
-            )
-            self._running[trial_id] = canceled
+            began_s, _ = self._running[trial_id]
+            duration_s = self.now_s - began_s
+            canceled = Outcome(OutcomeKind.CANCELED, message="canceled", duration_s=duration_s)
+            self._running[trial_id] = (began_s, canceled)
             heapq.heappush(self._ends, (self.now_s, trial_id))
+
+    def _end(self, trial_id: int) -> Outcome:
+        _, outcome = self._running.pop(trial_id)
+        self.busy_slot_s += outcome.duration_s * self._slots_per_trial
+        return outcome
 
     def close(self) -> None:
         self._running.clear()

@@ -15,8 +15,8 @@ class ASHASearch(Search):
 
     A lineage may use `min_trials * divisor ** (early_stopping + rung)` trials, counted from its
     beginning, until it has completed a rung; the best 1/divisor of the lineages that completed a
-    rung are promoted to the next. Among lineages that wait, the one in the highest rung goes first,
-    and there the longest one.
+    rung are promoted to the next. Whatever can go on in the highest rung goes first; lineages that
+    wait in one rung go on in the order of their length, the longest first.
 
     Args:
         max_rungs: number of rungs.
@@ -41,7 +41,8 @@ class ASHASearch(Search):
         self._ready: list[tuple[int, int, int]] = []
 
     def ask(self) -> Proposal | None:
-        lineage = self._next_ready() or self._promote()
+        rung_waiting = -self._ready[0][0] if self._ready else -1
+        lineage = self._promote(above=rung_waiting) or self._next_ready()
         if lineage is None:
             lineage = self._draw_lineage()
             if lineage is None:
@@ -64,8 +65,8 @@ class ASHASearch(Search):
         loss = None if lineage.best is None else self.objective.loss(lineage.best)
         self._rungs[rung].complete(lineage.id, loss)
 
-    def _promote(self) -> Lineage | None:
-        """The next lineage to promote, from the highest rung that has one; the last has none.
+    def _promote(self, *, above: int) -> Lineage | None:
+        """The next lineage to promote to a rung above the given one, to the highest first.
 
         A lineage whose bisection is over cannot use what it is promoted to: it completes the next
         rung at once, and the place is free for the next one.
@@ -73,7 +74,7 @@ class ASHASearch(Search):
         promoted = True
         while promoted:
             promoted = False
-            for rung in reversed(range(len(self._rungs) - 1)):
+            for rung in reversed(range(max(above, 0), len(self._rungs) - 1)):
                 lineage_id = self._rungs[rung].promote()
                 if lineage_id is None:
                     continue

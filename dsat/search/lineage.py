@@ -24,7 +24,6 @@ class Lineage:
         best: the best value of the objective so far.
         out_of_memory: whether a trial ran out of memory.
         abandoned: it failed in a way that no other micro batch would mend.
-        failed_at_lowest: it ran out of memory at the smallest micro batch still open.
     """
 
     id: int
@@ -38,7 +37,6 @@ class Lineage:
     best: float | None = None
     out_of_memory: bool = False
     abandoned: bool = False
-    failed_at_lowest: bool = False
     timeouts: int = 0
     _slow_from: int | None = None
 
@@ -78,7 +76,6 @@ class Lineage:
             if value is not None and objective.is_better(value, self.best):
                 self.best = value
         elif kind in _SHRINKING:
-            self.failed_at_lowest = position <= self.lo
             self.out_of_memory = True
             self.hi = min(self.hi, position - 1)
         elif kind is OutcomeKind.TIMEOUT:

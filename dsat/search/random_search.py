@@ -60,8 +60,7 @@ class RandomSearch(Search):
         if outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory:
             # The predicted ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
-        if not lineage.finished and not self._should_end(lineage):
-            self._ready.append(lineage)
+        self._ready.append(lineage)
 
     @property
     def stop_reason(self) -> str | None:
@@ -90,7 +89,6 @@ class RandomSearch(Search):
     def _should_end(self, lineage: Lineage) -> bool:
         return (
             lineage.finished
-            or lineage.failed_at_lowest
             or lineage.trials >= self._trials_per_config
             or (lineage.stage == 3 and self._low_stage_ran())
             or (

@@ -105,6 +105,7 @@ class LocalEngine:
         self._free = list(range(machine.num_slots))
         self._known: set[int] = set()
         self._running: dict[int, _Running] = {}
+        self._closed = False
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options)
         self._cwd = _working_folder(experiment, folder)
@@ -150,6 +151,8 @@ class LocalEngine:
         return folder
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        if self._closed:
+            return []
         deadline = time.monotonic() + timeout_s
         ended: list[tuple[int, Outcome]] = []
         while not ended:
@@ -178,8 +181,10 @@ class LocalEngine:
             self._supervisor.send({"op": "kill", "trial": trial_id, "grace_s": 0})
 
     def close(self) -> None:
-        self._running.clear()
-        self._supervisor.close()
+        if not self._closed:
+            self._closed = True
+            self._running.clear()
+            self._supervisor.close()
 
     # -- starting
 
@@ -287,7 +292,8 @@ class LocalEngine:
             PYTHONUNBUFFERED="1",
             DSAT_TRIAL_DIR=str(folder.resolve()),
         )
-        # As in an activated environment: DeepSpeed compiles with the ninja that pip installed there.
+        # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
+        # another version of ninja would compile everything anew.
         programs, path = os.path.dirname(sys.executable), env.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
             env["PATH"] = os.pathsep.join([programs, path])
@@ -389,8 +395,11 @@ class LocalEngine:
             name = signal.Signals(-status).name
             hint = " (is /dev/shm full?)" if status == -signal.SIGBUS else ""
             return OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}", log
-        worst = max(message["statuses"], key=abs)
-        return OutcomeKind.ERROR, f"a rank ended with exit status {worst}", log
+        left = [pair for pair in enumerate(message["statuses"]) if pair[1] > 0]
+        if not left:
+            return OutcomeKind.ERROR, "the ranks ended without a result", log
+        rank, status = left[0]
+        return OutcomeKind.ERROR, f"rank {rank} ended with exit status {status}", log
 
 
 def free_ports(count: int) -> list[int]:

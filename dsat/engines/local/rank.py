@@ -135,9 +135,11 @@ def _run_program(program: Entrypoint) -> None:
         sys.argv = [program.module, *args]
         runpy.run_module(program.module, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program.script)))
+        # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
+        script = os.path.abspath(program.script)
+        sys.path.insert(0, os.path.dirname(script))
         sys.argv = [program.script, *args]
-        runpy.run_path(program.script, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
 
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:

@@ -51,6 +51,7 @@ class _Group:
     """The ranks of one trial."""
 
     trial: int
+    folder: str
     port: int
     linger_s: float | None
     pids: list[int] = field(default_factory=list)
@@ -139,7 +140,7 @@ class Supervisor:
     # -- processes
 
     def _launch(self, request: Mapping[str, Any]) -> None:
-        group = _Group(request["trial"], request["port"], request["linger_s"])
+        group = _Group(request["trial"], request["folder"], request["port"], request["linger_s"])
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
@@ -214,9 +215,9 @@ class Supervisor:
             if grace_s is not None:
                 self._end(group, grace_s, signal_first=False)
             return
-        _kill_all(group.pids[0], group.kin)
-        _unlink_shared_memory(group.port)
         del self._groups[group.trial]
+        _kill_all(group.pids[0], group.kin | self._strays(group))
+        _unlink_shared_memory(group.port)
         self._answer(
             {
                 "event": "ended",
@@ -252,6 +253,13 @@ class Supervisor:
         group.kin |= _descendants(group.pids[rank] for rank in group.victims)
         _kill_all(group.pids[0], group.kin)
 
+    def _strays(self, ended: _Group) -> set[int]:
+        """What an ended trial started and left to this process, while other trials go on."""
+        ranks = {pid for group in self._groups.values() for pid in group.pids}
+        adopted = _descendants([os.getpid()], recursive=False) - ranks
+        strays = {pid for pid in adopted if _started_by(pid, ended.folder)}
+        return strays | _descendants(strays)
+
     def _timeout_s(self) -> float | None:
         deadlines = [g.kill_at for g in self._groups.values() if g.kill_at and not g.killed]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -284,15 +292,28 @@ def _num_threads() -> int:
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 1
 
 
-def _descendants(pids: Any) -> set[int]:
+def _descendants(pids: Any, *, recursive: bool = True) -> set[int]:
     """All processes below the given ones, wherever they moved their process group."""
     import psutil
 
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=recursive)}
     return found
+
+
+def _started_by(pid: int, folder: str) -> bool:
+    """Whether a process descends from a trial: by its environment, or else by where it prints."""
+    import psutil
+
+    try:
+        if psutil.Process(pid).environ().get("DSAT_TRIAL_DIR") == folder:
+            return True
+        outputs = [os.readlink(f"/proc/{pid}/fd/{descriptor}") for descriptor in (1, 2)]
+    except (psutil.Error, OSError):
+        return False
+    return any(os.path.dirname(output) == folder for output in outputs)
 
 
 def _kill_all(group: int, pids: set[int]) -> None:

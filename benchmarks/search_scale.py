@@ -1,0 +1,153 @@
+"""What a search of 20,000 simulated trials costs: every decision, journal events included.
+
+    python benchmarks/search_scale.py [--trials 20000]
+
+The bar is 10 s for 20,000 trials. No time passes in a trial; sixteen run at once, and the micro
+batch that fits differs from configuration to configuration. `search alone` is asks and tells on a
+space that has no end; `whole run` is the tuner with its journal's events, made JSON and kept in
+memory, on the real space, which a search may exhaust earlier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.engines.simulated import SimulatedEngine
+from dsat.loop import drive
+from dsat.plan import Plan
+from dsat.run import Run
+from dsat.search import SEARCHES
+from dsat.space import Space, allowed_micro_batches
+from dsat.trial import (
+    BatchTriple,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Outcome,
+    OutcomeKind,
+    Proposal,
+    Trial,
+    TrialKind,
+)
+from dsat.tuner import Tuner
+
+SLOTS = 8
+CONCURRENT = 16
+PROFILE = ModelProfile(
+    num_params=20_000_000_000,
+    trainable_params=20_000_000_000,
+    param_bytes=2,
+    activation_bytes_per_sample=2**18,
+    flops_per_sample=1e12,
+    slot_memory_bytes=400 * 2**30,
+)
+
+
+class MemoryJournal:
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        self.bytes += len(json.dumps(event))
+
+
+class Silent:
+    def started(self, run: Run, trial: Trial) -> None: ...
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
+
+    def waited(self, run: Run) -> None: ...
+
+
+def outcome_of(trial: Trial) -> Outcome:
+    if trial.kind is TrialKind.PROFILE:
+        return Outcome(OutcomeKind.OK, profile=PROFILE, duration_s=1.0)
+    return simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
+
+
+def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
+    """Runs up to a micro batch that depends on the ZeRO section; larger is a little faster."""
+    noise = zlib.crc32(json.dumps(zero, sort_keys=True).encode())
+    if micro_batch > 100_000 + noise % 900_000:
+        return Outcome(OutcomeKind.OOM, duration_s=1.0)
+    throughput = 1000 * micro_batch / (micro_batch + 1000) * (1 + noise % 97 / 1000)
+    metrics = Metrics(throughput, 1.0, 1.0, 1.0, 1.0, throughput * 1e12 / SLOTS, 3, 0.01)
+    return Outcome(OutcomeKind.OK, metrics=metrics, duration_s=1.0)
+
+
+class WideSpace(Space):
+    """The real stages with so many ZeRO sections each that no search comes to an end."""
+
+    def num_zero_configs(self, stage: int) -> int:
+        return 1_000_000
+
+    def zero_config(self, stage: int, index: int) -> dict[str, Any]:
+        return {"stage": stage, "section": index}
+
+
+def whole_run(method: str, count: int) -> tuple[int, str | None]:
+    """Tuner, journal events and search, on the real space."""
+    plan = Plan(
+        method=method,
+        metric="throughput",
+        max_trials=count,
+        zero_stages=(0, 1, 2, 3),
+        seed=42,
+        slots_per_trial=SLOTS,
+        base_config={"train_micro_batch_size_per_gpu": 1},
+        own_batch=BatchTriple(SLOTS, 1, 1),
+    )
+    tuner = Tuner(plan, MemoryJournal())
+    engine = SimulatedEngine(outcome_of, num_slots=CONCURRENT * SLOTS, slots_per_trial=SLOTS)
+    drive(tuner, engine, Silent(), max_concurrent_trials=CONCURRENT)
+    return len(tuner.run.outcomes), tuner.run.stop_reason
+
+
+def search_alone(method: str, count: int) -> tuple[int, str | None]:
+    """Asks and tells only, on a space without end."""
+    space = WideSpace(
+        stages=(0, 1, 2, 3),
+        micro_batches=allowed_micro_batches(train_batch_size=None, divisible_by=1, slots=SLOTS),
+        slots=SLOTS,
+        gas=1,
+    )
+    search = SEARCHES[method](PROFILE, Objective("throughput"), space, seed=42)
+    running: deque[Proposal] = deque()
+    done = 0
+    while done < count:
+        while len(running) < CONCURRENT:
+            proposal = search.ask()
+            assert proposal is not None
+            running.append(proposal)
+        proposal = running.popleft()
+        search.tell(proposal, simulated(proposal.zero, proposal.micro_batch))
+        done += 1
+    return done, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=20_000)
+    trials = parser.parse_args().trials
+    print(f"Python {platform.python_version()} on {platform.machine()}, {CONCURRENT} at once")
+    print(f"{'':22} {'trials':>7} {'total s':>8} {'us/trial':>9}")
+    for run in (search_alone, whole_run):
+        for method in SEARCHES:
+            for count in (trials // 100, trials // 10, trials):
+                began = time.perf_counter()
+                done, reason = run(method, count)
+                total = time.perf_counter() - began
+                name = f"{method}, {run.__name__.replace('_', ' ')}"
+                end = f"  {reason}" if reason and done < count else ""
+                print(f"{name:22} {done:7} {total:8.2f} {total / done * 1e6:9.0f}{end}")
+
+
+if __name__ == "__main__":
+    main()
