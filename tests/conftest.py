@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dsat.engines.local import Machine, find_machine
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators_compiled_once() -> None:
+    """DeepSpeed compiles its operators where this says; `make test` says the same."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+
+
+@pytest.fixture(scope="session")
+def this_machine() -> Machine:
+    return find_machine()

@@ -1,0 +1,163 @@
+"""A plain DeepSpeed script that trains, or misbehaves as its configuration's `behaviour` asks.
+
+Behaviours with `_on_1` in their name go wrong on rank 1 only, while rank 0 trains on.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+WIDTH = 16
+FOLDER = Path(os.environ["DSAT_TRIAL_DIR"])
+
+
+def train(config: dict[str, Any], steps: int = 1000) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    size = engine.train_micro_batch_size_per_gpu()
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        loss = engine(torch.randn(size, WIDTH, device=engine.device)).square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def go_wrong(behaviour: str) -> None:
+    if behaviour == "crashes":
+        prepare_the_data()
+    elif behaviour == "hangs":
+        time.sleep(10_000)
+    elif behaviour == "exhausts memory":
+        torch.empty(2**44)
+    elif behaviour == "exhausts the slot":
+        kept = [torch.zeros(2**18, WIDTH) for _ in range(256)]  # 4 GiB
+        print(len(kept))
+    elif behaviour == "exhausts Python's memory":
+        bytearray(2**44)
+    elif behaviour == "sys.exit":
+        sys.exit(3)
+    elif behaviour == "exit":
+        os._exit(3)
+    elif behaviour == "exit without a word":
+        os._exit(0)
+    elif behaviour == "abort":
+        os.abort()
+    elif behaviour == "segfault":
+        ctypes.string_at(0)
+    elif behaviour == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour == "raises from a library":
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    else:
+        raise AssertionError(behaviour)
+
+
+def prepare_the_data() -> None:
+    try:
+        labels: dict[str, int] = {}
+        print(labels["label"])
+    except KeyError as error:
+        raise ValueError("the data set has no labels\nnor anything else") from error
+
+
+def leave_processes(how: str) -> None:
+    """Starts helpers that nobody waits for, and writes down which."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(10000)"]
+    pids = []
+    if how in ("child", "busy child"):
+        pids.append(subprocess.Popen(sleep).pid)
+    elif how == "session":
+        pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+    else:
+        # A daemon: in a session of its own, its parent is gone; `exec` makes it another program.
+        end, begin = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.setsid()
+            pid = os.fork()
+            if pid == 0:
+                if how == "daemon by exec":
+                    os.execv(sleep[0], sleep)
+                while True:
+                    time.sleep(1)
+            os.write(begin, str(pid).encode())
+            os._exit(0)
+        pids.append(int(os.read(end, 32)))
+        os.waitpid(between, 0)
+    (FOLDER / f"left{os.environ['RANK']}.json").write_text(json.dumps(pids))
+
+
+def spawn_helpers() -> None:
+    """What a data loader with `multiprocessing_context="spawn"` does."""
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]
+
+
+def as_pipeline(config: dict[str, Any]) -> None:
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed()
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    model = PipelineModule(layers=layers, num_stages=1, loss_fn=nn.functional.mse_loss)
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--deepspeed_config", required=True)
+    config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
+    behaviour = config.pop("behaviour", "runs")
+    rank = int(os.environ["RANK"])
+    print(f"rank {rank} {behaviour}")
+    facts = {
+        "pid": os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": dict(os.environ),
+        "file": __file__,
+        "arguments": sys.argv,
+        "folder": os.getcwd(),
+    }
+    (FOLDER / f"facts{rank}.json").write_text(json.dumps(facts))
+    name, on_1_only, _ = behaviour.partition(" on 1")
+    if behaviour == "runs":
+        train(config)
+    elif behaviour.startswith("leaves: "):
+        leave_processes(behaviour.removeprefix("leaves: "))
+        train(config)
+    elif behaviour.startswith("leaves and hangs: "):
+        leave_processes(behaviour.removeprefix("leaves and hangs: "))
+        time.sleep(10_000)
+    elif behaviour == "ends early":
+        train(config, steps=3)
+    elif behaviour == "ends between":
+        train(config, steps=6)
+    elif behaviour == "never initializes":
+        print("nothing to train")
+    elif behaviour == "ignores the configuration":
+        train({**config, "train_batch_size": None, "train_micro_batch_size_per_gpu": 7})
+    elif behaviour == "spawns":
+        spawn_helpers()
+        train(config)
+    elif behaviour == "is a pipeline":
+        as_pipeline(config)
+    elif on_1_only and rank == 0:
+        train(config)
+    else:
+        go_wrong(name)
+
+
+if __name__ == "__main__":
+    main()
