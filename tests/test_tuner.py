@@ -635,13 +635,13 @@ def test_a_run_skips_events_of_a_kind_it_does_not_know() -> None:
 
 
 def test_stage_0_said_and_unsaid_is_one_configuration() -> None:
+    def micro_batches(plan: Plan) -> list[int]:
+        tuner, _ = _tuner(plan)
+        drive(tuner, World(), slots=1)
+        return [t.batch.micro_batch for t in tuner.run.trials.values()][1:]
+
     plan = plan_of(zero_stages=(0,), max_trials=40)
     assert "zero_optimization" not in plan.base_config
-    tuner, _ = _tuner(plan)
-    drive(tuner, World(), slots=1)
-    sizes = [
-        trial.batch.micro_batch
-        for trial in tuner.run.trials.values()
-        if trial.kind is not TrialKind.PROFILE
-    ]
-    assert len(sizes) == len(set(sizes))
+    searched = micro_batches(plan)[1]
+    again = micro_batches(replace(plan, own_batch=BatchTriple(searched, searched, 1)))
+    assert again.count(searched) == 1
