@@ -25,16 +25,15 @@ _FORMS = (
 )
 _SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 
 # Options without a value, of the launchers that are known; every other option takes one.
 _DEEPSPEED_SWITCHES = frozenset(
     "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
-    "--bind_cores_to_rank".split()
+    "--bind_cores_to_rank --save_pid -q --quiet".split()
 )
 _TORCHRUN_SWITCHES = frozenset(
-    "--standalone -m --module --no-python --no_python --run-path --run_path "
-    "--log-line-prefix-template --use-env --use_env".split()
+    "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
+    "--virtual_local_rank --use-env --use_env".split()
 )
 
 
@@ -83,15 +82,24 @@ class Entrypoint:
         return replace(self, args=tuple(args))
 
     def _config_position(self) -> int | None:
-        # `--deepspeed` is a switch in plain DeepSpeed scripts and takes a path in Hugging Face's.
+        position = self._value_position("--deepspeed_config")
+        if position is not None:
+            return position
+        # `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
+        position = self._value_position("--deepspeed")
+        is_file = position is not None and self.args[position].endswith(".json")
+        return position if is_file else None
+
+    def _value_position(self, option: str) -> int | None:
+        """Which argument holds an option's value, if the option is there and has one."""
         for index, arg in enumerate(self.args):
             flag, equals, value = arg.partition("=")
-            if flag not in _CONFIG_FLAGS:
+            if flag != option:
                 continue
             if equals and value:
                 return index
             following = self.args[index + 1 : index + 2]
-            if following and not following[0].startswith("-"):
+            if not equals and following and not following[0].startswith("-"):
                 return index + 1
         return None
 
@@ -172,15 +180,26 @@ def _command(words: list[str]) -> Entrypoint:
 
 
 def _check_interpreter(word: str) -> None:
-    if os.sep not in word:
-        return
-    found = shutil.which(word)
-    if found is None or os.path.realpath(found) != os.path.realpath(sys.executable):
+    """A folder names an environment, which is more than the interpreter that it links to."""
+    here = sys.executable
+    if os.sep in word:
+        found = shutil.which(word)
+        other = found is None or not os.path.samefile(os.path.dirname(found), os.path.dirname(here))
+    else:
+        other = False
+    version = re.search(r"\d[\d.]*$", os.path.basename(word))
+    if other or not _has_version(version[0] if version else ""):
         raise UserInputError(
-            f"{word} is not the Python that runs dsat ({sys.executable})",
+            f"{word} is not the Python that runs dsat ({here})",
             where=_WHERE,
             hint="Run dsat with that Python, or write python3.",
         )
+
+
+def _has_version(version: str) -> bool:
+    mine = [str(number) for number in sys.version_info[:2]]
+    given = version.split(".") if version else []
+    return given == mine[: len(given)]
 
 
 def _python(words: list[str]) -> Entrypoint:
