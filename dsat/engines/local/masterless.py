@@ -225,10 +225,19 @@ def _listen_on_loopback(context: Any, ports: Sequence[int]) -> None:
     ipc.ZMQBroadcastServer.__init__ = serve
 
 
-def allow_cpu_trials() -> None:
-    """determined's DeepSpeedTrial insists on a GPU; its context works on a CPU device as well."""
+def adapt_trial_classes(*, on_cpu: bool) -> None:
+    """What determined's Trial classes need beyond a task.
+
+    DeepSpeedTrial insists on a GPU, although its context works on a CPU device as well. Checkpoints
+    get no copy of the model folder, which a container has at a fixed place.
+    """
     import torch
+    from determined import util
     from determined.pytorch import deepspeed
+
+    util.write_user_code = lambda *args, **kwargs: None
+    if not on_cpu:
+        return
 
     def init_device(context: Any) -> None:
         context.n_gpus = 0

@@ -98,8 +98,8 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
         torch.set_num_threads(spec.threads)
     task = {**spec.task, "folder": folder}
     masterless.install(masterless.LocalTask(**task))
-    if spec.program["trial_class"] and not spec.task["devices"]:
-        masterless.allow_cpu_trials()
+    if spec.program["trial_class"]:
+        masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
     if spec.meter is not None:
         known = set(sys.modules)
 
