@@ -6,6 +6,9 @@ PY := $(VENV)/bin/python
 # DeepSpeed compiles its operators once, not once per trial.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
+# A limit that makes memory matter on any machine, and a search that ends in a few minutes.
+DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
+
 .PHONY: setup demo test bench lint clean
 
 setup: $(VENV)/.installed
@@ -15,6 +18,10 @@ $(VENV)/.installed: pyproject.toml
 	$(PY) -m pip install --quiet --editable '.[examples,dev]'
 	touch $@
 
+demo: setup
+	$(PY) -m dsat asha examples/core_api/deepspeed.yaml examples/core_api \
+		--zero-stages 0 1 2 3 $(DEMO_OPTIONS)
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -22,6 +29,10 @@ lint: setup
 
 test: lint
 	$(PY) -m pytest
+
+bench: setup
+	$(PY) benchmarks/search_scale.py
+	$(PY) benchmarks/trial_start.py
 
 clean:
 	rm -rf $(VENV) .cache dsat_runs build *.egg-info

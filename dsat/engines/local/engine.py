@@ -265,7 +265,7 @@ class LocalEngine:
                 "devices": [] if is_cpu else [self._machine.devices[slot] for slot in slots],
             },
             meter=None if meter is None else meter.to_json(),
-            cpu_memory_bytes=self._options.slot_memory_bytes if is_cpu else None,
+            cpu_memory_bytes=self._options.slot_memory_bytes if is_cpu and meter else None,
             threads=1 if is_cpu else None,
         )
 
