@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsatError as error:
         print(f"dsat: error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"dsat: error: {name}{error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

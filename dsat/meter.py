@@ -538,8 +538,9 @@ def _limit_device_memory(spec: MeterSpec) -> None:
         return
     import torch
 
-    fraction = spec.slot_memory_bytes / get_accelerator().total_memory()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+    device = int(os.environ.get("LOCAL_RANK", "0"))  # the one that DeepSpeed is going to use
+    fraction = spec.slot_memory_bytes / get_accelerator().total_memory(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
 
 
 def _check_engine(engine: Any, spec: MeterSpec) -> None:

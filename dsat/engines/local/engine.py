@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,9 @@ class LocalEngine:
         ]
         cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
         cold.append(str(folder.resolve()))
-        command_text = _command_text(program, cold, environments, self._cwd)
+        command_text = _command_text(
+            program, cold, environments, self._cwd, self._experiment.env.keys()
+        )
         write_atomically(folder / "cmd.txt", command_text)
         self._running[trial.id] = _Running(trial, folder, slots, ports, time.monotonic())
         cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
@@ -245,6 +247,7 @@ class LocalEngine:
     ) -> RankSpec:
         hparams = trial_hparams(self._experiment, trial.overrides)
         config = dict(self._experiment.config)
+        config.pop("environment", None)  # may hold credentials, which no file of ours should
         length = _max_length(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
@@ -432,12 +435,19 @@ def _command_text(
     cold: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     cwd: Path,
+    users_own: Collection[str],
 ) -> str:
-    """The program, and a command for each rank that a person can paste into a shell."""
+    """The program, and a command for each rank that a person can paste into a shell.
+
+    Variables of the user's experiment may be credentials: they are named, not written down.
+    """
     lines = [f"# {shlex.join(program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
     for env in environments:
         changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
-        words = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
+        words = [
+            f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
+            for key, value in sorted(changed.items())
+        ]
         lines.append(" ".join(["env", *words, shlex.join(cold)]))
     return "\n".join([*lines[:2], " &\n".join(lines[2:])]) + "\n"
 

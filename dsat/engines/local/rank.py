@@ -7,11 +7,13 @@ because an orderly end of the interpreter costs a second that nobody needs.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -145,6 +147,9 @@ def _run_program(program: Entrypoint) -> None:
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
     """The script came to its own end."""
     if spec.meter is None:
+        # A training run ends as a Python program does: threads joined, atexit functions called.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         _leave(0)
     meter = meters[0]
     if meter.partial is not None:

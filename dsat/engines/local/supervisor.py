@@ -144,24 +144,24 @@ class Supervisor:
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
+        own_pid = os.getpid()
         for rank in request["ranks"]:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
-                self._become_rank(request, rank, leader)
+                self._become_rank(request, rank, leader, own_pid)
             with contextlib.suppress(OSError):  # the child did it first, or is gone
                 os.setpgid(pid, leader or pid)
             group.pids.append(pid)
 
     def _become_rank(
-        self, request: Mapping[str, Any], rank: Mapping[str, Any], leader: int
+        self, request: Mapping[str, Any], rank: Mapping[str, Any], leader: int, parent: int
     ) -> NoReturn:
         status = 1
         try:
-            parent = os.getppid()
             os.setpgid(0, leader)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
+            if os.getppid() != parent:  # it died before it could be watched
                 os._exit(status)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
