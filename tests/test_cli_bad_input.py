@@ -1,0 +1,275 @@
+"""Whatever the user writes wrong gets one clear line and exit status 2, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsat import cli
+from tests.local import PROGRAMS, cpu_machine
+
+Folder = Path
+Change = Callable[[Folder], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A working example in a folder of its own, which is the current one."""
+    for path in (PROGRAMS / "tiny").iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "find_machine", lambda: cpu_machine(2))
+    return tmp_path
+
+
+def edit_yaml(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "deepspeed.yaml"
+    data = yaml.safe_load(path.read_text())
+    change(data)
+    path.write_text(yaml.safe_dump(data))
+
+
+def with_yaml(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        edit_yaml(folder, lambda data: data.update(changes))
+
+    return change
+
+
+def with_hparams(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        edit_yaml(folder, lambda data: data["hyperparameters"].update(changes))
+
+    return change
+
+
+def with_text(name: str, text: str) -> Change:
+    def change(folder: Folder) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def with_ds_config(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        path = folder / "ds_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def a_folder_instead(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").unlink()
+    (folder / "deepspeed.yaml").mkdir()
+
+
+def not_text(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").write_bytes(b"\xff\xfe\x00")
+
+
+BAD_FILES: dict[str, tuple[Change, list[str]]] = {
+    "no experiment file": (without("deepspeed.yaml"), ["deepspeed.yaml", "no such file"]),
+    "experiment is a folder": (a_folder_instead, ["deepspeed.yaml", "cannot be read"]),
+    "yaml does not parse": (
+        with_text("deepspeed.yaml", "name: x\nentrypoint: [a\n"),
+        ["deepspeed.yaml", "not valid YAML", "line 3"],
+    ),
+    "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
+    "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),
+    "no entrypoint": (with_yaml(entrypoint=None), ["deepspeed.yaml: entrypoint"]),
+    "entrypoint needs a shell": (with_yaml(entrypoint="cd x && python3 train.py"), ["shell"]),
+    "entrypoint's script is missing": (with_yaml(entrypoint="python3 no.py"), ["no.py"]),
+    "unknown launcher": (with_yaml(entrypoint="mpirun python3 train.py"), ["mpirun"]),
+    "no hyperparameters": (with_yaml(hyperparameters=None), ["hyperparameters.deepspeed_config"]),
+    "no deepspeed_config": (
+        with_yaml(hyperparameters={"lr": 1}),
+        ["hyperparameters.deepspeed_config"],
+    ),
+    "deepspeed_config is missing": (
+        with_hparams(deepspeed_config="other.json"),
+        ["hyperparameters.deepspeed_config", "other.json"],
+    ),
+    "deepspeed_config is a number": (with_hparams(deepspeed_config=3), ["must be a path"]),
+    "json does not parse": (
+        with_text("ds_config.json", '{\n  "a": 1,\n}'),
+        ["ds_config.json", "not valid JSON", "line 3"],
+    ),
+    "json is a list": (with_text("ds_config.json", "[]"), ["ds_config.json", "mapping"]),
+    "another config in the entrypoint": (
+        with_yaml(entrypoint="deepspeed train.py --deepspeed_config other.json"),
+        ["entrypoint", "other.json", "ds_config.json"],
+    ),
+    "a range among the hyperparameters": (
+        with_hparams(lr={"type": "log", "minval": -4, "maxval": -2, "base": 10}),
+        ["hyperparameters.lr", "range"],
+    ),
+    "unknown key in the overrides": (
+        with_hparams(overwrite_deepspeed_args={"gradient_cliping": 1}),
+        ["overwrite_deepspeed_args.gradient_cliping", "gradient_clipping"],
+    ),
+    "unknown ZeRO key in the overrides": (
+        with_hparams(overwrite_deepspeed_args={"zero_optimization": {"reduce_buckets": 1}}),
+        ["overwrite_deepspeed_args.zero_optimization.reduce_buckets", "reduce_bucket_size"],
+    ),
+    "overrides are a list": (with_hparams(overwrite_deepspeed_args=[1]), ["must be a mapping"]),
+    "contradictory batch sizes": (
+        with_ds_config(train_batch_size=9, gradient_accumulation_steps=1),
+        ["ds_config.json", "contradict", "2 slots"],
+    ),
+    "no batch size": (
+        with_text("ds_config.json", "{}"),
+        ["ds_config.json", "train_micro_batch_size_per_gpu"],
+    ),
+    "a batch size of zero": (
+        with_ds_config(train_micro_batch_size_per_gpu=0),
+        ["ds_config.json", "positive integer"],
+    ),
+    "stage 4": (with_ds_config(zero_optimization={"stage": 4}), ["zero_optimization.stage"]),
+    "zero_optimization is a word": (with_ds_config(zero_optimization="all"), ["mapping"]),
+    "more slots than the machine has": (
+        with_yaml(resources={"slots_per_trial": 3}),
+        ["3 slots", "2 cpu slots", "--slots 2"],
+    ),
+    "slots are a word": (
+        with_yaml(resources={"slots_per_trial": "two"}),
+        ["resources.slots_per_trial"],
+    ),
+    "the entrypoint asks for other slots": (
+        with_yaml(entrypoint="deepspeed --num_gpus 4 train.py"),
+        ["4 ranks", "2 slots"],
+    ),
+    "environment variable without a value": (
+        with_yaml(environment={"environment_variables": ["A"]}),
+        ["environment.environment_variables", "NAME=VALUE"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change, expected = BAD_FILES[case]
+    change(folder)
+    assert cli.main(["asha", "deepspeed.yaml", "."]) == 2
+    check_one_line(capsys.readouterr(), expected)
+    assert not (folder / "dsat_runs").exists()
+
+
+BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "no model folder": (["asha", "deepspeed.yaml", "nowhere"], ["nowhere", "does not exist"]),
+    "model folder is a file": (["asha", "deepspeed.yaml", "train.py"], ["not a folder"]),
+    "include is missing": (["asha", "deepspeed.yaml", ".", "-i", "no.txt"], ["no.txt"]),
+    "batch cannot be divided": (
+        ["asha", "deepspeed.yaml", ".", "--train-batch-size", "7"],
+        ["--train-batch-size", "7", "multiple of 2"],
+    ),
+    "batch and divisor exclude each other": (
+        ["asha", "deepspeed.yaml", ".", "--train-batch-size", "12", "--divisible-by", "4"],
+        ["--train-batch-size", "12", "multiple of 8"],
+    ),
+    "too few slots at once": (["asha", "deepspeed.yaml", ".", "-ms", "1"], ["--max-slots"]),
+    "too many slots": (["asha", "deepspeed.yaml", ".", "--slots", "5"], ["5 slots"]),
+    "nothing to resume": (["asha", "deepspeed.yaml", ".", "--resume"], ["--resume"]),
+    "no run in the folder to resume": (
+        ["asha", "deepspeed.yaml", ".", "--resume", "--run-dir", "empty"],
+        ["empty", "no run"],
+    ),
+    "the cluster": (["asha", "deepspeed.yaml", ".", "--engine", "determined"], ["--engine"]),
+    "runner config is missing": (
+        ["asha", "deepspeed.yaml", ".", "--search-runner-config", "no.yaml"],
+        ["no.yaml"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, expected = BAD_OPTIONS[case]
+    assert cli.main(argv) == 2
+    check_one_line(capsys.readouterr(), expected)
+
+
+def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "journal.jsonl").write_text("")
+    assert cli.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run"]) == 2
+    check_one_line(capsys.readouterr(), ["run", "already holds a run", "--resume"])
+
+
+def check_one_line(captured: Any, expected: list[str]) -> None:
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("dsat: error: ")
+    for part in expected:
+        assert part in lines[0]
+    assert captured.out == ""
+
+
+USAGE_ERRORS = [
+    [],
+    ["model", "deepspeed.yaml", "."],
+    ["asha", "deepspeed.yaml"],
+    ["asha", "deepspeed.yaml", ".", "--divisor", "two"],
+    ["asha", "deepspeed.yaml", ".", "--divisor", "1"],
+    ["asha", "deepspeed.yaml", ".", "-z", "4"],
+    ["asha", "deepspeed.yaml", ".", "-m", "speed"],
+    ["asha", "deepspeed.yaml", ".", "-mt", "1"],
+    ["asha", "deepspeed.yaml", ".", "--slot-memory", "lots"],
+    ["asha", "deepspeed.yaml", ".", "--slot-memory", "0GiB"],
+    ["asha", "deepspeed.yaml", ".", "--trial-timeout", "soon"],
+    ["asha", "deepspeed.yaml", ".", "--end-profile-step", "2"],
+    ["asha", "deepspeed.yaml", ".", "--max-profile-steps", "2"],
+    ["asha", "deepspeed.yaml", ".", "--search-range-factor", "-1"],
+    ["binary", "deepspeed.yaml", ".", "--divisor", "2"],
+    ["random", "deepspeed.yaml", ".", "--early-stopping", "0"],
+]
+
+
+@pytest.mark.parametrize("argv", USAGE_ERRORS, ids=" ".join)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_dry_run_tells_the_plan_and_leaves_nothing(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert cli.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for part in ("asha", "FLOPS_per_gpu", "reduce_bucket_size", "train.py", "trial 0", "stage 3"):
+        assert part in said
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["binary", "deepspeed.yaml", ".", "--dry-run", "--json", "--train-batch-size", "8"]
+    assert cli.main(argv) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["train_batch_size"] == 8
+    assert told["plan"]["own_batch"] == {"train_batch_size": 8, "micro_batch": 4, "gas": 1}
+    assert told["first_trial"]["kind"] == "profile"
+    assert told["command"][-1] == "train.py"
+
+
+def test_in_a_process_of_its_own(folder: Folder) -> None:
+    (folder / "ds_config.json").write_text("{")
+    command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("dsat: error: ds_config.json: is not valid JSON")
+    assert len(process.stderr.splitlines()) == 1

@@ -1,0 +1,165 @@
+"""The options, their defaults and types, and what `--help` says of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat import settings
+from dsat.search import SEARCHES
+
+COMMON: dict[str, Any] = {
+    "include": (),
+    "max_trials": 50,
+    "max_slots": None,
+    "max_concurrent_trials": 16,
+    "metric": "FLOPS_per_gpu",
+    "run_full_experiment": False,
+    "zero_stages": (1, 2, 3),
+    "start_profile_step": 3,
+    "end_profile_step": 5,
+    "max_profile_steps": 20,
+    "random_seed": 42,
+    "search_runner_config": None,
+    "max_search_runner_restarts": 5,
+    "train_batch_size": None,
+    "divisible_by": 1,
+    "slots": None,
+    "trial_timeout_s": 1800.0,
+    "slot_memory_bytes": None,
+    "engine": "auto",
+    "cold": False,
+    "run_dir": None,
+    "resume": False,
+    "dry_run": False,
+    "json": False,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "asha": {
+        "max_rungs": 5,
+        "min_trials": 3,
+        "early_stopping": 0,
+        "divisor": 2,
+        "search_range_factor": 1.0,
+    },
+    "binary": {"search_range_factor": 1.0},
+    "random": {"trials_per_config": 5, "early_stopping": None},
+}
+
+
+def parse(*argv: str) -> settings.Settings:
+    return settings.parse([*argv])
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_defaults(method: str) -> None:
+    found = vars(parse(method, "a.yaml", "."))
+    assert found.pop("search_options") == OWN[method]
+    assert found == {
+        **COMMON,
+        "method": method,
+        "config": Path("a.yaml"),
+        "model_dir": Path("."),
+    }
+
+
+def test_every_option_has_its_type() -> None:
+    chosen = parse(
+        *("asha", "a.yaml", "m", "-i", "x", "y", "-mt", "7", "-ms", "4", "-mct", "2"),
+        *("-m", "latency", "--run-full-experiment", "-z", "3", "0", "3"),
+        *("--start-profile-step", "2", "--end-profile-step", "4", "--max-profile-steps", "9"),
+        *("-r", "1", "--train-batch-size", "64", "--divisible-by", "8", "--slots", "2"),
+        *("--trial-timeout", "10m", "--slot-memory", "24GiB", "--engine", "local", "--cold"),
+        *("--run-dir", "r", "--resume", "--dry-run", "--json"),
+        *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0"),
+        *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
+        *("--divisor", "4", "--search-range-factor", "1.5"),
+    )
+    assert chosen == settings.Settings(
+        method="asha",
+        config=Path("a.yaml"),
+        model_dir=Path("m"),
+        include=(Path("x"), Path("y")),
+        max_trials=7,
+        max_slots=4,
+        max_concurrent_trials=2,
+        metric="latency",
+        run_full_experiment=True,
+        zero_stages=(3, 0),
+        start_profile_step=2,
+        end_profile_step=4,
+        max_profile_steps=9,
+        random_seed=1,
+        search_runner_config=Path("s.yaml"),
+        max_search_runner_restarts=0,
+        train_batch_size=64,
+        divisible_by=8,
+        slots=2,
+        trial_timeout_s=600.0,
+        slot_memory_bytes=24 * 2**30,
+        engine="local",
+        cold=True,
+        run_dir=Path("r"),
+        resume=True,
+        dry_run=True,
+        json=True,
+        search_options={
+            "max_rungs": 3,
+            "min_trials": 2,
+            "early_stopping": 1,
+            "divisor": 4,
+            "search_range_factor": 1.5,
+        },
+    )
+    options = chosen.search_options
+    assert [type(options[key]) for key in ("max_rungs", "min_trials", "divisor")] == [int] * 3
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_help_tells_every_option_and_its_default(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(method, "--help")
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    flags = [f"--{name.removesuffix('_s').removesuffix('_bytes')}" for name in COMMON]
+    flags += [f"--{flag}" for flag in settings.SEARCH_OPTIONS[method]]
+    for flag in flags:
+        assert flag.replace("_", "-") in said
+    for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):
+        assert default in said
+    assert "(default: [1, 2, 3])" in said
+    assert "%%" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("24GiB", 24 * 2**30),
+        ("24 gib", 24 * 2**30),
+        ("1.5MiB", 3 * 2**19),
+        ("16GB", 16 * 10**9),
+        ("80KiB", 80 * 2**10),
+    ],
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert settings.memory_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2min", 120.0), ("1.5h", 5400.0)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert settings.duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
+def test_no_memory_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        settings.memory_size(text)
