@@ -37,10 +37,11 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    chosen = settings.parse(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _tune(_prepare(chosen))
+        return _tune(_prepare(chosen, words))
     except UserInputError as error:
         print(f"dsat: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -61,8 +62,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything that is known before a run begins."""
+    """Everything that is known before a run begins; `words` is the command line."""
 
+    words: list[str]
     chosen: Settings
     experiment: Experiment
     program: Entrypoint
@@ -80,7 +82,7 @@ class _Prepared:
         }
 
 
-def _prepare(chosen: Settings) -> _Prepared:
+def _prepare(chosen: Settings, words: list[str]) -> _Prepared:
     """Reads and checks everything the user gave."""
     if chosen.engine == "determined":
         raise UserInputError(
@@ -103,7 +105,7 @@ def _prepare(chosen: Settings) -> _Prepared:
     plan = _plan(chosen, user, slots)
     machine = find_machine()
     _check_slots(chosen, machine, slots)
-    return _Prepared(chosen, user, program, machine, plan)
+    return _Prepared(words, chosen, user, program, machine, plan)
 
 
 def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
@@ -336,10 +338,8 @@ def _train_line(ready: _Prepared, folder: Path) -> str:
         given = ready.experiment.entrypoint
         listed = shlex.split(given) if isinstance(given, str) else [str(w) for w in given]
         return shlex.join(w.replace(ready.program.config_path, str(best)) for w in listed)
-    chosen = ready.chosen
-    words = ["python3", "-m", "dsat", chosen.method, str(chosen.config), str(chosen.model_dir)]
-    words += ["--run-dir", str(folder), "--resume", "--run-full-experiment"]
-    return shlex.join(words)
+    again = ["--run-dir", str(folder), "--resume", "--run-full-experiment"]
+    return shlex.join(["python3", "-m", "dsat", *ready.words, *again])
 
 
 def _print_where_to(

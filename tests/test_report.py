@@ -187,7 +187,7 @@ def test_plain_progress_lines() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("throughput", 1234.5, "1234 samples/s"),
+        ("throughput", 1234.5, "1,234 samples/s"),
         ("latency", 12.345, "12.35 ms"),
         ("step", None, "-"),
         ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per slot"),

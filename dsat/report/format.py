@@ -18,7 +18,8 @@ def metric(name: str, value: float | None) -> str:
             if value >= size:
                 return f"{value / size:.4g} {prefix}{_UNITS[name]}"
         return f"{value:.4g} {_UNITS[name]}"
-    return f"{value:.4g} {_UNITS.get(name, 'ms')}"
+    number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{number} {_UNITS.get(name, 'ms')}"
 
 
 def duration(seconds: float) -> str:
