@@ -410,13 +410,18 @@ def test_a_folder_left_by_a_killed_session_is_cleared(pair: Bench) -> None:
 # -- the profile, and what comes after the measurement
 
 
-def test_the_profile_trial_counts_the_model(pair: Bench) -> None:
-    outcome = pair.run(pair.trial(kind=TrialKind.PROFILE))
-    assert outcome.ok and outcome.profile is not None
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_profile_trial_counts_the_model(pair: Bench, stage: int) -> None:
+    """The same whatever the partitioning."""
+    trial = pair.trial(kind=TrialKind.PROFILE, stage=stage, zero=SMALL_BUCKETS)
+    outcome = pair.run(trial)
+    assert outcome.ok and outcome.profile is not None, pair.log(trial)
     profile = outcome.profile
     assert profile.num_params == profile.trainable_params == 16 * 16 + 16 + 16 + 1
     # Forward and the gradients of the weights in both layers, of the input in the second alone.
     assert profile.flops_per_sample == 2 * (2 * (16 * 16 + 16) + 16)
+    # What goes into each layer. The script computes the loss outside of the model.
+    assert profile.activation_bytes_per_sample == 4 * (16 + 16)
 
 
 def test_flops_come_from_the_profile(pair: Bench) -> None:
