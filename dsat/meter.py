@@ -8,16 +8,16 @@ asynchronous device the marks are events on its stream: nothing is synchronised 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
+from dsat.gauges import Clock, MemoryWatch, clock_for
+from dsat.profiler import ModelProfiler
 from dsat.trial import MemoryUse, Metrics, ModelProfile
 
 if TYPE_CHECKING:
@@ -156,10 +156,19 @@ class Meter:
         self.attached = True
         self._engine = engine
         self._accelerator = get_accelerator()
-        self._clock = _make_clock(self._accelerator)
-        self._memory = _MemoryWatch(self._accelerator)
+        self._clock = clock_for(self._accelerator)
+        self._memory = MemoryWatch(self._accelerator)
         self._memory.note("init")
-        self._profiler = _Profiler(engine, self.spec) if self.spec.profile else None
+        self._profiler = (
+            ModelProfiler(
+                engine,
+                micro_batch=self.spec.micro_batch,
+                slots=self.spec.slots,
+                slot_memory_bytes=self.spec.slot_memory_bytes,
+            )
+            if self.spec.profile
+            else None
+        )
         self._steps: list[_StepMarks] = []
         self._current = _StepMarks(begin=self._clock.mark())
         self._next_check = self.spec.end_step - self.spec.start_step + 1
@@ -244,8 +253,6 @@ class Meter:
         self.steps_seen += 1
         marks, self._current = self._current, _StepMarks(begin=end)
         marks.end = end
-        if self._profiler is not None:
-            self._profiler.finish_step()
         # A step that fp16 skipped because of an overflow is cheaper than a real one.
         self._skipped += skipped
         if self._skipped > MAX_SKIPPED_STEPS:
@@ -355,179 +362,10 @@ class _StepMarks:
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
 
-    def milliseconds(self, clock: _Clock) -> list[float]:
+    def milliseconds(self, clock: Clock) -> list[float]:
         """Latency, then the phases' sums."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
         return [clock.ms(self.begin, self.end), *sums]
-
-
-class _Clock:
-    """Marks on the host's clock: right where operations are finished when they return."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def ms(self, begin: Any, end: Any) -> float:
-        return float(end - begin) * 1e3
-
-
-class _DeviceClock(_Clock):
-    """Marks as events on the device's current stream."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def mark(self) -> Any:
-        event = self._accelerator.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, begin: Any, end: Any) -> float:
-        end.synchronize()
-        return float(begin.elapsed_time(end))
-
-
-def _make_clock(accelerator: Any) -> _Clock:
-    if accelerator.is_synchronized_device() or accelerator.Event is None:
-        return _Clock()
-    return _DeviceClock(accelerator)
-
-
-class _MemoryWatch:
-    """Peaks of the device's allocator and of the resident set, by phase."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self._has_allocator = not accelerator.is_synchronized_device()
-        self._peaks: dict[tuple[str, str], int] = {}
-
-    def reset(self) -> None:
-        """Begins a phase."""
-        if self._has_allocator:
-            self._accelerator.reset_peak_memory_stats()
-        # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
-        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-
-    def note(self, phase: str) -> None:
-        """Ends a phase."""
-        values = {"host": _peak_rss_bytes()}
-        if self._has_allocator:
-            values["allocated"] = self._accelerator.max_memory_allocated()
-            values["reserved"] = self._accelerator.max_memory_reserved()
-        for kind, value in values.items():
-            self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
-
-    def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
-        keys = sorted(self._peaks)
-        values = dict(zip(keys, maximum([float(self._peaks[key]) for key in keys]), strict=True))
-
-        def by_phase(kind: str) -> dict[str, int]:
-            return {phase: int(v) for (k, phase), v in values.items() if k == kind}
-
-        return MemoryUse(by_phase("allocated"), by_phase("reserved"), by_phase("host"))
-
-
-def _peak_rss_bytes() -> int:
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class _Profiler:
-    """Counts parameters, FLOPs and activations in the first micro step."""
-
-    def __init__(self, engine: Any, spec: MeterSpec) -> None:
-        self._engine = engine
-        self._spec = spec
-        self._flops = _count_flops()
-        self._counting = False
-        self._done = False
-        self._storages: dict[int, int] = {}
-        self._hooks: Any = None
-        self._flops_per_sample = 0.0
-
-    def enter_forward(self) -> None:
-        import torch
-
-        if self._done or self._counting:
-            return
-        self._counting = True
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._flops.__enter__()
-        self._hooks.__enter__()
-
-    def leave_forward(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
-
-    def finish_micro_step(self) -> None:
-        if self._counting and not self._done:
-            self._flops.__exit__(None, None, None)
-            self._flops_per_sample = self._flops.get_total_flops() / self._spec.micro_batch
-        self._counting, self._done = False, self._done or self._counting
-
-    def finish_step(self) -> None:
-        self._done = True
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sees every tensor that autograd keeps for the backward pass."""
-        import torch
-
-        parameter = torch.nn.Parameter
-        if not isinstance(tensor, parameter) and not isinstance(tensor._base, parameter):
-            storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def result(self, accelerator: Any) -> ModelProfile:
-        parameters = list(self._engine.module.parameters())
-        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
-        trainable = [n for p, n in zip(parameters, sizes, strict=True) if p.requires_grad]
-        return ModelProfile(
-            num_params=sum(sizes),
-            trainable_params=sum(trainable),
-            param_bytes=max((p.element_size() for p in parameters), default=4),
-            activation_bytes_per_sample=sum(self._storages.values()) // self._spec.micro_batch,
-            flops_per_sample=self._flops_per_sample,
-            slot_memory_bytes=_slot_memory(accelerator, self._spec),
-        )
-
-
-def _count_flops() -> Any:
-    """A FLOP counter that leaves out what activation checkpointing computes a second time."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    class ModelFlops(FlopCounterMode):
-        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-            # In a backward pass autograd records nothing, unless a forward pass is done again.
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward and torch.is_grad_enabled():
-                return out
-            return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
-
-    return ModelFlops(display=False)
-
-
-def _slot_memory(accelerator: Any, spec: MeterSpec) -> int:
-    if accelerator.is_synchronized_device():
-        import psutil
-
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", spec.slots))
-        own = psutil.Process().memory_info().rss
-        has = int(psutil.virtual_memory().available // max(1, local) + own)
-    else:
-        has = int(accelerator.total_memory())
-    return min(has, spec.slot_memory_bytes or has)
 
 
 def _limit_device_memory(spec: MeterSpec) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -16,27 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from dsat import ds_config
+from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import METRICS_FILE, MODULES_FILE, SPEC_FILE, RankSpec, result_file
+from dsat.engines.local.rank import METRICS_FILE, MODULES_FILE, SPEC_FILE, RankSpec
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError
 from dsat.experiment import Experiment, trial_hparams
 from dsat.journal import write_atomically
 from dsat.meter import MeterSpec
-from dsat.trial import (
-    MemoryUse,
-    Metrics,
-    ModelProfile,
-    Outcome,
-    OutcomeKind,
-    Trial,
-    TrialKind,
-)
+from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 
 FULL_RUN_ID = -1
 _NO_FORK_CUDA = "Cannot re-initialize CUDA in forked subprocess"
-_LOG_TAIL_LINES = 20
 _LINGER_S = 20.0
 
 
@@ -330,7 +321,8 @@ class LocalEngine:
         """Whether a forked rank could not use the device that its parent has touched."""
         if self._cold or (running.folder / METRICS_FILE).exists():
             return False
-        return any(_NO_FORK_CUDA in result["message"] for result in self._results(running))
+        reports = verdict.reports(running.folder, self._slots_per_trial)
+        return any(_NO_FORK_CUDA in report["message"] for report in reports)
 
     def _import_what_it_imports(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imports."""
@@ -341,68 +333,25 @@ class LocalEngine:
         if modules:
             self._supervisor.warm_up(modules)
 
-    def _results(self, running: _Running) -> list[dict[str, Any]]:
-        """What the ranks wrote about their failures, the first to fail first."""
-        found = []
-        for rank in range(self._slots_per_trial):
-            path = running.folder / result_file(rank)
-            if path.exists():
-                found.append({**json.loads(path.read_text()), "rank": rank})
-        return sorted(found, key=lambda result: float(result["time"]))
-
     def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:
+        folder, statuses = running.folder, message["statuses"]
         duration_s = round(time.monotonic() - running.began_s, 3)
-        if running.trial.id == FULL_RUN_ID and not any(message["statuses"]):
+        if running.trial.id == FULL_RUN_ID and not any(statuses):
             return Outcome(OutcomeKind.OK, duration_s=duration_s)
-        metrics = running.folder / METRICS_FILE
-        if metrics.exists():  # a process may fail at exit after all was measured
-            data = json.loads(metrics.read_text())
-            profile = data["profile"]
-            return Outcome(
-                OutcomeKind.OK,
-                metrics=Metrics.from_json(data["metrics"]),
-                memory=MemoryUse(**data["memory"]),
-                profile=ModelProfile.from_json(profile) if profile else None,
-                duration_s=duration_s,
-                warnings=tuple(data["warnings"]),
-            )
-        kind, text, detail = self._failure(running, message)
-        return Outcome(kind, message=text, detail=detail, duration_s=duration_s)
-
-    def _failure(
-        self, running: _Running, message: Mapping[str, Any]
-    ) -> tuple[OutcomeKind, str, str]:
-        log = _tail(running.folder / "stderr.log")
+        measured = verdict.measured(folder, duration_s)
+        if measured is not None:
+            return measured
         if running.canceled:
-            return OutcomeKind.CANCELED, "canceled", ""
+            return Outcome(OutcomeKind.CANCELED, message="canceled", duration_s=duration_s)
         if running.timed_out:
             limit = f"{self._options.trial_timeout_s:g} s"
-            return OutcomeKind.TIMEOUT, f"no result after {limit}; raise --trial-timeout?", log
-        results = self._results(running)
-        for result in results:
-            if result["kind"] == OutcomeKind.OOM.value:
-                return OutcomeKind.OOM, _on_rank(result), result["detail"]
-        died = [
-            (rank, status)
-            for rank, (status, killed) in enumerate(
-                zip(message["statuses"], message["killed"], strict=True)
+            return Outcome(
+                OutcomeKind.TIMEOUT,
+                message=f"no result after {limit}; raise --trial-timeout?",
+                detail=verdict.log_tail(folder),
+                duration_s=duration_s,
             )
-            if status < 0 and not killed
-        ]
-        for rank, status in died:
-            if status == -signal.SIGKILL:
-                return OutcomeKind.HOST_OOM, _host_out_of_memory(rank), log
-        if results:
-            return OutcomeKind(results[0]["kind"]), _on_rank(results[0]), results[0]["detail"]
-        for rank, status in died:
-            name = signal.Signals(-status).name
-            hint = " (is /dev/shm full?)" if status == -signal.SIGBUS else ""
-            return OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}", log
-        left = [pair for pair in enumerate(message["statuses"]) if pair[1] > 0]
-        if not left:
-            return OutcomeKind.ERROR, "the ranks ended without a result", log
-        rank, status = left[0]
-        return OutcomeKind.ERROR, f"rank {rank} ended with exit status {status}", log
+        return verdict.failed(folder, statuses, message["killed"], duration_s)
 
 
 def free_ports(count: int) -> list[int]:
@@ -468,25 +417,3 @@ def _length_in_units(steps: int, config: Mapping[str, Any], trial: Trial) -> int
     if isinstance(length, Mapping) and "records" in length:
         return steps * trial.batch.train_batch_size
     return steps * trial.batch.gas
-
-
-def _on_rank(result: Mapping[str, Any]) -> str:
-    return f"rank {result['rank']}: {result['message']}"
-
-
-def _host_out_of_memory(rank: int) -> str:
-    import psutil
-
-    total = psutil.virtual_memory().total / 2**30
-    return (
-        f"rank {rank} was killed with SIGKILL, most likely because the host ran out of memory "
-        f"({total:.0f} GiB): run fewer trials at once (--max-concurrent-trials), offload less, or "
-        "use fewer data loader workers"
-    )
-
-
-def _tail(path: Path) -> str:
-    if not path.exists():
-        return ""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
