@@ -37,6 +37,7 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self._running: dict[int, Trial] = {}
         self.best: Trial | None = None
         self.stop_reason: str | None = None
         self.trials_since_best = 0
@@ -53,7 +54,7 @@ class Run:
             self.info = event["info"]
         elif kind == EVENT_PROPOSED:
             trial = Trial.from_json(event["trial"])
-            self.trials[trial.id] = trial
+            self.trials[trial.id] = self._running[trial.id] = trial
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
@@ -68,6 +69,7 @@ class Run:
         assert self.plan is not None
         self.outcomes[trial_id] = outcome
         trial = self.trials[trial_id]
+        self._running.pop(trial_id, None)
         value = outcome.value(self.plan.objective)
         if trial.kind is TrialKind.PROFILE:
             return
@@ -99,7 +101,7 @@ class Run:
     @property
     def running(self) -> list[Trial]:
         """Trials that were proposed and have no outcome."""
-        return [t for t in self.trials.values() if t.id not in self.outcomes]
+        return list(self._running.values())
 
     def value(self, trial: Trial) -> float | None:
         """The objective's value of a trial; None unless it ran."""

@@ -353,4 +353,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no PYTHONSAFEPATH
+        del sys.path[0]  # the current folder, which is not the user's program's
     Supervisor().run()
