@@ -16,7 +16,7 @@ from typing import Any
 from dsat import __version__, ds_config, experiment, settings
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local import entrypoint as entrypoints
-from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
 from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import DsatError, UserInputError
 from dsat.experiment import Experiment
@@ -210,7 +210,7 @@ def _run_trials(ready: _Prepared, tuner: Tuner, view: LiveView, folder: Path) ->
     options = LocalOptions(
         trial_timeout_s=chosen.trial_timeout_s,
         slot_memory_bytes=chosen.slot_memory_bytes,
-        cold=chosen.cold,
+        cold=chosen.cold or _known_to_need_fresh_processes(tuner.run),
         start_step=chosen.start_profile_step,
         end_step=chosen.end_profile_step,
         max_steps=chosen.max_profile_steps,
@@ -237,6 +237,11 @@ def _run_trials(ready: _Prepared, tuner: Tuner, view: LiveView, folder: Path) ->
             _train(engine, tuner.run.best, view)
     finally:
         engine.close()
+
+
+def _known_to_need_fresh_processes(run: Run) -> bool:
+    """Whether an earlier session of the run found so."""
+    return 0 in run.outcomes and FRESH_PROCESSES_ONLY in run.outcomes[0].warnings
 
 
 def _train(engine: LocalEngine, best: Trial, view: LiveView) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dsat import ds_config
 from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import METRICS_FILE, MODULES_FILE, SPEC_FILE, RankSpec
+from dsat.engines.local.rank import MODULES_FILE, SPEC_FILE, RankSpec
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError
 from dsat.experiment import Experiment, trial_hparams
@@ -27,6 +27,9 @@ from dsat.meter import MeterSpec
 from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 
 FULL_RUN_ID = -1
+FRESH_PROCESSES_ONLY = (
+    "the script runs in fresh processes only, as with --cold: every trial starts slowly"
+)
 _NO_FORK_CUDA = "Cannot re-initialize CUDA in forked subprocess"
 _LINGER_S = 20.0
 
@@ -59,6 +62,7 @@ class _Running:
     slots: list[int]
     ports: list[int]
     began_s: float
+    cold: bool
     canceled: bool = False
     timed_out: bool = False
 
@@ -97,6 +101,7 @@ class LocalEngine:
         self._known: set[int] = set()
         self._running: dict[int, _Running] = {}
         self._closed = False
+        self._fell_back = False
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options)
         self._cwd = _working_folder(experiment, folder)
@@ -153,14 +158,15 @@ class LocalEngine:
             for message in self._supervisor.receive(max(0.0, wait_s)):
                 running = self._running.pop(message["trial"])
                 self._free = sorted([*self._free, *running.slots])
-                if self._must_run_cold(running):
+                outcome = self._outcome(running, message)
+                if self._may_be_the_fork(running, outcome):
                     self._cold = True
+                    self._fell_back = True
                     self._known.discard(running.trial.id)
                     self.launch(running.trial)
                     continue
-                outcome = self._outcome(running, message)
-                if running.trial.kind is TrialKind.PROFILE and outcome.ok and not self._cold:
-                    self._import_what_it_imports(running.folder)
+                if running.trial.kind is TrialKind.PROFILE and outcome.ok:
+                    outcome = self._after_profile(running, outcome)
                 ended.append((running.trial.id, outcome))
             if time.monotonic() >= deadline:
                 break
@@ -210,7 +216,9 @@ class LocalEngine:
             program, cold, environments, self._cwd, self._experiment.env.keys()
         )
         write_atomically(folder / "cmd.txt", command_text)
-        self._running[trial.id] = _Running(trial, folder, slots, ports, time.monotonic())
+        self._running[trial.id] = _Running(
+            trial, folder, slots, ports, time.monotonic(), self._cold
+        )
         cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
         self._supervisor.send(
             {
@@ -317,12 +325,22 @@ class LocalEngine:
                 running.timed_out = True
                 self._supervisor.send({"op": "kill", "trial": running.trial.id, "grace_s": 0})
 
-    def _must_run_cold(self, running: _Running) -> bool:
-        """Whether a forked rank could not use the device that its parent has touched."""
-        if self._cold or (running.folder / METRICS_FILE).exists():
+    def _may_be_the_fork(self, running: _Running, outcome: Outcome) -> bool:
+        """Whether a trial failed that a fresh process might run.
+
+        Any error of the very first trial is tried again so, because some libraries cannot be
+        forked; later on, only what CUDA says about forks.
+        """
+        if running.cold or outcome.kind is not OutcomeKind.ERROR:
             return False
-        reports = verdict.reports(running.folder, self._slots_per_trial)
-        return any(_NO_FORK_CUDA in report["message"] for report in reports)
+        return running.trial.kind is TrialKind.PROFILE or _NO_FORK_CUDA in outcome.message
+
+    def _after_profile(self, running: _Running, outcome: Outcome) -> Outcome:
+        if not self._cold:
+            self._import_what_it_imports(running.folder)
+        if not self._fell_back:
+            return outcome
+        return replace(outcome, warnings=(*outcome.warnings, FRESH_PROCESSES_ONLY))
 
     def _import_what_it_imports(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imports."""

@@ -50,7 +50,7 @@ def failed(
     def outcome(kind: OutcomeKind, message: str, detail: str = log) -> Outcome:
         return Outcome(kind, message=message, detail=detail, duration_s=duration_s)
 
-    results = reports(folder, len(statuses))
+    results = _reports(folder, len(statuses))
     for result in results:
         if result["kind"] == OutcomeKind.OOM.value:
             return outcome(OutcomeKind.OOM, _on_rank(result), result["detail"])
@@ -75,7 +75,7 @@ def failed(
     return outcome(OutcomeKind.ERROR, "the ranks ended without a result")
 
 
-def reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What the ranks wrote about their failures, the first to fail first."""
     found = []
     for rank in range(ranks):
