@@ -79,7 +79,7 @@ def _inspect() -> Machine:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    name = accelerator._name
+    name = accelerator.device_name()
     if name == "cpu":
         import psutil
 
