@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import psutil
 
 from dsat import experiment
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint
+from dsat.engines.local.engine import free_ports
 from dsat.trial import BatchTriple, Outcome, Trial, TrialKind
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -127,6 +129,23 @@ def bench_of(
         yield Bench(engine, folder, slots_per_trial)
     finally:
         engine.close()
+
+
+def environment_of_a_rank(**variables: str) -> dict[str, str]:
+    """This process's environment for a script that is started by hand, as a single rank."""
+    programs = os.path.dirname(sys.executable)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "DS_ACCELERATOR": "cpu",
+        **variables,
+    }
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
