@@ -374,6 +374,7 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path, le
     wait_until(lambda: all(list(run_dir.glob(mark)) for mark in marks), "both ranks", 120)
     # The supervisor, two ranks and what each of them started.
     assert len([pid for pid in background.below() if is_alive(pid)]) == 5
+    assert len(buffers_of(run_dir)) == 2
     background.kill()
     assert processes_of(run_dir) == []
     assert buffers_of(run_dir) == []
@@ -390,6 +391,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened
         background.until_events(run_dir, moment)
         background.kill()
         assert processes_of(run_dir) == []
+        assert buffers_of(run_dir) == []
         after = events_of(run_dir)
         assert after[: len(before)] == before, "nothing is lost, nothing is changed"
         assert len(after) >= moment

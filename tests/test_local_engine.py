@@ -254,6 +254,7 @@ def test_close_ends_everything(tmp_path: Path) -> None:
         below = supervisor.children(recursive=True)
         pids = [supervisor.pid, *(child.pid for child in below if is_alive(child.pid))]
         assert len(pids) == 5
+        assert len(buffers_of(tmp_path)) == 2
         begin = time.monotonic()
         bench.engine.close()
         assert time.monotonic() - begin < 5

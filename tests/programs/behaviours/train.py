@@ -138,6 +138,7 @@ def main() -> None:
         leave_processes(behaviour.removeprefix("leaves: "))
         train(config)
     elif behaviour.startswith("leaves and hangs: "):
+        train(config, steps=1)
         leave_processes(behaviour.removeprefix("leaves and hangs: "))
         time.sleep(10_000)
     elif behaviour == "ends early":
