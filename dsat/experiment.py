@@ -84,11 +84,14 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     hparams = _hyperparameters(data, where)
     ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
+    _check_zero(ds, ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
     key = f"{where}: hyperparameters.{OVERWRITE_KEY}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
     ds_config.check_keys(overrides, ds, where=key)
+    _check_zero(overrides, key)
+    _check_searcher(data, where)
     return Experiment(
         path=config,
         name=str(data.get("name") or model_dir.resolve().name),
@@ -184,15 +187,8 @@ def _ds_config(
         candidates.append(include if include.name == value else include.parent / value)
     for path in candidates:
         if path.is_file():
-            name = str(path)
             ds = read_mapping(path) if path.suffix == ".json" else _as_json(path)
-            zero = ds.get("zero_optimization", {})
-            if not isinstance(zero, Mapping):
-                raise UserInputError(
-                    f"must be a mapping, not {zero!r}", where=f"{name}: zero_optimization"
-                )
-            _check_stage(zero, name)
-            return path, ds, name
+            return path, ds, str(path)
     raise UserInputError(
         f"there is no file {value!r} in {model_dir}",
         where=key,
@@ -200,11 +196,29 @@ def _ds_config(
     )
 
 
-def _check_stage(zero: Mapping[str, Any], name: str) -> None:
+def _check_zero(config: Mapping[str, Any], name: str) -> None:
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise UserInputError(f"must be a mapping, not {zero!r}", where=f"{name}: zero_optimization")
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserInputError(
             f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{name}: zero_optimization.stage"
+        )
+
+
+def _check_searcher(data: Mapping[str, Any], where: str) -> None:
+    """The searcher's length is that of a full-length run: a number, or `{unit: number}`."""
+    searcher = data.get("searcher") or {}
+    if not isinstance(searcher, Mapping):
+        raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")
+    length = searcher.get("max_length", 1)
+    values = list(length.values()) if isinstance(length, Mapping) else [length]
+    if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
+        raise UserInputError(
+            f"must be a whole number or a single unit with one, not {length!r}",
+            where=f"{where}: searcher.max_length",
+            hint="For example: max_length: {batches: 100}",
         )
 
 
@@ -232,16 +246,18 @@ def _slots(data: Mapping[str, Any], where: str) -> int:
 
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     section = data.get("environment")
-    given = section.get("environment_variables", []) if isinstance(section, Mapping) else []
-    if isinstance(given, Mapping):
-        given = [*given.get("cpu", []), *given.get("cuda", []), *given.get("rocm", [])]
+    given = section.get("environment_variables") if isinstance(section, Mapping) else None
+    where = f"{where}: environment.environment_variables"
+    parts = [given or []]
+    if isinstance(given, Mapping):  # by device, of which a machine has one
+        parts = [given.get(device) or [] for device in ("cpu", "cuda", "rocm")]
     env = {}
-    for entry in given:
-        name, equals, value = str(entry).partition("=")
-        if not equals or not name:
-            raise UserInputError(
-                f"{entry!r} is not of the form NAME=VALUE",
-                where=f"{where}: environment.environment_variables",
-            )
-        env[name] = value
+    for part in parts:
+        if not isinstance(part, list):
+            raise UserInputError(f"must be a list, not {part!r}", where=where)
+        for entry in part:
+            name, equals, value = str(entry).partition("=")
+            if not equals or not name:
+                raise UserInputError(f"{entry!r} is not of the form NAME=VALUE", where=where)
+            env[name] = value
     return env
