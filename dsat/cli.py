@@ -343,8 +343,13 @@ def _train_line(ready: _Prepared, folder: Path) -> str:
         given = ready.experiment.entrypoint
         listed = shlex.split(given) if isinstance(given, str) else [str(w) for w in given]
         return shlex.join(w.replace(ready.program.config_path, str(best)) for w in listed)
-    again = ["--run-dir", str(folder), "--resume", "--run-full-experiment"]
-    return shlex.join(["python3", "-m", "dsat", *ready.words, *again])
+    words, again = list(ready.words), ["--run-dir", str(folder)]
+    if "--run-dir" in words:
+        position = words.index("--run-dir")
+        del words[position : position + 2]
+    again += ["--resume", "--run-full-experiment"]
+    words = [word for word in words if word not in again]
+    return shlex.join(["python3", "-m", "dsat", *words, *again])
 
 
 def _print_where_to(
