@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from dsat import __version__, ds_config, experiment, settings
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
@@ -28,7 +28,7 @@ from dsat.report import summary
 from dsat.run import Run
 from dsat.settings import Settings
 from dsat.space import allowed_micro_batches
-from dsat.trial import OutcomeKind, Trial
+from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 from dsat.tuner import Tuner, make_space
 
 RUNS_FOLDER = Path("dsat_runs")
@@ -132,6 +132,13 @@ def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
         base_config=base,
         own_batch=own_batch,
         search_options=chosen.search_options,
+        measured={
+            # A digest, because an entrypoint or a hyperparameter may be a credential.
+            "program": ds_config.fingerprint(
+                {"entrypoint": user.entrypoint, "hparams": dict(user.hparams)}
+            ),
+            "steps": [chosen.start_profile_step, chosen.end_profile_step, chosen.max_profile_steps],
+        },
         train_batch_size=chosen.train_batch_size,
         divisible_by=chosen.divisible_by,
         slot_memory_bytes=chosen.slot_memory_bytes,
@@ -181,42 +188,85 @@ def _tune(ready: _Prepared) -> int:
     folder = _run_folder(chosen, ready.experiment.name)
     with Journal(folder / FILE_NAME) as journal:
         tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
-        view = LiveView(sys.stderr if chosen.json else sys.stdout)
-        view.say(f"{ready.machine.describe()}; run folder {folder}")
-        interrupted = False
-        try:
-            _run_trials(ready, tuner, view, folder)
-        except KeyboardInterrupt:
-            interrupted = True
-            view.say("interrupted")
         run = tuner.run
-        summary.write_files(run, folder, _train_line(ready, folder))
-        if tuner.failed:
-            return _report_failure(run, folder)
-        view.show_result(run)
-        _print_where_to(ready, run, view, folder, interrupted)
-        if chosen.json:
-            print(json.dumps(summary.to_json(run, folder), indent=2))
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return EXIT_OK if run.best is not None else EXIT_FAILED
+        view = _View(sys.stderr if chosen.json else sys.stdout, ready, folder)
+        view.say(f"{ready.machine.describe()}; run folder {folder}")
+        engine = _engine(ready, run, folder) if _has_work(ready, tuner) else None
+        try:
+            interrupted = not _search(ready, tuner, engine, view)
+            summary.write_files(run, folder, _train_line(ready, folder))
+            if chosen.json:
+                print(json.dumps(summary.to_json(run, folder), indent=2), flush=True)
+            if tuner.failed:
+                return _report_failure(run, folder)
+            view.show_result(run)
+            _print_where_to(ready, run, view, folder, interrupted)
+            if interrupted:
+                return EXIT_INTERRUPTED
+            if run.best is None:
+                return _report_failure(run, folder)
+            if chosen.run_full_experiment and engine is not None:
+                _train(engine, run.best, view)
+            return EXIT_OK
+        finally:
+            if engine is not None:
+                engine.close()
 
 
-def _run_trials(ready: _Prepared, tuner: Tuner, view: LiveView, folder: Path) -> None:
+class _View(LiveView):
+    """Shows a run, and keeps its result files up to date with every new best."""
+
+    def __init__(self, stream: TextIO, ready: _Prepared, folder: Path) -> None:
+        super().__init__(stream)
+        self._ready = ready
+        self._folder = folder
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        if trial is run.best:
+            summary.write_files(run, self._folder, _train_line(self._ready, self._folder))
+        super().ended(run, trial, outcome)
+
+
+def _has_work(ready: _Prepared, tuner: Tuner) -> bool:
+    """Whether anything is to be run; if not, what is known is only shown again."""
+    if not tuner.finished:
+        return True
+    tuner.stop()
+    return ready.chosen.run_full_experiment and tuner.run.best is not None
+
+
+def _search(ready: _Prepared, tuner: Tuner, engine: LocalEngine | None, view: LiveView) -> bool:
+    """Runs the trials; False if it was interrupted, and nothing runs any more."""
+    if engine is None:
+        return True
+    try:
+        with view:
+            drive(
+                tuner,
+                engine,
+                view,
+                max_slots=ready.chosen.max_slots,
+                max_concurrent_trials=ready.chosen.max_concurrent_trials,
+            )
+    except KeyboardInterrupt:
+        view.say("interrupted")
+        engine.close()
+        return False
+    return True
+
+
+def _engine(ready: _Prepared, run: Run, folder: Path) -> LocalEngine:
     chosen = ready.chosen
-    if tuner.finished and not chosen.run_full_experiment:
-        tuner.stop()
-        return
     options = LocalOptions(
         trial_timeout_s=chosen.trial_timeout_s,
         slot_memory_bytes=chosen.slot_memory_bytes,
-        cold=chosen.cold or _known_to_need_fresh_processes(tuner.run),
+        cold=chosen.cold or _known_to_need_fresh_processes(run),
         start_step=chosen.start_profile_step,
         end_step=chosen.end_profile_step,
         max_steps=chosen.max_profile_steps,
         seed=chosen.random_seed,
     )
-    engine = LocalEngine(
+    return LocalEngine(
         ready.experiment,
         ready.program,
         ready.machine,
@@ -224,24 +274,11 @@ def _run_trials(ready: _Prepared, tuner: Tuner, view: LiveView, folder: Path) ->
         options,
         slots_per_trial=ready.plan.slots_per_trial,
     )
-    try:
-        with view:
-            drive(
-                tuner,
-                engine,
-                view,
-                max_slots=chosen.max_slots,
-                max_concurrent_trials=chosen.max_concurrent_trials,
-            )
-        if chosen.run_full_experiment and tuner.run.best is not None:
-            _train(engine, tuner.run.best, view)
-    finally:
-        engine.close()
 
 
 def _known_to_need_fresh_processes(run: Run) -> bool:
     """Whether an earlier session of the run found so."""
-    return 0 in run.outcomes and FRESH_PROCESSES_ONLY in run.outcomes[0].warnings
+    return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
 
 
 def _train(engine: LocalEngine, best: Trial, view: LiveView) -> None:
@@ -339,10 +376,18 @@ class _Nowhere:
 def _train_line(ready: _Prepared, folder: Path) -> str:
     """What to type to train with the best configuration."""
     best = (folder / summary.BEST_CONFIG_FILE).resolve()
-    if ready.program.config_path is not None:
-        given = ready.experiment.entrypoint
-        listed = shlex.split(given) if isinstance(given, str) else [str(w) for w in given]
-        return shlex.join(w.replace(ready.program.config_path, str(best)) for w in listed)
+    program, slots = ready.program, ready.plan.slots_per_trial
+    given = ready.experiment.entrypoint
+    needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
+    if program.config_path is not None and not needs_task:
+        launcher = ["torchrun", "--standalone", f"--nproc-per-node={slots}"]
+        if program.passes_local_rank:
+            launcher = ["deepspeed", "--num_gpus", str(slots)]
+        script = ["--module", program.module] if program.module else [program.script]
+        command = shlex.join([*launcher, *script, *program.with_config_path(str(best)).args])
+        # The user's own variables may be credentials: named, not written down.
+        words = [*(f'{name}="${name}"' for name in program.env), command]
+        return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
     words, again = list(ready.words), ["--run-dir", str(folder)]
     if "--run-dir" in words:
         position = words.index("--run-dir")
@@ -363,27 +408,27 @@ def _print_where_to(
 
 
 def _report_failure(run: Run, folder: Path) -> int:
-    """The profile trial failed: shows the user's own error, not a guess about it."""
-    trial, outcome = run.trials[0], run.outcomes[0]
-    logs = folder / "trials" / trial.name
+    """Nothing ran: shows the user's own error, not a guess about it."""
+    failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
+    if not failures:
+        print(f"dsat: error: {run.stop_reason}", file=sys.stderr)
+        return EXIT_FAILED
+    trial = failures[-1 if run.profile is None else 0]
+    outcome = run.outcomes[trial.id]
     if outcome.kind is OutcomeKind.INVALID:
         print(f"dsat: error: {outcome.message}", file=sys.stderr)
         return EXIT_USAGE
-    if outcome.kind is OutcomeKind.OK:
-        print(f"dsat: error: {run.stop_reason}", file=sys.stderr)
-        return EXIT_FAILED
     if outcome.detail and outcome.kind is not OutcomeKind.OOM:
         print(outcome.detail.rstrip(), file=sys.stderr)
     hints = {
-        OutcomeKind.OOM: "The model does not fit even at the smallest micro batch: use a higher "
+        OutcomeKind.OOM: " The model does not fit even at the smallest micro batch: use a higher "
         "ZeRO stage or offloading in your DeepSpeed configuration, or more slots.",
-        OutcomeKind.ERROR: "This is your script's own error, under your own configuration with "
-        "the smallest micro batch.",
+        OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
     }
-    hint = hints.get(outcome.kind, "")
+    hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
     print(
-        f"dsat: error: trial 0 failed: {outcome.kind.value}: {outcome.message}. {hint} "
-        f"Its logs are in {logs}.",
+        f"dsat: error: trial {trial.id} failed: {outcome.kind.value}: {outcome.message}.{hint} "
+        f"Its logs are in {folder / 'trials' / trial.name}.",
         file=sys.stderr,
     )
     return EXIT_FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 
@@ -9,11 +10,16 @@ from dsat.errors import InvalidTrial
 from dsat.trial import OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
-# (c10/core/impl/alloc_cpu.cpp), the CUDA runtime, cuBLAS and cuDNN.
+# (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL and the CUDA libraries.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cuda runtime error (2)",
+    "Cuda failure 2 'out of memory'",
+    "HIP error: out of memory",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
@@ -21,12 +27,14 @@ _OUT_OF_MEMORY = (
 
 
 def classify(error: BaseException) -> OutcomeKind:
-    """OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
+    """OOM, HOST_OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
     chain = list(_chain(error))
     if any(isinstance(link, InvalidTrial) for link in chain):
         return OutcomeKind.INVALID
     if any(_is_out_of_memory(link) for link in chain):
         return OutcomeKind.OOM
+    if any(_is_host_out_of_memory(link) for link in chain):
+        return OutcomeKind.HOST_OOM
     return OutcomeKind.ERROR
 
 
@@ -48,6 +56,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY)
+
+
+def _is_host_out_of_memory(error: BaseException) -> bool:
+    """A data loader's worker was killed, or the host's own allocation failed."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error)
+    worker = "DataLoader worker" in text and ("signal: Killed" in text or "Bus error" in text)
+    return isinstance(error, RuntimeError) and (worker or "Cannot allocate memory" in text)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -43,6 +43,7 @@ class MeterSpec:
         start_step, end_step: optimizer steps, counted from 1, both measured.
         max_steps: the most steps to measure while the confidence interval is too wide.
         micro_batch, gas, stage, slots: what the engine must turn out to use.
+        host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         slot_memory_bytes: what a slot may use, if less than it has.
@@ -55,6 +56,7 @@ class MeterSpec:
     gas: int
     stage: int
     slots: int
+    host_slots: int = 1
     profile: bool = False
     flops_per_sample: float | None = None
     slot_memory_bytes: int | None = None
@@ -142,6 +144,7 @@ class Meter:
         self.steps_seen = 0
         self.partial: Measurement | None = None
         self._on_complete = on_complete
+        self._complete = False
         self._warnings: list[str] = []
 
     def attach(self, engine: Any) -> None:
@@ -163,7 +166,7 @@ class Meter:
             ModelProfiler(
                 engine,
                 micro_batch=self.spec.micro_batch,
-                slots=self.spec.slots,
+                host_slots=self.spec.host_slots,
                 slot_memory_bytes=self.spec.slot_memory_bytes,
             )
             if self.spec.profile
@@ -173,7 +176,7 @@ class Meter:
         self._current = _StepMarks(begin=self._clock.mark())
         self._next_check = self.spec.end_step - self.spec.start_step + 1
         self._skipped = 0
-        self._warm_up_over = self.spec.start_step <= 1
+        self._warm_up_over = False
         engine.forward = self._wrap(engine.forward, self._forward)
         engine.backward = self._wrap(engine.backward, self._backward)
         engine.step = self._wrap(engine.step, self._step)
@@ -191,6 +194,8 @@ class Meter:
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         import torch
 
+        if self._complete:  # the script has caught the SystemExit that was to end it
+            os._exit(0)
         if not (torch.is_grad_enabled() and self._engine.training):
             return original(*args, **kwargs)
         if not self._current.micro_steps:
@@ -275,6 +280,7 @@ class Meter:
         self.partial = self._measurement(per_step, ci95)
         count, most = len(latencies), max(self.spec.max_steps, 1)
         if ci95 <= CI_TARGET or count >= most:
+            self._complete = True
             self._on_complete(self.partial)
             raise TrialComplete(self.partial)
         wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)

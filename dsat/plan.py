@@ -24,6 +24,8 @@ class Plan:
         train_batch_size: if given, the exact global batch of every configuration.
         divisible_by: micro batches are multiples of this.
         slot_memory_bytes: if given, what a slot may use at most.
+        measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
+            are comparable only while it stays the same.
     """
 
     method: str
@@ -38,6 +40,7 @@ class Plan:
     train_batch_size: int | None = None
     divisible_by: int = 1
     slot_memory_bytes: int | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def objective(self) -> Objective:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from dsat.trial import ModelProfile
@@ -17,16 +16,16 @@ class ModelProfiler:
     Args:
         engine: a DeepSpeed engine.
         micro_batch: samples of the micro step.
-        slots: of the trial; they share the memory of a host without accelerators.
+        host_slots: slots that share the memory of a host without accelerators.
         slot_memory_bytes: what a slot may use, if less than it has.
     """
 
     def __init__(
-        self, engine: Any, *, micro_batch: int, slots: int, slot_memory_bytes: int | None
+        self, engine: Any, *, micro_batch: int, host_slots: int, slot_memory_bytes: int | None
     ) -> None:
         self._engine = engine
         self._micro_batch = micro_batch
-        self._slots = slots
+        self._host_slots = host_slots
         self._slot_memory_bytes = slot_memory_bytes
         self._flops = _count_flops()
         self._counting = False
@@ -83,9 +82,8 @@ class ModelProfiler:
         if accelerator.is_synchronized_device():
             import psutil
 
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", self._slots))
             own = psutil.Process().memory_info().rss
-            has = int(psutil.virtual_memory().available // max(1, local) + own)
+            has = int(psutil.virtual_memory().available / max(1, self._host_slots) + own)
         else:
             has = int(accelerator.total_memory())
         return min(has, self._slot_memory_bytes or has)

@@ -19,6 +19,8 @@ EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
 
+HOPELESS_AFTER = 4
+
 
 class Run:
     """A pure function of the events applied so far.
@@ -27,6 +29,7 @@ class Run:
         plan: None until the first event.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
+        baseline: the trial of the user's own configuration.
         best: the trial with the best value so far among those that keep to the plan.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses between sessions left out.
@@ -37,7 +40,11 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self.baseline: Trial | None = None
         self._running: dict[int, Trial] = {}
+        self._profiled: Outcome | None = None
+        self._failures = 0
+        self._hopeful = False
         self.best: Trial | None = None
         self.stop_reason: str | None = None
         self.trials_since_best = 0
@@ -55,6 +62,8 @@ class Run:
         elif kind == EVENT_PROPOSED:
             trial = Trial.from_json(event["trial"])
             self.trials[trial.id] = self._running[trial.id] = trial
+            if trial.kind is TrialKind.BASELINE:
+                self.baseline = trial
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
@@ -72,7 +81,12 @@ class Run:
         self._running.pop(trial_id, None)
         value = outcome.value(self.plan.objective)
         if trial.kind is TrialKind.PROFILE:
+            self._profiled = outcome
             return
+        if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
+            self._failures += not outcome.smaller_may_run
+        else:
+            self._hopeful = True
         if (
             value is not None
             and self.plan.admits(trial.batch)
@@ -90,13 +104,12 @@ class Run:
     @property
     def profile(self) -> ModelProfile | None:
         """What the profile trial found, once it ran."""
-        outcome = self.outcomes.get(0)
-        return outcome.profile if outcome is not None else None
+        return None if self._profiled is None else self._profiled.profile
 
     @property
-    def baseline(self) -> Trial | None:
-        """The trial of the user's own configuration."""
-        return next((t for t in self.trials.values() if t.kind is TrialKind.BASELINE), None)
+    def hopeless(self) -> bool:
+        """Whether the first few trials all failed in a way that no other configuration mends."""
+        return self._failures >= HOPELESS_AFTER and not self._hopeful
 
     @property
     def running(self) -> list[Trial]:

@@ -211,6 +211,7 @@ class Outcome:
         detail: the user's traceback or the end of their log.
         duration_s: from the launch to the outcome, wall time.
         warnings: what a person should know although the trial ran.
+        smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
     """
 
     kind: OutcomeKind
@@ -221,6 +222,7 @@ class Outcome:
     detail: str = ""
     duration_s: float = 0.0
     warnings: tuple[str, ...] = ()
+    smaller_may_run: bool = False
 
     @property
     def ok(self) -> bool:
@@ -247,4 +249,5 @@ class Outcome:
             detail=data["detail"],
             duration_s=data["duration_s"],
             warnings=tuple(data["warnings"]),
+            smaller_may_run=data["smaller_may_run"],
         )

@@ -26,7 +26,30 @@ from dsat.run import (
 )
 from dsat.search import SEARCHES, Search
 from dsat.space import Space, allowed_micro_batches, overrides_for, smallest_buckets
-from dsat.trial import BatchTriple, ModelProfile, Outcome, Proposal, Trial, TrialKind
+from dsat.trial import (
+    BatchTriple,
+    ModelProfile,
+    Outcome,
+    OutcomeKind,
+    Proposal,
+    Trial,
+    TrialKind,
+)
+
+_SAID_AS = {
+    "base_config": "a DeepSpeed configuration",
+    "divisible_by": "a --divisible-by",
+    "measured": "an entrypoint, hyperparameters or profile steps",
+    "method": "a method",
+    "metric": "a --metric",
+    "own_batch": "batch sizes",
+    "search_options": "options of the search",
+    "seed": "a --random-seed",
+    "slot_memory_bytes": "a --slot-memory",
+    "slots_per_trial": "slots per trial",
+    "train_batch_size": "a --train-batch-size",
+    "zero_stages": "--zero-stages",
+}
 
 
 class EventSink(Protocol):
@@ -68,6 +91,7 @@ class Tuner:
         self._last_event_s = clock()
         self._search: Search | None = None
         self._failure: str | None = None
+        self._profile_again = False
         self._waiting = False  # the search had nothing to try, and nothing was told since
         self._proposals: dict[int, Proposal] = {}
         self._trial_by_config: dict[str, int] = {}
@@ -120,6 +144,8 @@ class Tuner:
             return f"all {self.plan.max_trials} trials are done"
         if self._search is not None and self._search.stop_reason is not None:
             return self._search.stop_reason
+        if self.run.hopeless:
+            return "every trial failed, and none for want of memory"
         if self._waiting and not self.run.running:
             return "nothing is left to try"
         return None
@@ -146,13 +172,15 @@ class Tuner:
     def _decide(self) -> Trial | None:
         """The next trial; None if there is none now. Changes the search, so each call counts."""
         if not self.run.trials:
-            return self._profile_trial()
+            return self._profile_trial(self._smallest_micro_batch())
+        if self._profile_again:
+            self._profile_again = False
+            return self._profile_trial(self.plan.own_batch.micro_batch)
         if self._search is None or self._waiting or self.stop_reason is not None:
             return None
-        if len(self.run.trials) == 1:
-            return self._trial(
-                TrialKind.BASELINE, self.plan.own_batch.config(), self.plan.own_batch
-            )
+        if self.run.baseline is None:
+            own = self.plan.own_batch
+            return self._trial(TrialKind.BASELINE, own.config(), own)
         trial = self._ask()
         if trial is None:
             self._waiting = True
@@ -181,16 +209,23 @@ class Tuner:
 
     def _hear(self, trial_id: int, outcome: Outcome) -> None:
         self._waiting = False
-        if trial_id == 0:
-            self._begin_search(outcome)
+        trial = self.run.trials[trial_id]
+        if trial.kind is TrialKind.PROFILE:
+            self._begin_search(trial, outcome)
             return
         assert self._search is not None
         own = [self._proposals.pop(trial_id)] if trial_id in self._proposals else []
         for proposal in own + self._twins.pop(trial_id, []):
             self._search.tell(proposal, outcome)
 
-    def _begin_search(self, outcome: Outcome) -> None:
+    def _begin_search(self, trial: Trial, outcome: Outcome) -> None:
         profile = outcome.profile
+        if outcome.kind is OutcomeKind.ERROR and trial.id == 0:
+            # Some models cannot train on so few samples (batch normalisation, say).
+            own = self.plan.own_batch.micro_batch
+            self._profile_again = own != trial.batch.micro_batch
+            if self._profile_again:
+                return
         if not outcome.ok or profile is None:
             self._failure = f"the profile trial failed: {outcome.kind.value}: {outcome.message}"
             return
@@ -212,12 +247,15 @@ class Tuner:
     def _make_space(self, profile: ModelProfile) -> Space:
         return make_space(self.plan, num_params=profile.num_params)
 
-    def _profile_trial(self) -> Trial:
-        slots = self.plan.slots_per_trial
-        smallest = allowed_micro_batches(
-            train_batch_size=None, divisible_by=self.plan.divisible_by, slots=slots
+    def _smallest_micro_batch(self) -> int:
+        return allowed_micro_batches(
+            train_batch_size=None,
+            divisible_by=self.plan.divisible_by,
+            slots=self.plan.slots_per_trial,
         )[0]
-        batch = BatchTriple(smallest * slots, smallest, 1)
+
+    def _profile_trial(self, micro_batch: int) -> Trial:
+        batch = BatchTriple(micro_batch * self.plan.slots_per_trial, micro_batch, 1)
         overrides: dict[str, Any] = batch.config()
         if ds_config.zero_stage(self.plan.base_config) > 0:
             # Default buckets take gigabytes whatever the model: small ones let more models fit.
@@ -284,8 +322,9 @@ class Tuner:
             difference = self.plan.difference(Plan.from_json(event["plan"]))
             if difference is not None:
                 raise JournalMismatch(
-                    f"the run was started with another {difference!r}. Resume it with the options "
-                    "and files it was started with, or start a new run."
+                    f"the run was started with {_SAID_AS.get(difference, difference)} other than "
+                    "now. Resume it with the options and files it was started with, or start a new "
+                    "run."
                 )
         elif kind == EVENT_PROPOSED:
             # A run may be continued with more trials than it was started with, or with fewer.

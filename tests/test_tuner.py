@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from dsat import ds_config
 from dsat.errors import JournalMismatch
 from dsat.plan import Plan
-from dsat.run import Run
+from dsat.run import HOPELESS_AFTER, Run
 from dsat.search import SEARCHES
 from dsat.trial import (
     BatchTriple,
@@ -21,7 +22,7 @@ from dsat.trial import (
     Trial,
     TrialKind,
 )
-from dsat.tuner import Tuner
+from dsat.tuner import _SAID_AS, Tuner
 from tests.helpers import (
     Event,
     FakeClock,
@@ -222,7 +223,8 @@ def test_a_search_that_gives_up_ends_the_run() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.OK])
 def test_a_failed_profile_ends_the_run(kind: OutcomeKind) -> None:
-    tuner, journal = _tuner(plan_of())
+    # With the smallest micro batch, which is the user's own as well: nothing else is to be tried.
+    tuner, journal = _tuner(plan_of(own_batch=BatchTriple(1, 1, 1)))
     tuner.next_trials(1)
     tuner.record(0, replace(failed(kind, "it broke"), profile=weightless(15)))
     assert tuner.failed and tuner.finished
@@ -489,11 +491,12 @@ def test_a_run_continued_with_fewer_trials_than_it_had_is_over() -> None:
         ("train_batch_size", 4),
         ("divisible_by", 2),
         ("slot_memory_bytes", 10),
+        ("measured", {"program": "another"}),
     ],
 )
 def test_another_plan_cannot_continue_a_run(field: str, value: Any) -> None:
     events = _events_of(plan_of(max_trials=3), World(), slots=1)
-    with pytest.raises(JournalMismatch, match=f"another '{field}'"):
+    with pytest.raises(JournalMismatch, match=re.escape(f"started with {_SAID_AS[field]} other")):
         _tuner(plan_of(**{"max_trials": 3, field: value}), events)
 
 
@@ -645,3 +648,52 @@ def test_stage_0_said_and_unsaid_is_one_configuration() -> None:
     searched = micro_batches(plan)[1]
     again = micro_batches(replace(plan, own_batch=BatchTriple(searched, searched, 1)))
     assert again.count(searched) == 1
+
+
+def test_a_profile_that_crashes_is_tried_again_with_the_users_own_micro_batch() -> None:
+    events: list[Event] = []
+    for outcome in (profiled(weightless(15)), failed("ERROR", "broken too")):
+        tuner, journal = _tuner(plan_of(own_batch=BatchTriple(4, 4, 1)))
+        [first] = tuner.next_trials(3)
+        assert first.batch.micro_batch == 1
+        tuner.record(0, failed("ERROR", "batch normalisation needs more"))
+        [again] = tuner.next_trials(3)
+        assert (again.id, again.kind, again.batch.micro_batch) == (1, TrialKind.PROFILE, 4)
+        assert tuner.next_trials(3) == []
+        tuner.record(1, outcome)
+        assert tuner.failed is not outcome.ok
+        assert [t.kind for t in tuner.next_trials(1)] == [TrialKind.BASELINE] * outcome.ok
+        events = journal.events
+        resumed, _ = _tuner(plan_of(own_batch=BatchTriple(4, 4, 1)), events)
+        assert resumed.run.trials == tuner.run.trials
+        assert resumed.stop_reason == tuner.stop_reason
+
+
+@pytest.mark.parametrize("kind", ["ERROR", "INVALID"])
+def test_a_run_in_which_everything_fails_ends_early(kind: str) -> None:
+    tuner, _ = _begun(plan_of(max_trials=40))
+    while trials := tuner.next_trials(1):
+        tuner.record(trials[0].id, failed(kind, "a bug in the fourth step"))
+    assert len(tuner.run.trials) == 1 + HOPELESS_AFTER
+    assert tuner.stop_reason == "every trial failed, and none for want of memory"
+
+
+@pytest.mark.parametrize("hope", [ran(1.0), failed("OOM"), failed("TIMEOUT")])
+def test_one_trial_that_did_not_fail_so_is_hope(hope: Outcome) -> None:
+    tuner, _ = _begun(plan_of(max_trials=12))
+    [first] = tuner.next_trials(1)
+    tuner.record(first.id, hope)
+    while trials := tuner.next_trials(1):
+        tuner.record(trials[0].id, failed("ERROR"))
+    assert len(tuner.run.trials) > 1 + HOPELESS_AFTER
+    assert tuner.stop_reason == "nothing is left to try"
+
+
+def test_too_large_a_micro_batch_for_the_data_shrinks() -> None:
+    tuner, _ = _begun(plan_of(max_trials=30, zero_stages=(1,)))
+    short = replace(failed("INVALID", "the script ended"), smaller_may_run=True)
+    while trials := tuner.next_trials(1):
+        fits = trials[0].batch.micro_batch <= 3
+        tuner.record(trials[0].id, ran(trials[0].batch.micro_batch) if fits else short)
+    assert tuner.run.best is not None
+    assert tuner.run.best.batch.micro_batch == 3

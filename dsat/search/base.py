@@ -106,7 +106,11 @@ class Search(abc.ABC):
         """Enters an outcome in its lineage and returns the lineage."""
         lineage = self._lineages[proposal.lineage]
         lineage.record(
-            proposal.micro_batch, outcome.kind, outcome.value(self.objective), self.objective
+            proposal.micro_batch,
+            outcome.kind,
+            outcome.value(self.objective),
+            self.objective,
+            smaller_may_run=outcome.smaller_may_run,
         )
         return lineage
 

@@ -61,13 +61,19 @@ class Lineage:
         return bisect.bisect_left(self.micro_batches, micro_batch)
 
     def record(
-        self, micro_batch: int, kind: OutcomeKind, value: float | None, objective: Objective
+        self,
+        micro_batch: int,
+        kind: OutcomeKind,
+        value: float | None,
+        objective: Objective,
+        *,
+        smaller_may_run: bool = False,
     ) -> None:
         """Narrows the bounds by the outcome of a trial.
 
-        Out of memory shrinks from above, a success raises the floor. A time-out says nothing of
-        memory: the bounds stay, but nothing slower is tried, and the second one ends the lineage.
-        Any other failure abandons the lineage.
+        Out of memory (or of data) shrinks from above, a success raises the floor. A time-out says
+        nothing of memory: the bounds stay, but nothing slower is tried, and the second one ends the
+        lineage. Any other failure abandons the lineage.
         """
         self.trials += 1
         position = self.position(micro_batch)
@@ -75,8 +81,8 @@ class Lineage:
             self.lo = max(self.lo, position + 1)
             if value is not None and objective.is_better(value, self.best):
                 self.best = value
-        elif kind in _SHRINKING:
-            self.out_of_memory = True
+        elif kind in _SHRINKING or smaller_may_run:
+            self.out_of_memory |= kind in _SHRINKING
             self.hi = min(self.hi, position - 1)
         elif kind is OutcomeKind.TIMEOUT:
             self.timeouts += 1

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from dsat.engines.local.supervisor import unlink_shared_memory
 from dsat.errors import EngineError
 
 # What `deepspeed.initialize` and the first steps import by and by (deepspeed 0.19.8: 1,512 modules,
@@ -50,11 +53,18 @@ class SupervisorClient:
     Args:
         accelerator: DeepSpeed's name of the accelerator.
         log: where the supervisor's own messages go.
+        env: the user's own variables, for what is imported in advance.
+        trials: the run's folder, below which are those of the trials.
     """
 
-    def __init__(self, accelerator: str, log: Path) -> None:
+    def __init__(
+        self, accelerator: str, log: Path, *, env: Mapping[str, str], trials: Path
+    ) -> None:
         self._accelerator = accelerator
         self._log = log
+        self._env = env
+        self._trials = trials
+        self._ports: list[int] = []
         self._buffer = b""
         self._reason = ""
         self._start()
@@ -66,6 +76,8 @@ class SupervisorClient:
             EngineError: the supervisor is gone.
         """
         assert self._process.stdin is not None
+        if request["op"] == "launch":
+            self._ports.append(request["port"])
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -126,7 +138,7 @@ class SupervisorClient:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self._environment()},
+                env=self._environment(),
                 start_new_session=True,
             )
         assert self._process.stdout is not None
@@ -136,8 +148,10 @@ class SupervisorClient:
 
     def _environment(self) -> dict[str, str]:
         package = str(Path(__file__).resolve().parents[3])
-        path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, **self._env}
+        path = [*filter(None, [env.get("PYTHONPATH")]), package]
         return {
+            **env,
             "PYTHONPATH": os.pathsep.join(path),
             # Neither asks CUDA for its devices, which would keep the process from forking.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -155,8 +169,19 @@ class SupervisorClient:
                     return bool(answer["ok"])
         raise EngineError(f"importing torch and deepspeed took longer than {_WARM_UP_LIMIT_S:g} s")
 
+    def _sweep(self) -> None:
+        """Ends what the trials of a supervisor that was killed have left behind."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                folder = process.environ().get("DSAT_TRIAL_DIR", "")
+                if folder.startswith(f"{self._trials}{os.sep}") and process.pid != os.getpid():
+                    process.kill()
+        for port in self._ports:
+            unlink_shared_memory(port)
+
     def _gone(self) -> EngineError:
         status = self._process.wait()
+        self._sweep()
         return EngineError(
             f"the process that runs trials ended (exit status {status}; see {self._log}). "
             "Continue with --resume."

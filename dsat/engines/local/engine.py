@@ -30,8 +30,21 @@ FULL_RUN_ID = -1
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
-_NO_FORK_CUDA = "Cannot re-initialize CUDA in forked subprocess"
+_NO_FORK_CUDA = (
+    "Cannot re-initialize CUDA in forked subprocess",
+    "CUDA error: initialization error",
+    "CUDA driver initialization failed",
+    "CUDA unknown error",
+)
 _LINGER_S = 20.0
+_ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
+_SHOWN_TO_SCRIPTS = frozenset(
+    """
+    checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
+    min_validation_period name optimizations perform_initial_validation profiling project
+    records_per_epoch reproducibility resources scheduling_unit searcher workspace
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -102,10 +115,16 @@ class LocalEngine:
         self._running: dict[int, _Running] = {}
         self._closed = False
         self._fell_back = False
+        self._ports_lost: set[int] = set()
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options)
         self._cwd = _working_folder(experiment, folder)
-        self._supervisor = SupervisorClient(machine.accelerator, folder / "supervisor.log")
+        self._supervisor = SupervisorClient(
+            machine.accelerator,
+            folder / "supervisor.log",
+            env={**experiment.env, **program.env},
+            trials=folder.resolve(),
+        )
         if not self._cold:
             self._supervisor.warm_up()
 
@@ -124,13 +143,14 @@ class LocalEngine:
             gas=trial.batch.gas,
             stage=trial.stage,
             slots=self._slots_per_trial,
+            host_slots=self._machine.num_slots,
             profile=trial.kind is TrialKind.PROFILE,
             flops_per_sample=trial.flops_per_sample,
             slot_memory_bytes=self._options.slot_memory_bytes,
         )
         if spec.profile:
             # The profile is not compared with anything: one step after the first is enough.
-            spec = MeterSpec(**{**spec.to_json(), "start_step": 2, "end_step": 2, "max_steps": 1})
+            spec = replace(spec, start_step=2, end_step=2, max_steps=1)
         self._start(trial, self._folder / "trials" / trial.name, spec)
 
     def train(self, trial: Trial) -> Path:
@@ -141,8 +161,10 @@ class LocalEngine:
         Returns:
             The run's folder.
         """
-        folder = self._folder / "full"
-        full = Trial(**{**vars(trial), "id": FULL_RUN_ID})
+        folder, number = self._folder / "full", 2
+        while folder.exists():  # an earlier one, with its checkpoints
+            folder, number = self._folder / f"full-{number}", number + 1
+        full = replace(trial, id=FULL_RUN_ID)
         self._start(full, folder, None)
         return folder
 
@@ -160,12 +182,13 @@ class LocalEngine:
                 self._free = sorted([*self._free, *running.slots])
                 outcome = self._outcome(running, message)
                 if self._may_be_the_fork(running, outcome):
-                    self._cold = True
-                    self._fell_back = True
-                    self._known.discard(running.trial.id)
-                    self.launch(running.trial)
+                    self._cold = self._fell_back = True
+                    self._run_again(running)
                     continue
-                if running.trial.kind is TrialKind.PROFILE and outcome.ok:
+                if self._lost_its_port(running, outcome):
+                    self._run_again(running)
+                    continue
+                if running.trial.kind is TrialKind.PROFILE:
                     outcome = self._after_profile(running, outcome)
                 ended.append((running.trial.id, outcome))
             if time.monotonic() >= deadline:
@@ -213,7 +236,7 @@ class LocalEngine:
         cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
         cold.append(str(folder.resolve()))
         command_text = _command_text(
-            program, cold, environments, self._cwd, self._experiment.env.keys()
+            program, cold, environments, self._cwd, {*self._experiment.env, *program.env}
         )
         write_atomically(folder / "cmd.txt", command_text)
         self._running[trial.id] = _Running(
@@ -245,8 +268,8 @@ class LocalEngine:
         ports: Sequence[int],
     ) -> RankSpec:
         hparams = trial_hparams(self._experiment, trial.overrides)
-        config = dict(self._experiment.config)
-        config.pop("environment", None)  # may hold credentials, which no file of ours should
+        # What else is there may hold credentials, which no file of ours should.
+        config = {k: v for k, v in self._experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
         length = _max_length(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
@@ -255,7 +278,7 @@ class LocalEngine:
         is_cpu = self._machine.is_cpu
         return RankSpec(
             trial=trial.to_json(),
-            program=asdict(program),
+            program={**asdict(program), "env": {}},
             task={
                 "trial_id": max(trial.id, 0),
                 "slots": self._slots_per_trial,
@@ -333,10 +356,27 @@ class LocalEngine:
         """
         if running.cold or outcome.kind is not OutcomeKind.ERROR:
             return False
-        return running.trial.kind is TrialKind.PROFILE or _NO_FORK_CUDA in outcome.message
+        no_fork = any(part in outcome.message for part in _NO_FORK_CUDA)
+        return running.trial.kind is TrialKind.PROFILE or no_fork
+
+    def _run_again(self, running: _Running) -> None:
+        self._known.discard(running.trial.id)
+        self.launch(running.trial)
+
+    def _lost_its_port(self, running: _Running, outcome: Outcome) -> bool:
+        """Whether another program took a port between its choice and its use; tried again once."""
+        lost = outcome.kind is OutcomeKind.ERROR and any(
+            part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
+        )
+        if not lost or running.trial.id in self._ports_lost:
+            return False
+        self._ports_lost.add(running.trial.id)
+        return True
 
     def _after_profile(self, running: _Running, outcome: Outcome) -> Outcome:
-        if not self._cold:
+        if not outcome.ok and self._fell_back:  # it was not the fork
+            self._cold = self._fell_back = False
+        if outcome.ok and not self._cold:
             self._import_what_it_imports(running.folder)
         if not self._fell_back:
             return outcome

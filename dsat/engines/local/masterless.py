@@ -113,6 +113,7 @@ def _init(
     tensorboard_mode: Any = None,
 ) -> Any:
     """In place of `determined.core.init`, with its parameters."""
+    import determined
     from determined import core
     from determined.core import _context
 
@@ -124,16 +125,10 @@ def _init(
         preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
     )
     reports = _Reports(task.folder / "reports.jsonl", context.distributed.rank == 0)
-    context.info = _info_of(task)
+    context.info = determined.get_cluster_info()
     context.train = _train_context(reports, task.folder / "tensorboard")
     context.searcher = _searcher_context(context.distributed, task, reports)
     return context
-
-
-def _info_of(task: LocalTask) -> Any:
-    import determined
-
-    return determined.get_cluster_info()
 
 
 class _Reports:

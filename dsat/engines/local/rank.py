@@ -33,6 +33,8 @@ METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
+# Variables that torch, DeepSpeed and what they load set by themselves.
+_SET_BY_LIBRARIES = ("CUDA_", "DS_", "KMP_", "NCCL_", "PYTORCH_", "TORCH", "TRITON_", "CROSS_")
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,14 @@ def run(folder: Path) -> NoReturn:
 
 def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> None:
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
+    import numpy
     import torch
 
     from dsat.engines.local import masterless
 
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()
+    numpy.random.seed()
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
     task = {**spec.task, "folder": folder}
@@ -103,12 +107,12 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
     if spec.program["trial_class"]:
         masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
     if spec.meter is not None:
-        known = set(sys.modules)
+        known, before = set(sys.modules), dict(os.environ)
 
         def complete(measurement: Measurement) -> None:
             if rank == 0:
                 write_atomically(folder / METRICS_FILE, json.dumps(measurement.to_json(), indent=1))
-                write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known)))
+                write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
 
         meters.append(install(MeterSpec.from_json(spec.meter), complete))
     if spec.cpu_memory_bytes is not None:
@@ -164,7 +168,8 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
             f"the script ended after {meter.steps_seen} optimizer steps, but steps up to "
             f"{meter.spec.end_step} are measured: give it more data or lower --end-profile-step"
         )
-    _write_failure(folder, rank, InvalidTrial(problem), problem)
+    too_short = meter.attached
+    _write_failure(folder, rank, InvalidTrial(problem), problem, smaller_may_run=too_short)
     _leave(FAILED)
 
 
@@ -188,23 +193,47 @@ def _data_bytes() -> int:
     raise OSError("/proc/self/status has no VmData")
 
 
-def _libraries(known: set[str]) -> list[str]:
-    """Installed top-level packages that the program imported on its own; not its own modules."""
+def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+    """Installed packages that the program imported, if they may be imported before it starts.
+
+    Not if the program set environment variables, which may be for them, and not if one of them took
+    `deepspeed.initialize` for itself, which the meter could then no longer replace.
+    """
+    import deepspeed
+
+    changed = {key for key, value in os.environ.items() if before.get(key) != value}
+    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
+        return []
     found = set()
     for name in set(sys.modules) - known:
         module = sys.modules.get(name)
+        if getattr(module, "initialize", None) is deepspeed.initialize and name != "__main__":
+            return []
         path = str(getattr(module, "__file__", "") or "")
         if "." not in name and "site-packages" in path:
             found.add(name)
     return sorted(found)
 
 
-def _write_failure(folder: Path, rank: int, error: BaseException, message: str) -> None:
+def _write_failure(
+    folder: Path,
+    rank: int,
+    error: BaseException,
+    message: str,
+    *,
+    smaller_may_run: bool = False,
+) -> None:
     kind = failures.classify(error)
     detail = "".join(traceback.format_exception(error)) if kind is not OutcomeKind.INVALID else ""
     detail = _without_our_frames(detail)
     sys.stderr.write(detail or message + "\n")
-    result = {"kind": kind.value, "message": message, "detail": detail, "time": time.time()}
+    result = {
+        "kind": kind.value,
+        "message": message,
+        "detail": detail,
+        "smaller_may_run": smaller_may_run,
+        "time": time.time(),
+    }
     write_atomically(folder / result_file(rank), json.dumps(result))
 
 

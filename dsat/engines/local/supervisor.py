@@ -108,7 +108,7 @@ class Supervisor:
                 self._kill(group)
             _kill_everything_below()
             for group in self._groups.values():
-                _unlink_shared_memory(group.port)
+                unlink_shared_memory(group.port)
 
     # -- requests
 
@@ -217,7 +217,7 @@ class Supervisor:
             return
         del self._groups[group.trial]
         _kill_all(group.pids[0], group.kin | self._strays(group))
-        _unlink_shared_memory(group.port)
+        unlink_shared_memory(group.port)
         self._answer(
             {
                 "event": "ended",
@@ -274,7 +274,10 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a library of the user's may do anything at import
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a user's library may do anything
             sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
@@ -339,7 +342,7 @@ def _kill_everything_below() -> None:
         time.sleep(0.005)
 
 
-def _unlink_shared_memory(port: int) -> None:
+def unlink_shared_memory(port: int) -> None:
     """DeepSpeed's CPU backend never unlinks its buffers (csrc/cpu/comm/shm.cpp): 66 MiB a rank."""
     pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
     for path in glob.glob(pattern):

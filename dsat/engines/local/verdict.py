@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dsat.engines.local.rank import METRICS_FILE, result_file
 from dsat.trial import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 64 * 2**10
 
 
 def measured(folder: Path, duration_s: float) -> Outcome | None:
@@ -64,7 +66,8 @@ def failed(
             return outcome(OutcomeKind.HOST_OOM, _host_out_of_memory(rank))
     if results:
         first = results[0]
-        return outcome(OutcomeKind(first["kind"]), _on_rank(first), first["detail"])
+        ended = outcome(OutcomeKind(first["kind"]), _on_rank(first), first["detail"])
+        return replace(ended, smaller_may_run=first["smaller_may_run"])
     for rank, number in died:
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name
@@ -90,7 +93,9 @@ def log_tail(folder: Path) -> str:
     path = folder / "stderr.log"
     if not path.exists():
         return ""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
 
 
