@@ -426,8 +426,9 @@ def _report_failure(run: Run, folder: Path) -> int:
         OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
     }
     hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
+    which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
     print(
-        f"dsat: error: trial {trial.id} failed: {outcome.kind.value}: {outcome.message}.{hint} "
+        f"dsat: error: {which} failed: {outcome.kind.value}: {outcome.message}.{hint} "
         f"Its logs are in {folder / 'trials' / trial.name}.",
         file=sys.stderr,
     )
