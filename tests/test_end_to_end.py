@@ -311,7 +311,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "10s", config=config)
     assert told.status == 1
     last = told.err.splitlines()[-1]
-    assert last.startswith("dsat: error: trial 0 failed: TIMEOUT: no result after 10 s")
+    assert last.startswith("dsat: error: the profile trial failed: TIMEOUT: no result after 10 s")
     assert "--trial-timeout" in last
     assert processes_of(tmp_path) == []
 
