@@ -191,6 +191,11 @@ def _tune(ready: _Prepared) -> int:
         run = tuner.run
         view = _View(sys.stderr if chosen.json else sys.stdout, ready, folder)
         view.say(f"{ready.machine.describe()}; run folder {folder}")
+        if ready.plan.objective.smaller_is_better and ready.plan.train_batch_size is None:
+            view.say(
+                f"note: {ready.plan.metric} is a time per optimizer step, which small batches make "
+                "short; add --train-batch-size to compare like with like"
+            )
         engine = _engine(ready, run, folder) if _has_work(ready, tuner) else None
         try:
             interrupted = not _search(ready, tuner, engine, view)

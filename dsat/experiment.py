@@ -124,6 +124,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
     try:
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        # What JSON cannot say (a date, not-a-number) no master and no DeepSpeed could read.
+        data = json.loads(json.dumps(data, allow_nan=False))
     except json.JSONDecodeError as error:
         raise UserInputError(
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})",
@@ -134,6 +136,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
         line = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise UserInputError(f"is not valid YAML: {problem}{line}", where=str(path)) from None
+    except (TypeError, ValueError) as error:
+        raise UserInputError(
+            f"holds a value that JSON does not know: {error}",
+            where=str(path),
+            hint="Put dates into quotes and numbers in place of NaN and Infinity.",
+        ) from None
     if not isinstance(data, dict):
         raise UserInputError("does not hold a mapping of keys to values", where=str(path))
     return data

@@ -87,6 +87,20 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         with_text("deepspeed.yaml", "name: x\nentrypoint: [a\n"),
         ["deepspeed.yaml", "not valid YAML", "line 3"],
     ),
+    "yaml holds a date": (with_text("deepspeed.yaml", "name: 2024-01-01"), ["date", "quotes"]),
+    "json holds NaN": (with_text("ds_config.json", '{"gradient_clipping": NaN}'), ["NaN"]),
+    "the entrypoint chooses devices": (
+        with_yaml(entrypoint="deepspeed --include localhost:1 train.py"),
+        ["--include", "slots"],
+    ),
+    "the entrypoint asks for two machines": (
+        with_yaml(entrypoint="torchrun --nnodes=2 train.py"),
+        ["--nnodes 2", "this machine"],
+    ),
+    "another launcher's module": (
+        with_yaml(entrypoint="python3 -m accelerate.commands.launch train.py"),
+        ["accelerate"],
+    ),
     "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
     "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),
     "no entrypoint": (with_yaml(entrypoint=None), ["deepspeed.yaml: entrypoint"]),

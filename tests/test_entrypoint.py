@@ -93,7 +93,7 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
         ("deepspeed --no_local_rank train.py", script()),
         ("deepspeed -q --save_pid train.py --x", script("--x", passes_local_rank=True)),
         (
-            "deepspeed --hostfile /job/hosts --master_port=29501 --include localhost:0,1 train.py",
+            "deepspeed --master_addr localhost --master_port=29501 train.py",
             script(passes_local_rank=True),
         ),
         (

@@ -31,6 +31,7 @@ _DEEPSPEED_SWITCHES = frozenset(
     "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
     "--bind_cores_to_rank --save_pid -q --quiet".split()
 )
+_CHOOSES_DEVICES = frozenset("--hostfile -H --include -i --exclude -e".split())
 _TORCHRUN_SWITCHES = frozenset(
     "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
     "--virtual_local_rank --use-env --use_env".split()
@@ -225,6 +226,10 @@ def _python(words: list[str]) -> Entrypoint:
         return _torchrun(rest)
     if module[0] in ("deepspeed", "deepspeed.launcher.runner"):
         return _deepspeed(rest)
+    if module[0].split(".")[0] in ("accelerate", "horovod", "mpi4py"):
+        raise UserInputError(
+            f"{module[0]} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
+        )
     return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))
 
 
@@ -257,6 +262,7 @@ def _deepspeed(words: list[str]) -> Entrypoint:
             where=_WHERE,
             hint="Leave it out.",
         )
+    _check_one_machine(options)
     if not rest:
         raise UserInputError("deepspeed is given no script", where=_WHERE, hint=_FORMS)
     if "--no_python" in options:
@@ -274,6 +280,7 @@ def _deepspeed(words: list[str]) -> Entrypoint:
 
 def _torchrun(words: list[str]) -> Entrypoint:
     options, rest = _split_options(words, _TORCHRUN_SWITCHES)
+    _check_one_machine(options)
     if not rest:
         raise UserInputError("torchrun is given no script", where=_WHERE, hint=_FORMS)
     if {"--no-python", "--no_python"} & options.keys():
@@ -285,6 +292,21 @@ def _torchrun(words: list[str]) -> Entrypoint:
     return replace(
         found, one_thread=True, slots=_count(options, "--nproc_per_node", "--nproc-per-node")
     )
+
+
+def _check_one_machine(options: dict[str, str]) -> None:
+    """Raise UserInputError for options that choose machines or devices, which dsat does itself."""
+    for name in _CHOOSES_DEVICES & options.keys():
+        raise UserInputError(
+            f"{name} chooses machines or devices, and dsat gives every trial its own slots",
+            where=_WHERE,
+            hint="Leave it out; CUDA_VISIBLE_DEVICES says which devices dsat may use.",
+        )
+    for name in ("--num_nodes", "--nnodes"):
+        if options.get(name, "1") not in ("1", "1:1"):
+            raise UserInputError(
+                f"{name} {options[name]}: trials run on this machine only", where=_WHERE
+            )
 
 
 def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:
