@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from dsat.engines import Engine
+from dsat.errors import EngineError
 from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 from tests.engine_contract import Behaviour, EngineContract
 from tests.local import (
@@ -286,17 +287,19 @@ def test_the_engines_process_may_be_killed(tmp_path: Path, number: signal.Signal
 
 
 def test_an_engine_whose_supervisor_died_says_so(tmp_path: Path) -> None:
-    from dsat.errors import EngineError
-
-    with bench_of("behaviours", tmp_path, cold=True) as bench:
-        bench.engine.launch(bench.trial("hangs"))
-        wait_until(lambda: list(tmp_path.glob("trials/*/facts0.json")), "the trial")
+    with bench_of("behaviours", tmp_path, slots=2, cold=True) as bench:
+        for left in ("session", "daemon by exec"):
+            bench.engine.launch(bench.trial(f"leaves and hangs: {left}"))
+        wait_until(lambda: len(list(tmp_path.glob("trials/*/left0.json"))) == 2, "both trials")
         supervisor = bench.supervisor()
         below = supervisor.children(recursive=True)
+        assert len(buffers_of(tmp_path)) == 2
         supervisor.kill()
         with pytest.raises(EngineError, match=r"ended \(exit status -9; see .*--resume"):
             bench.engine.poll(10)
-        wait_until(lambda: not any(is_alive(child.pid) for child in below), "the trial's end", 5)
+        wait_until(lambda: not any(is_alive(child.pid) for child in below), "the trials' end", 5)
+        assert processes_of(tmp_path / "trials") == []
+        assert buffers_of(tmp_path) == []
 
 
 # -- slots, folders, environment
@@ -445,8 +448,17 @@ def test_reports_the_memory_by_phase(pair: Bench) -> None:
     assert all(value > 50 * 2**20 for value in outcome.memory.host_rss_bytes.values())
 
 
-def test_a_full_length_run_is_not_measured(pair: Bench) -> None:
-    folder = pair.engine.train(pair.trial("ends early"))
-    [(_, outcome)] = pair.engine.poll(100)
-    assert outcome.ok, (folder / "stderr.log").read_text()
-    assert not (folder / "metrics.json").exists()
+def test_full_length_runs_are_not_measured_and_never_removed(pair: Bench) -> None:
+    for name in ("full", "full-2"):
+        folder = pair.engine.train(pair.trial("ends early"))
+        assert folder.name == name
+        [(_, outcome)] = pair.engine.poll(100)
+        assert outcome.ok, (folder / "stderr.log").read_text()
+        assert not (folder / "metrics.json").exists()
+    assert (pair.folder / "full" / "stdout.log").exists()
+    assert_nothing_is_left(pair)
+
+
+def test_a_batch_too_large_for_the_data_may_be_tried_smaller(pair: Bench) -> None:
+    assert pair.run(pair.trial("ends early")).smaller_may_run
+    assert not pair.run(pair.trial("never initializes")).smaller_may_run
