@@ -282,7 +282,7 @@ def _engine(ready: _Prepared, run: Run, folder: Path) -> LocalEngine:
 
 
 def _known_to_need_fresh_processes(run: Run) -> bool:
-    """Whether an earlier session of the run found so."""
+    """Whether this was found before the run was interrupted."""
     return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
 
 

@@ -32,7 +32,7 @@ def drive(
 ) -> None:
     """Runs trials until the tuner is finished.
 
-    Trials that an earlier, interrupted session left without an outcome are run again first.
+    Trials that were interrupted, and so have no outcome, are run again first.
 
     Args:
         max_slots: use at most so many of the engine's slots at once.

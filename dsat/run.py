@@ -32,7 +32,7 @@ class Run:
         baseline: the trial of the user's own configuration.
         best: the trial with the best value so far among those that keep to the plan.
         stop_reason: None while the run goes on or after it was interrupted.
-        running_s: wall time between the first and the last event, pauses between sessions left out.
+        running_s: wall time between the first and the last event, pauses left out.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:

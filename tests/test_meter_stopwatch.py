@@ -38,9 +38,6 @@ def test_the_meter_agrees_with_a_stopwatch_around_the_loop(bench: Bench, gas: in
     metrics = outcome.metrics
     stopwatch = _slowest(bench, trial, metrics.num_steps)
     assert min(stopwatch["latency"]) > 20 * gas, "too short to be compared"
-    step_ms = json.loads(bench.read(trial, "metrics.json"))["step_ms"]
-    assert metrics.latency == pytest.approx(mean(step_ms), rel=1e-4)
-    assert mean(step_ms[:-1]) == pytest.approx(mean(stopwatch["latency"]), rel=TOLERANCE)
     for name, values in stopwatch.items():
         measured = getattr(metrics, name)
         assert measured == pytest.approx(mean(values), rel=TOLERANCE), name
@@ -61,16 +58,13 @@ def test_the_meter_agrees_with_a_stopwatch_around_the_loop(bench: Bench, gas: in
 
 
 def _slowest(bench: Bench, trial: Trial, num_steps: int) -> dict[str, list[float]]:
-    """The stopwatches' milliseconds in the steps that were measured, of each step's slowest rank.
-
-    All but the last one, in which the meter ends the script and writes down what it measured.
-    """
+    """The stopwatches' milliseconds in the steps that were measured, of each step's slowest rank."""
     ranks = [
         [json.loads(line) for line in bench.read(trial, f"stopwatch{rank}.jsonl").splitlines()]
         for rank in range(bench.slots_per_trial)
     ]
     assert [len(rows) for rows in ranks] == [FIRST - 1 + num_steps] * len(ranks), "it ended there"
-    steps = [rows[FIRST - 1 : -1] for rows in ranks]
+    steps = [rows[FIRST - 1 :] for rows in ranks]
     return {
         name: [1e3 * max(rank[name] for rank in step) for step in zip(*steps, strict=True)]
         for name in ("latency", *PHASES)

@@ -217,7 +217,7 @@ class LocalEngine:
         slots = self._free[: self._slots_per_trial]
         del self._free[: self._slots_per_trial]
         self._known.add(trial.id)
-        if folder.exists():  # left by a session that was killed
+        if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         ports = free_ports(3)
