@@ -58,7 +58,7 @@ def test_the_meter_agrees_with_a_stopwatch_around_the_loop(bench: Bench, gas: in
 
 
 def _slowest(bench: Bench, trial: Trial, num_steps: int) -> dict[str, list[float]]:
-    """The stopwatches' milliseconds in the steps that were measured, of each step's slowest rank."""
+    """The stopwatches' milliseconds in the measured steps, of the slowest rank in each."""
     ranks = [
         [json.loads(line) for line in bench.read(trial, f"stopwatch{rank}.jsonl").splitlines()]
         for rank in range(bench.slots_per_trial)
