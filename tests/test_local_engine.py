@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dsat import experiment
 from dsat.engines import Engine
+from dsat.engines.local import LocalEngine, LocalOptions, entrypoint
 from dsat.errors import EngineError
 from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 from tests.engine_contract import Behaviour, EngineContract
@@ -23,6 +26,7 @@ from tests.local import (
     Bench,
     bench_of,
     buffers_of,
+    cpu_machine,
     engine_of,
     is_alive,
     processes_of,
@@ -356,6 +360,38 @@ def test_the_environment_is_a_launchers(pair: Bench, monkeypatch: pytest.MonkeyP
 def test_a_script_may_spawn_itself(pair: Bench) -> None:
     trial = pair.trial("spawns")
     assert pair.run(trial).ok, pair.log(trial)
+
+
+def test_a_data_loader_may_have_workers(pair: Bench) -> None:
+    trial = pair.trial("has workers")
+    assert pair.run(trial).ok, pair.log(trial)
+    assert_nothing_is_left(pair)
+
+
+def test_a_module_with_an_include(tmp_path: Path) -> None:
+    """`python3 -m package.main`, which needs a file from elsewhere beside it."""
+    model_dir, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    shutil.copytree("tests/programs/behaviours", model_dir)
+    (model_dir / "package").mkdir()
+    (model_dir / "package" / "__init__.py").write_text("")
+    (model_dir / "train.py").rename(model_dir / "package" / "training.py")
+    main = "import shared\nfrom package import training\nprint(shared.WORD)\ntraining.main()\n"
+    (model_dir / "package" / "main.py").write_text(main)
+    elsewhere.mkdir()
+    (elsewhere / "shared.py").write_text("WORD = 'from elsewhere'\n")
+    user = experiment.read(model_dir / "deepspeed.yaml", model_dir, [elsewhere / "shared.py"])
+    program = entrypoint.parse(
+        "python3 -m package.main --deepspeed_config ds_config.json", user.model_dir
+    )
+    options = LocalOptions(trial_timeout_s=60)
+    engine = LocalEngine(user, program, cpu_machine(1), tmp_path, options, slots_per_trial=1)
+    try:
+        bench = Bench(engine, tmp_path)
+        trial = bench.trial()
+        assert bench.run(trial).ok, bench.log(trial)
+        assert "from elsewhere" in bench.read(trial, "stdout.log")
+    finally:
+        engine.close()
 
 
 def test_a_trials_folder(pair: Bench) -> None:

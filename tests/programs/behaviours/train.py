@@ -99,6 +99,19 @@ def leave_processes(how: str) -> None:
     (FOLDER / f"left{os.environ['RANK']}.json").write_text(json.dumps(pids))
 
 
+def train_with_workers(config: dict[str, Any]) -> None:
+    """Data come from processes of the loader's own, which the forked rank forks again."""
+    model = nn.Linear(WIDTH, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    size = engine.train_micro_batch_size_per_gpu()
+    samples = torch.utils.data.TensorDataset(torch.randn(100 * size, WIDTH))
+    for (batch,) in torch.utils.data.DataLoader(samples, size, num_workers=2):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+
+
 def spawn_helpers() -> None:
     """What a data loader with `multiprocessing_context="spawn"` does."""
     with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -149,6 +162,8 @@ def main() -> None:
         print("nothing to train")
     elif behaviour == "ignores the configuration":
         train({**config, "train_batch_size": None, "train_micro_batch_size_per_gpu": 7})
+    elif behaviour == "has workers":
+        train_with_workers(config)
     elif behaviour == "spawns":
         spawn_helpers()
         train(config)
