@@ -373,12 +373,13 @@ def test_an_equal_proposal_waits_for_the_trial_that_runs(
 
 
 def test_other_lineages_go_on_while_an_equal_proposal_waits() -> None:
-    # Stage 1 has nothing else to search; stage 2 has contiguous_gradients.
-    plan = plan_of(**{**ONE_LINEAGE, "zero_stages": (1, 2)}, own_batch=BatchTriple(8, 8, 1))
+    # Stage 1 has nothing else to search; stage 3 has sub_group_size.
+    changes = {**ONE_LINEAGE, "zero_stages": (1, 3), "choices": {"sub_group_size": (7, 8)}}
+    plan = plan_of(**changes, own_batch=BatchTriple(8, 8, 1))
     tuner, _ = _begun(plan)
     baseline, *others = tuner.next_trials(9)
     assert (baseline.kind, baseline.stage) == (TrialKind.BASELINE, 1)
-    assert [(trial.stage, trial.batch.micro_batch) for trial in others] == [(2, 8), (2, 8)]
+    assert [(trial.stage, trial.batch.micro_batch) for trial in others] == [(3, 8), (3, 8)]
     tuner.record(baseline.id, ran())
     (following,) = tuner.next_trials(9)
     assert (following.stage, following.batch.micro_batch) == (1, 12)
