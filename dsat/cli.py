@@ -27,7 +27,6 @@ from dsat.plan import Plan
 from dsat.report import summary
 from dsat.run import Run
 from dsat.settings import Settings
-from dsat.space import allowed_micro_batches
 from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 from dsat.tuner import Tuner, make_space
 
@@ -111,18 +110,7 @@ def _prepare(chosen: Settings, words: list[str]) -> _Prepared:
 def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
     base = user.base_config
     own_batch = ds_config.resolve_batch(base, slots, where=user.ds_config_name)
-    allowed = allowed_micro_batches(
-        train_batch_size=chosen.train_batch_size, divisible_by=chosen.divisible_by, slots=slots
-    )
-    if not allowed:
-        unit = slots * chosen.divisible_by
-        raise UserInputError(
-            f"{chosen.train_batch_size} cannot be reached with {slots} slots and micro batches "
-            f"that are multiples of {chosen.divisible_by}",
-            where="--train-batch-size",
-            hint=f"Choose a multiple of {unit}.",
-        )
-    return Plan(
+    plan = Plan(
         method=chosen.method,
         metric=chosen.metric,
         max_trials=chosen.max_trials,
@@ -143,6 +131,15 @@ def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
         divisible_by=chosen.divisible_by,
         slot_memory_bytes=chosen.slot_memory_bytes,
     )
+    if not plan.allowed_micro_batches:
+        unit = slots * chosen.divisible_by
+        raise UserInputError(
+            f"{chosen.train_batch_size} cannot be reached with {slots} slots and micro batches "
+            f"that are multiples of {chosen.divisible_by}",
+            where="--train-batch-size",
+            hint=f"Choose a multiple of {unit}.",
+        )
+    return plan
 
 
 def _check_config_path(user: Experiment, program: Entrypoint) -> None:

@@ -76,6 +76,12 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def same_setting(one: str, other: str) -> bool:
+    """Whether two keys of `zero_optimization` mean the same: some are known with and without
+    `stage3_` (the aliases of DeepSpeedZeroConfig)."""
+    return one.removeprefix("stage3_") == other.removeprefix("stage3_")
+
+
 def zero_stage(config: Mapping[str, Any]) -> int:
     """The ZeRO stage; 0 when none is given."""
     return int(config.get("zero_optimization", {}).get("stage", 0))

@@ -13,6 +13,7 @@ from dsat.errors import JournalMismatch
 from dsat.plan import Plan
 from dsat.run import HOPELESS_AFTER, Run
 from dsat.search import SEARCHES
+from dsat.strategy import plain
 from dsat.trial import (
     BatchTriple,
     ModelProfile,
@@ -281,8 +282,8 @@ def test_the_plan_reaches_the_search(method: str) -> None:
     search = tuner._search
     assert type(search) is SEARCHES[method]
     assert search.objective == Objective("latency")
-    assert search.space.stages == (2,)
-    assert search._ceilings == {2: 30}
+    assert search.space.strategies == plain(2)
+    assert search._ceilings == [30]
 
 
 @pytest.mark.parametrize("method", SEARCHES)
