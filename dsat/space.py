@@ -114,7 +114,14 @@ KNOBS = (
     Knob(
         "overlap_comm",
         (False, True),
-        (1, 2, 3),
+        (1, 2),
+        _SEVERAL_SLOTS,
+        "hides reductions behind the backward pass, for a second bucket",
+    ),
+    Knob(
+        "overlap_comm",  # zero/config.py:382: on by default in stage 3 alone
+        (True, False),
+        (3,),
         _SEVERAL_SLOTS,
         "hides reductions behind the backward pass, for a second bucket",
     ),
@@ -210,7 +217,7 @@ KNOBS = (
 )
 # What `--tune` and `--fix` may name besides the knobs: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
-KNOB_NAMES = (*(knob.key for knob in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)
+KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
 
 
 def allowed_micro_batches(
@@ -355,6 +362,11 @@ class Space:
             + (", ".join(f"{key} {_short(values)}" for key, values in branch.knobs) or "no knobs")
             for branch in self.branches
         ]
+
+
+def defaults(stage: int) -> dict[str, Any]:
+    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given."""
+    return {k.key: k.values[0] for k in KNOBS if stage in k.stages and "." not in k.key}
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:

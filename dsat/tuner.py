@@ -28,6 +28,7 @@ from dsat.search import SEARCHES, Search
 from dsat.space import (
     Freedom,
     Space,
+    defaults,
     overrides_for,
     script_args_for,
     smallest_buckets,
@@ -320,8 +321,11 @@ class Tuner:
         )
 
     def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-        no_zero = {"zero_optimization": {"stage": 0}}  # as DeepSpeed understands its absence
-        config = ds_config.merge(ds_config.merge(no_zero, self.plan.base_config), overrides)
+        config = ds_config.merge(self.plan.base_config, overrides)
+        zero = config.get("zero_optimization") or {}
+        # As DeepSpeed understands what is absent.
+        stage = zero.get("stage", 0)
+        config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}
         return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
