@@ -381,7 +381,11 @@ def test_a_mapping_is_spelled_as_the_script_gets_it(
             "Did you mean '--batch_size'? Add --bacth_size to its arguments, or correct the "
             "mapping.",
         ),
-        ("--b", ["--learning-rate", "--xb=1"], "Add --b to its arguments, or correct the mapping."),
+        (
+            "--b",
+            ["--learning-rate", "--batch-size=1"],
+            "Add --b to its arguments, or correct the mapping.",
+        ),
         # A script of the user's own, which gets its configuration by another flag.
         (
             "--per_device_train_batch_size",
