@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "errors": "",
     "trial": "",
     "ds_config": "errors trial",
+    "choices": "ds_config errors",
+    "autotuning": "choices ds_config errors",
     "experiment": "ds_config errors",
     "strategy": "",
     "space": "ds_config strategy trial",
