@@ -20,6 +20,7 @@ EVERYTHING = "*"
 MAY_IMPORT = {
     "errors": "",
     "trial": "",
+    "arguments": "errors",
     "ds_config": "errors trial",
     "choices": "ds_config errors",
     "autotuning": "choices ds_config errors",
@@ -35,13 +36,14 @@ MAY_IMPORT = {
     "tuner": "ds_config errors journal ladder plan run search.* space strategy trial",
     "failures": "errors trial",
     "gauges": "trial",
+    "injection": "ds_config",
     "profiler": "trial",
     "meter": "errors gauges profiler trial",
-    "script_api": "ds_config errors meter",
+    "script_api": "arguments ds_config errors journal meter",
     "": "errors script_api",
     "engines": "errors trial",
     "engines.simulated": "engines errors trial",
-    "engines.local.*": "ds_config engines errors experiment failures journal meter trial",
+    "engines.local.*": "ds_config engines errors experiment failures injection journal meter trial",
     "loop": "engines errors run trial tuner",
     "report.*": "ds_config errors journal memory plan run trial",
     "live": "errors journal ladder memory plan report.* run trial",
@@ -169,7 +171,7 @@ def test_the_check_finds_what_it_should(module: str, text: str, found: list[str]
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("dsat", "torch deepspeed determined ray rich numpy"),
+        ("dsat", "torch deepspeed determined transformers ray rich numpy"),
         ("dsat.meter", "torch deepspeed determined ray rich numpy"),
         ("dsat.tuner", "torch deepspeed determined ray rich"),
     ],

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsat import failures
+from dsat import failures, injection
 from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import InvalidTrial
 from dsat.journal import write_atomically
@@ -29,6 +29,7 @@ from dsat.meter import Measurement, Meter, MeterSpec, TrialComplete, install
 from dsat.trial import OutcomeKind
 
 SPEC_FILE = "trial.json"
+CONFIG_FILE = "ds_config.json"
 METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 FAILED = 1
@@ -106,6 +107,8 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
     masterless.install(masterless.LocalTask(**task))
     if spec.program["trial_class"]:
         masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
+    path = folder / CONFIG_FILE
+    injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     if spec.meter is not None:
         known, before = set(sys.modules), dict(os.environ)
 
@@ -207,7 +210,8 @@ def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     found = set()
     for name in set(sys.modules) - known:
         module = sys.modules.get(name)
-        if getattr(module, "initialize", None) is deepspeed.initialize and name != "__main__":
+        names = list(getattr(module, "__dict__", {}).values())
+        if name != "__main__" and any(value is deepspeed.initialize for value in names):
             return []
         path = str(getattr(module, "__file__", "") or "")
         if "." not in name and "site-packages" in path:

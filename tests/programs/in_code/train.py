@@ -1,0 +1,91 @@
+"""A plain DeepSpeed script that no argument tells its configuration.
+
+How it passes its own to DeepSpeed, the test says in the trial's file; in training of its own it
+would always do it in one way.
+"""
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import initialize
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+WIDTH = 16
+OWN = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 0},
+}
+DATA = TensorDataset(torch.randn(20_000, WIDTH), torch.randn(20_000, 1))
+FOLDER = Path(os.environ["DSAT_TRIAL_DIR"])
+
+
+def how() -> str:
+    path = FOLDER / "ds_config.json"
+    text = path.read_text() if path.exists() else "{}"
+    return str(json.loads(text).get("behaviour", "dict"))
+
+
+def loader_of(config: dict[str, Any]) -> DataLoader[Any]:
+    return DataLoader(DATA, config["train_micro_batch_size_per_gpu"], drop_last=True)
+
+
+def main() -> None:
+    way, config = how(), dict(OWN)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    parts = {"model": model, "model_parameters": model.parameters()}
+    before = loader_of(config)
+    loader: DataLoader[Any] | None = None
+    if way in ("dict", "loader before"):
+        engine, *_ = initialize(**parts, config=config)
+        loader = before if way == "loader before" else loader_of(config)
+    elif way == "path":
+        engine, *_ = initialize(**parts, config="own.json")
+    elif way == "args":
+        args = Namespace(local_rank=int(os.environ["LOCAL_RANK"]), deepspeed_config="own.json")
+        engine, *_ = initialize(args=args, **parts)
+        loader = loader_of(json.loads(Path(args.deepspeed_config).read_text()))
+    elif way == "positional":
+        nothing = [None] * 3
+        engine, *_ = deepspeed.initialize(
+            None, model, None, model.parameters(), *nothing[:2], 29500, *nothing, config
+        )
+    elif way == "config_params":
+        engine, _, loader, _ = deepspeed.initialize(
+            **parts, training_data=DATA, config_params=config
+        )
+    elif way == "no initialize":
+        return
+    elif way == "crash":
+        raise RuntimeError("the data are not there")
+    elif way == "no JSON":
+        initialize(**parts, config={**config, "data_types": {"grad_accum_dtype": torch.float32}})
+    else:
+        raise AssertionError(way)
+    if loader is None:
+        loader = DataLoader(DATA, engine.train_micro_batch_size_per_gpu(), drop_last=True)
+    batches = iter(loader)
+    for _ in range(int(os.environ.get("STEPS", "100")) * engine.gradient_accumulation_steps()):
+        inputs, targets = next(batches)
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+    facts = {
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "gas": engine.gradient_accumulation_steps(),
+        "stage": engine.zero_optimization_stage(),
+        "clipping": engine.gradient_clipping(),
+        "fed": len(inputs),
+        "steps": engine.global_steps,
+    }
+    (FOLDER / f"facts{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
