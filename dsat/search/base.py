@@ -98,7 +98,7 @@ class Search(abc.ABC):
     def _propose(self, lineage: Lineage, index: int, **note: int) -> Proposal:
         return Proposal(
             settings=lineage.settings,
-            micro_batch=self.space.micro_batches[index],
+            micro_batch=lineage.micro_batches[index],
             lineage=lineage.id,
             note=note,
         )
