@@ -270,6 +270,7 @@ def _engine(ready: _Prepared, run: Run, folder: Path) -> LocalEngine:
         end_step=chosen.end_profile_step,
         max_steps=chosen.max_profile_steps,
         seed=chosen.random_seed,
+        own_micro_batch=ready.plan.own_batch.micro_batch,
     )
     return LocalEngine(
         ready.experiment,

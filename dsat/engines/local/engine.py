@@ -57,6 +57,8 @@ class LocalOptions:
         cold: start each rank as a fresh Python process.
         start_step, end_step, max_steps: see `MeterSpec`.
         seed: `trial_seed` of Determined scripts.
+        own_micro_batch: that of the user's own configuration; a script that goes on with it,
+            whatever its trial's configuration says, is found out.
     """
 
     trial_timeout_s: float
@@ -66,6 +68,7 @@ class LocalOptions:
     end_step: int = 5
     max_steps: int = 20
     seed: int = 42
+    own_micro_batch: int | None = None
 
 
 @dataclass
@@ -143,6 +146,7 @@ class LocalEngine:
             gas=trial.batch.gas,
             stage=trial.stage,
             slots=self._slots_per_trial,
+            own_micro_batch=self._options.own_micro_batch,
             host_slots=self._machine.num_slots,
             profile=trial.kind is TrialKind.PROFILE,
             flops_per_sample=trial.flops_per_sample,
