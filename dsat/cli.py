@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
-from dsat import __version__, ds_config, experiment, settings
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
-from dsat.engines.local import entrypoint as entrypoints
+from dsat import folders, messages, settings
+from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
-from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import DsatError, UserInputError
-from dsat.experiment import Experiment
 from dsat.journal import FILE_NAME, Journal
 from dsat.live import LiveView
 from dsat.loop import drive
-from dsat.plan import Plan
-from dsat.report import summary
+from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dsat.prepare import Prepared, prepare
+from dsat.report import native, summary
 from dsat.run import Run
-from dsat.settings import Settings
-from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
-from dsat.tuner import Tuner, make_space
-
-RUNS_FOLDER = Path("dsat_runs")
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+from dsat.trial import Outcome, OutcomeKind, Trial
+from dsat.tuner import Tuner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _tune(_prepare(chosen, words))
+        runs = prepare(chosen, words)
+        # Several are the same search on different numbers of slots.
+        return max(_tune(ready) for ready in runs)
     except UserInputError as error:
         print(f"dsat: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -62,33 +55,32 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _tune(ready: Prepared) -> int:
     chosen = ready.chosen
     if chosen.dry_run:
-        print_plan(ready)
+        messages.print_plan(ready)
         return EXIT_OK
-    folder = _run_folder(chosen, ready.experiment.name)
+    if ready.native is not None:
+        folder = folders.of_results(ready.native)
+    else:
+        folder = folders.of_run(chosen, ready.experiment.name)
     with Journal(folder / FILE_NAME) as journal:
         tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
         run = tuner.run
         view = _View(sys.stderr if chosen.json else sys.stdout, ready, folder)
         view.say(f"{ready.machine.describe()}; run folder {folder}")
-        if ready.plan.objective.smaller_is_better and ready.plan.train_batch_size is None:
-            view.say(
-                f"note: {ready.plan.metric} is a time per optimizer step, which small batches make "
-                "short; add --train-batch-size to compare like with like"
-            )
+        view.say(*(f"note: {note}" for note in messages.notes(ready)))
         engine = _engine(ready, run, folder) if _has_work(ready, tuner) else None
         try:
             interrupted = not _search(ready, tuner, engine, view)
-            summary.write_files(run, folder, train_line(ready, run, folder))
+            _write_files(ready, run, folder)
             if chosen.json:
                 print(json.dumps(summary.to_json(run, folder), indent=2), flush=True)
             if tuner.failed:
-                return report_failure(run, folder)
+                return messages.report_failure(run, folders.of_trials(ready, folder))
             view.show_result(run)
-            print_where_to(ready, run, view, folder, interrupted)
+            messages.print_where_to(ready, run, view, folder, interrupted)
             if interrupted:
                 return EXIT_INTERRUPTED
             if run.best is None:
-                return report_failure(run, folder)
+                return messages.report_failure(run, folders.of_trials(ready, folder))
             if chosen.run_full_experiment and engine is not None:
                 _train(engine, run.best, view)
             return EXIT_OK
@@ -107,8 +99,16 @@ class _View(LiveView):
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         if trial is run.best:
-            summary.write_files(run, self._folder, train_line(self._ready, run, self._folder))
+            _write_files(self._ready, run, self._folder)
         super().ended(run, trial, outcome)
+
+
+def _write_files(ready: Prepared, run: Run, folder: Path) -> None:
+    """What was found so far, for use and for people."""
+    summary.write_files(run, folder, messages.train_line(ready, run, folder))
+    if ready.native is not None:
+        command = messages.train_command(ready, run, folder / native.OPTIMAL_CONFIG_FILE)
+        native.write_files(run, folder, ready.native.exps_dir, command or [])
 
 
 def _has_work(ready: Prepared, tuner: Tuner) -> bool:
@@ -149,6 +149,7 @@ def _engine(ready: Prepared, run: Run, folder: Path) -> LocalEngine:
         end_step=chosen.end_profile_step,
         max_steps=chosen.max_profile_steps,
         seed=chosen.random_seed,
+        own_micro_batch=ready.plan.own_batch.micro_batch,
     )
     return LocalEngine(
         ready.experiment,
@@ -156,6 +157,7 @@ def _engine(ready: Prepared, run: Run, folder: Path) -> LocalEngine:
         ready.machine,
         folder,
         options,
+        trials=folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,
     )
 
@@ -182,42 +184,3 @@ def _train(engine: LocalEngine, best: Trial, view: LiveView) -> None:
                 f"the full-length run failed: {outcome.kind.value}: {outcome.message}. Its log is "
                 f"{folder / 'stderr.log'}."
             )
-
-
-def _run_folder(chosen: Settings, name: str) -> Path:
-    """The folder of the run: a new one, or the one to continue."""
-    if chosen.run_dir is not None:
-        holds_run = (chosen.run_dir / FILE_NAME).exists()
-        if chosen.resume and not holds_run:
-            raise UserInputError("holds no run to resume", where=str(chosen.run_dir))
-        if holds_run and not chosen.resume:
-            raise UserInputError(
-                "already holds a run",
-                where=str(chosen.run_dir),
-                hint="Add --resume to continue it, or choose another folder.",
-            )
-        chosen.run_dir.mkdir(parents=True, exist_ok=True)
-        return chosen.run_dir
-    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    numbers = [
-        int(path.name[len(stem) + 1 :])
-        for path in RUNS_FOLDER.glob(f"{stem}-*")
-        if path.name[len(stem) + 1 :].isdigit()
-    ]
-    if chosen.resume:
-        if not numbers:
-            raise UserInputError(
-                f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
-            )
-        return RUNS_FOLDER / f"{stem}-{max(numbers)}"
-    number = max(numbers, default=0) + 1
-    while True:
-        folder = RUNS_FOLDER / f"{stem}-{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-

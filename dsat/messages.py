@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from dsat.ladder import rescue
 from dsat.live import LiveView
 from dsat.prepare import Prepared
 from dsat.report import summary
 from dsat.run import Run
 from dsat.trial import OutcomeKind, TrialKind
 from dsat.tuner import Tuner, make_space
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def print_plan(ready: Prepared) -> None:
@@ -35,15 +36,34 @@ def print_plan(ready: Prepared) -> None:
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in stages:
         print(f"  {line}")
-    fixed = [key for key in plan.base_config.get("zero_optimization", {}) if key != "stage"]
+    fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
         print(f"fixed by your configuration: {', '.join(fixed)}")
+    ladder = [strategy.label for strategy in rescue(plan)]
+    if ladder:
+        print(f"if that does not fit, one after the other: {'; '.join(ladder)}")
     print(
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.slots_per_trial} slots"
     )
     print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shlex.join(command)}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
+
+
+def notes(ready: Prepared) -> list[str]:
+    """What a person should know before the run begins."""
+    plan, found = ready.plan, []
+    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
+    if plan.objective.smaller_is_better and any_batch:
+        found.append(
+            f"{plan.metric} is a time per optimizer step, which small batches make short; add "
+            "--train-batch-size to compare like with like"
+        )
+    if ready.native is not None:
+        found += ready.native.notes
+        if ready.native.method == "model":
+            found.append("tuner_type model_based: this version searches with asha")
+    return found
 
 
 class _Nowhere:
@@ -103,29 +123,40 @@ def print_where_to(
         view.say(f"Continue with the same command and: --run-dir {folder} --resume")
 
 
-def report_failure(run: Run, folder: Path) -> int:
+def _does_not_fit(run: Run) -> str:
+    tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    allowed = "" if run.plan is None or 3 in run.plan.zero_stages else ", higher --zero-stages"
+    return (
+        f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
+        f"more slots{allowed}, or --nvme-path."
+    )
+
+
+def report_failure(run: Run, trials: Path) -> int:
     """Nothing ran: shows the user's own error, not a guess about it."""
     failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
     if not failures:
         print(f"dsat: error: {run.stop_reason}", file=sys.stderr)
-        return FAILED
-    trial = failures[-1 if run.profile is None else 0]
+        return EXIT_FAILED
+    if run.profile is None:
+        trial = failures[-1]
+    else:  # profile trials may have failed before one ran
+        trial = next((t for t in failures if t.kind is not TrialKind.PROFILE), failures[-1])
     outcome = run.outcomes[trial.id]
     if outcome.kind is OutcomeKind.INVALID:
         print(f"dsat: error: {outcome.message}", file=sys.stderr)
-        return USAGE
+        return EXIT_USAGE
     if outcome.detail and outcome.kind is not OutcomeKind.OOM:
         print(outcome.detail.rstrip(), file=sys.stderr)
     hints = {
-        OutcomeKind.OOM: " The model does not fit even at the smallest micro batch: use a higher "
-        "ZeRO stage or offloading in your DeepSpeed configuration, or more slots.",
+        OutcomeKind.OOM: _does_not_fit(run),
         OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
     }
     hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
     which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
     print(
         f"dsat: error: {which} failed: {outcome.kind.value}: {outcome.message}.{hint} "
-        f"Its logs are in {folder / 'trials' / trial.name}.",
+        f"Its logs are in {trials / trial.name}.",
         file=sys.stderr,
     )
-    return FAILED
+    return EXIT_FAILED

@@ -11,17 +11,15 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dsat.checks import check_engine, check_inputs
 from dsat.errors import InvalidTrial
 from dsat.gauges import Clock, MemoryWatch, clock_for
 from dsat.profiler import ModelProfiler
 from dsat.trial import MemoryUse, Metrics, ModelProfile
-
-if TYPE_CHECKING:
-    import torch
 
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02
@@ -43,6 +41,7 @@ class MeterSpec:
         start_step, end_step: optimizer steps, counted from 1, both measured.
         max_steps: the most steps to measure while the confidence interval is too wide.
         micro_batch, gas, stage, slots: what the engine must turn out to use.
+        own_micro_batch: that of the user's own configuration, which the script must not go on with.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
@@ -56,6 +55,7 @@ class MeterSpec:
     gas: int
     stage: int
     slots: int
+    own_micro_batch: int | None = None
     host_slots: int = 1
     profile: bool = False
     flops_per_sample: float | None = None
@@ -155,7 +155,8 @@ class Meter:
         """
         from deepspeed.accelerator import get_accelerator
 
-        _check_engine(engine, self.spec)
+        spec = self.spec
+        check_engine(engine, micro_batch=spec.micro_batch, gas=spec.gas, stage=spec.stage)
         self.attached = True
         self._engine = engine
         self._accelerator = get_accelerator()
@@ -198,8 +199,13 @@ class Meter:
             os._exit(0)
         if not (torch.is_grad_enabled() and self._engine.training):
             return original(*args, **kwargs)
-        if not self._current.micro_steps:
-            self._check_inputs(args, kwargs)
+        if not (self.steps_seen or self._current.micro_steps):
+            warning = check_inputs(
+                [*args, *kwargs.values()],
+                micro_batch=self.spec.micro_batch,
+                own=self.spec.own_micro_batch,
+            )
+            self._warnings += [warning] if warning else []
         if self._profiler is not None:
             self._profiler.enter_forward()
         begin = self._begin_phase()
@@ -328,18 +334,6 @@ class Meter:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
-    def _check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warns once if the script feeds another number of samples than its configuration says."""
-        if self.steps_seen or self._warnings:
-            return
-        shapes = [tuple(t.shape) for t in _tensors([*args, *kwargs.values()]) if t.dim()]
-        if shapes and not any(self.spec.micro_batch in shape[:2] for shape in shapes):
-            self._warnings.append(
-                f"the script fed tensors of shape {shapes[0]} although "
-                f"train_micro_batch_size_per_gpu is {self.spec.micro_batch}: does its data loader "
-                "take the batch size from the DeepSpeed configuration?"
-            )
-
 
 def relative_ci95(values: list[float]) -> float:
     """Half-width of the 95 % confidence interval of the mean, as a fraction of the mean.
@@ -385,37 +379,3 @@ def _limit_device_memory(spec: MeterSpec) -> None:
     device = int(os.environ.get("LOCAL_RANK", "0"))  # the one that DeepSpeed is going to use
     fraction = spec.slot_memory_bytes / get_accelerator().total_memory(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
-
-
-def _check_engine(engine: Any, spec: MeterSpec) -> None:
-    if any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__):
-        raise InvalidTrial(
-            "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
-            "tuned. Train the model without PipelineModule"
-        )
-    found = {
-        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "zero_optimization.stage": engine.zero_optimization_stage(),
-    }
-    expected = dict(zip(found, (spec.micro_batch, spec.gas, spec.stage), strict=True))
-    for key, value in expected.items():
-        if found[key] != value:
-            raise InvalidTrial(
-                f"the script does not use the trial's configuration: {key} is {found[key]}, not "
-                f"{value}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
-                "deepspeed.initialize(config=...)"
-            )
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Tensors among values, one level of lists, tuples and dicts deep."""
-    import torch
-
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from (v for v in value.values() if isinstance(v, torch.Tensor))
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))

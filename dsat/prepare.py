@@ -130,9 +130,7 @@ def _capture(
     """What the script itself passes to `deepspeed.initialize`."""
     options = LocalOptions(trial_timeout_s=chosen.trial_timeout_s, cold=True)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        engine = LocalEngine(
-            user, program, machine, Path(folder), options, slots_per_trial=slots
-        )
+        engine = LocalEngine(user, program, machine, Path(folder), options, slots_per_trial=slots)
         try:
             return engine.capture_config()
         finally:

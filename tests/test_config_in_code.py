@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.trial import OutcomeKind
 from tests.local import PATIENCE_S, Bench, bench_of, read_json
 
 pytestmark = pytest.mark.slow
@@ -16,7 +17,7 @@ WAYS = ("dict", "path", "args", "positional", "config_params")
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("in_code", tmp_path_factory.mktemp("single")) as bench:
+    with bench_of("in_code", tmp_path_factory.mktemp("single"), own_micro_batch=3) as bench:
         yield bench
 
 
@@ -32,6 +33,15 @@ def test_a_trial_is_measured_with_its_own_configuration(single: Bench, way: str)
     outcome = single.run(trial)
     assert outcome.ok, single.log(trial)
     assert outcome.warnings == ()
+
+
+def test_a_data_loader_of_the_scripts_own_size_is_found_out(single: Bench) -> None:
+    trial = single.trial("loader before", micro_batch=5)
+    outcome = single.run(trial)
+    assert outcome.kind is OutcomeKind.INVALID, single.log(trial)
+    assert "feeds 3 samples, its own micro batch" in outcome.message
+    trial = single.trial("loader before", micro_batch=3)
+    assert single.run(trial).ok, "it is the trial's own, too"
 
 
 @pytest.mark.parametrize("way", ["dict", "args"])

@@ -326,14 +326,16 @@ def test_a_pipeline_is_the_users_mistake(tmp_path: Path) -> None:
     assert "PipelineEngine" in line and "PipelineModule" in line
 
 
-def test_a_script_that_ignores_the_configuration_is_told_so(tmp_path: Path) -> None:
-    own = inline(train_micro_batch_size_per_gpu=2, behaviour="ignores the configuration")
+def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
+    own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
     told = dsat("asha", "behaviours", tmp_path / "run", config=config)
     assert told.status == 2
     [line] = told.err.splitlines()
-    assert "train_micro_batch_size_per_gpu is 7, not 1" in line
-    assert "get_ds_config_from_hparams" in line
+    assert "feeds 7 samples, its own micro batch" in line
+    assert "train_micro_batch_size_per_gpu is 1" in line
+    assert "engine.train_micro_batch_size_per_gpu()" in line
+    assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in line
 
 
 # -- interrupted, killed and resumed

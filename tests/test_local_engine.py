@@ -70,7 +70,8 @@ class TestColdEngine(_LocalContract):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Trials of two ranks."""
-    with bench_of("behaviours", tmp_path_factory.mktemp("pair"), slots_per_trial=2) as bench:
+    folder = tmp_path_factory.mktemp("pair")
+    with bench_of("behaviours", folder, slots_per_trial=2, own_micro_batch=7) as bench:
         yield bench
 
 
@@ -133,9 +134,11 @@ def fails(bench: Bench, behaviour: str) -> tuple[Trial, Outcome]:
         ("never initializes", "INVALID", "the script ended without calling deepspeed.initialize"),
         ("ends early", "INVALID", "the script ended after 3 optimizer steps, but steps up to 5"),
         (
-            "ignores the configuration",
+            "feeds its own batch",
             "INVALID",
-            "does not use the trial's configuration: train_micro_batch_size_per_gpu is 7, not 2",
+            "the script feeds 7 samples, its own micro batch, although the trial's "
+            "train_micro_batch_size_per_gpu is 2: take the batch size from "
+            "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping ",
         ),
         ("is a pipeline", "INVALID", "deepspeed.initialize returned a PipelineEngine"),
     ],
@@ -355,6 +358,14 @@ def test_the_environment_is_a_launchers(pair: Bench, monkeypatch: pytest.MonkeyP
     config = str(pair.path(trial) / "ds_config.json")
     arguments = [fact["file"], "--local_rank=1", "--deepspeed_config", config]
     assert fact["arguments"] == arguments
+
+
+def test_a_script_may_ignore_its_configuration(pair: Bench) -> None:
+    """The engine gets the trial's all the same."""
+    trial = pair.trial("ignores the configuration")
+    outcome = pair.run(trial)
+    assert outcome.ok, pair.log(trial)
+    assert outcome.warnings == ()
 
 
 def test_a_script_may_spawn_itself(pair: Bench) -> None:

@@ -57,6 +57,8 @@ class LocalOptions:
         cold: start each rank as a fresh Python process.
         start_step, end_step, max_steps: see `MeterSpec`.
         seed: `trial_seed` of Determined scripts.
+        own_micro_batch: that of the user's own configuration; a script that goes on with it,
+            whatever its trial's configuration says, is found out.
     """
 
     trial_timeout_s: float
@@ -66,6 +68,7 @@ class LocalOptions:
     end_step: int = 5
     max_steps: int = 20
     seed: int = 42
+    own_micro_batch: int | None = None
 
 
 @dataclass
@@ -87,7 +90,8 @@ class LocalEngine:
         experiment: what to run.
         program: its entrypoint, taken apart.
         machine: the slots.
-        folder: of the run; trials get folders below it.
+        folder: of the run.
+        trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
 
     Raises:
@@ -103,11 +107,13 @@ class LocalEngine:
         options: LocalOptions,
         *,
         slots_per_trial: int,
+        trials: Path | None = None,
     ) -> None:
         self._experiment = experiment
         self._program = program
         self._machine = machine
         self._folder = folder
+        self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
         self._free = list(range(machine.num_slots))
@@ -143,6 +149,7 @@ class LocalEngine:
             gas=trial.batch.gas,
             stage=trial.stage,
             slots=self._slots_per_trial,
+            own_micro_batch=self._options.own_micro_batch,
             host_slots=self._machine.num_slots,
             profile=trial.kind is TrialKind.PROFILE,
             flops_per_sample=trial.flops_per_sample,
@@ -151,7 +158,7 @@ class LocalEngine:
         if spec.profile:
             # The profile is not compared with anything: one step after the first is enough.
             spec = replace(spec, start_step=2, end_step=2, max_steps=1)
-        self._start(trial, self._folder / "trials" / trial.name, spec)
+        self._start(trial, self._trials / trial.name, spec)
 
     def train(self, trial: Trial) -> Path:
         """Starts a full-length, unmeasured run with a trial's configuration.

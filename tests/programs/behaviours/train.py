@@ -22,12 +22,12 @@ WIDTH = 16
 FOLDER = Path(os.environ["DSAT_TRIAL_DIR"])
 
 
-def train(config: dict[str, Any], steps: int = 1000) -> None:
+def train(config: dict[str, Any], steps: int = 1000, own_batch: int | None = None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    size = engine.train_micro_batch_size_per_gpu()
+    size = own_batch or engine.train_micro_batch_size_per_gpu()
     for _ in range(steps * engine.gradient_accumulation_steps()):
         loss = engine(torch.randn(size, WIDTH, device=engine.device)).square().mean()
         engine.backward(loss)
@@ -162,6 +162,8 @@ def main() -> None:
         print("nothing to train")
     elif behaviour == "ignores the configuration":
         train({**config, "train_batch_size": None, "train_micro_batch_size_per_gpu": 7})
+    elif behaviour == "feeds its own batch":
+        train(config, own_batch=7)
     elif behaviour == "has workers":
         train_with_workers(config)
     elif behaviour == "spawns":
