@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from dsat import __version__, ds_config, experiment, settings
+from dsat import __version__, arguments, ds_config, experiment, settings
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local import entrypoint as entrypoints
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
@@ -102,15 +102,16 @@ def _prepare(chosen: Settings, words: list[str]) -> _Prepared:
             where="entrypoint",
             hint="Make resources.slots_per_trial (or --slots) and the entrypoint agree.",
         )
-    plan = _plan(chosen, user, slots)
+    plan = _plan(chosen, user, program, slots)
     machine = find_machine()
     _check_slots(chosen, machine, slots)
     return _Prepared(words, chosen, user, program, machine, plan)
 
 
-def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
+def _plan(chosen: Settings, user: Experiment, program: Entrypoint, slots: int) -> Plan:
     base = user.base_config
-    own_batch = ds_config.resolve_batch(base, slots, where=user.ds_config_name)
+    sizes = arguments.batch_from_args(base, program.args, user.arg_mappings)
+    own_batch = ds_config.resolve_batch(sizes, slots, where=user.ds_config_name)
     allowed = allowed_micro_batches(
         train_batch_size=chosen.train_batch_size, divisible_by=chosen.divisible_by, slots=slots
     )
@@ -135,7 +136,11 @@ def _plan(chosen: Settings, user: Experiment, slots: int) -> Plan:
         measured={
             # A digest, because an entrypoint or a hyperparameter may be a credential.
             "program": ds_config.fingerprint(
-                {"entrypoint": user.entrypoint, "hparams": dict(user.hparams)}
+                {
+                    "entrypoint": user.entrypoint,
+                    "hparams": dict(user.hparams),
+                    "arg_mappings": dict(user.arg_mappings),
+                }
             ),
             "steps": [chosen.start_profile_step, chosen.end_profile_step, chosen.max_profile_steps],
         },
@@ -199,7 +204,7 @@ def _tune(ready: _Prepared) -> int:
         engine = _engine(ready, run, folder) if _has_work(ready, tuner) else None
         try:
             interrupted = not _search(ready, tuner, engine, view)
-            summary.write_files(run, folder, _train_line(ready, folder))
+            summary.write_files(run, folder, _train_line(ready, run, folder))
             if chosen.json:
                 print(json.dumps(summary.to_json(run, folder), indent=2), flush=True)
             if tuner.failed:
@@ -228,7 +233,7 @@ class _View(LiveView):
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         if trial is run.best:
-            summary.write_files(run, self._folder, _train_line(self._ready, self._folder))
+            summary.write_files(run, self._folder, _train_line(self._ready, run, self._folder))
         super().ended(run, trial, outcome)
 
 
@@ -360,7 +365,7 @@ def _print_plan(ready: _Prepared) -> None:
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in stages:
         print(f"  {line}")
-    fixed = [key for key in plan.base_config.get("zero_optimization", {}) if key != "stage"]
+    fixed = [key for key in plan.fixed if key != "stage"]
     if fixed:
         print(f"fixed by your configuration: {', '.join(fixed)}")
     print(
@@ -378,7 +383,7 @@ class _Nowhere:
         pass
 
 
-def _train_line(ready: _Prepared, folder: Path) -> str:
+def _train_line(ready: _Prepared, run: Run, folder: Path) -> str:
     """What to type to train with the best configuration."""
     best = (folder / summary.BEST_CONFIG_FILE).resolve()
     program, slots = ready.program, ready.plan.slots_per_trial
@@ -389,7 +394,10 @@ def _train_line(ready: _Prepared, folder: Path) -> str:
         if program.passes_local_rank:
             launcher = ["deepspeed", "--num_gpus", str(slots)]
         script = ["--module", program.module] if program.module else [program.script]
-        command = shlex.join([*launcher, *script, *program.with_config_path(str(best)).args])
+        config = summary.best_config(run) or {}
+        script_args = run.best.script_args if run.best is not None else {}
+        found = program.for_config(str(best), config, script_args, ready.experiment.arg_mappings)
+        command = shlex.join([*launcher, *script, *found.args])
         # The user's own variables may be credentials: named, not written down.
         words = [*(f'{name}="${name}"' for name in program.env), command]
         return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
@@ -407,7 +415,7 @@ def _print_where_to(
 ) -> None:
     if run.best is not None:
         view.say(f"Configuration: {folder / summary.BEST_CONFIG_FILE}")
-        view.say(f"Train with it: {_train_line(ready, folder)}")
+        view.say(f"Train with it: {_train_line(ready, run, folder)}")
     if interrupted:
         view.say(f"Continue with the same command and: --run-dir {folder} --resume")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Experiment:
         overrides: the user's own `overwrite_deepspeed_args`.
         slots_per_trial: `resources.slots_per_trial`.
         env: `environment.environment_variables`.
+        arg_mappings: which of the script's flags repeats which setting.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Experiment:
     overrides: Mapping[str, Any]
     slots_per_trial: int
     env: Mapping[str, str]
+    arg_mappings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_config(self) -> dict[str, Any]:

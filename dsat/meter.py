@@ -146,6 +146,12 @@ class Meter:
         self._on_complete = on_complete
         self._complete = False
         self._warnings: list[str] = []
+        self._fed_otherwise = False
+
+    def warn(self, text: str) -> None:
+        """Adds what a person should know although the trial runs."""
+        if text not in self._warnings:
+            self._warnings.append(text)
 
     def attach(self, engine: Any) -> None:
         """Starts measuring an engine.
@@ -267,7 +273,7 @@ class Meter:
             )
         applied = self.steps_seen - self._skipped
         self._warm_up_over = applied + 1 >= self.spec.start_step
-        if applied >= self.spec.start_step and not skipped:
+        if applied >= self.spec.start_step and not skipped and marks.complete(self.spec.gas):
             self._steps.append(marks)
             if len(self._steps) >= self._next_check:
                 self._check()
@@ -330,11 +336,12 @@ class Meter:
 
     def _check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warns once if the script feeds another number of samples than its configuration says."""
-        if self.steps_seen or self._warnings:
+        if self.steps_seen or self._fed_otherwise:
             return
         shapes = [tuple(t.shape) for t in _tensors([*args, *kwargs.values()]) if t.dim()]
         if shapes and not any(self.spec.micro_batch in shape[:2] for shape in shapes):
-            self._warnings.append(
+            self._fed_otherwise = True
+            self.warn(
                 f"the script fed tensors of shape {shapes[0]} although "
                 f"train_micro_batch_size_per_gpu is {self.spec.micro_batch}: does its data loader "
                 "take the batch size from the DeepSpeed configuration?"
@@ -367,6 +374,14 @@ class _StepMarks:
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
+
+    def complete(self, gas: int) -> bool:
+        """Whether no micro step is missing, as at the end of an epoch of the data.
+
+        A script may leave out the engine's `forward` or `backward`, but hardly both.
+        """
+        counted = max(self.micro_steps, len(self.phases["backward"]))
+        return counted == 0 or counted >= gas
 
     def milliseconds(self, clock: Clock) -> list[float]:
         """Latency, then the phases' sums."""

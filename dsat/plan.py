@@ -48,8 +48,12 @@ class Plan:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings of `zero_optimization` that the user chose by hand: they stay as they are."""
-        return tuple(self.base_config.get("zero_optimization", {}))
+        """Settings of `zero_optimization` that the user chose by hand: they stay as they are.
+
+        What is left to the Hugging Face Trainer with "auto" is not chosen.
+        """
+        zero = self.base_config.get("zero_optimization", {})
+        return tuple(key for key, value in zero.items() if value != "auto")
 
     def admits(self, batch: BatchTriple) -> bool:
         """Whether batch sizes keep to what the user demanded of them."""

@@ -105,6 +105,7 @@ class Trial:
         name: says what it is (`z2_mbs4_gas1_a1b2`); unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
     id: int
@@ -116,6 +117,7 @@ class Trial:
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
+    script_args: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "kind": self.kind.value}

@@ -34,11 +34,14 @@ MAY_IMPORT = {
     "gauges": "trial",
     "profiler": "trial",
     "meter": "errors gauges profiler trial",
+    "hf": "",
     "script_api": "arguments ds_config errors journal meter",
     "": "errors script_api",
     "engines": "errors trial",
     "engines.simulated": "engines errors trial",
-    "engines.local.*": "ds_config engines errors experiment failures journal meter trial",
+    "engines.local.*": (
+        "arguments ds_config engines errors experiment failures hf journal meter trial"
+    ),
     "loop": "engines errors run trial tuner",
     "report.*": "ds_config errors journal memory plan run trial",
     "live": "errors journal memory plan report.* run trial",

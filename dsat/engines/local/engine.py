@@ -18,7 +18,7 @@ from dsat import ds_config
 from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import MODULES_FILE, SPEC_FILE, RankSpec
+from dsat.engines.local.rank import CONFIG_FILE, MODULES_FILE, SPEC_FILE, RankSpec
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError
 from dsat.experiment import Experiment, trial_hparams
@@ -224,9 +224,11 @@ class LocalEngine:
         config = ds_config.clean_for_use(
             ds_config.merge(self._experiment.base_config, trial.overrides)
         )
-        config_path = folder / "ds_config.json"
+        config_path = folder / CONFIG_FILE
         write_atomically(config_path, json.dumps(config, indent=2) + "\n")
-        program = self._program.with_config_path(str(config_path.resolve()))
+        program = self._program.for_config(
+            str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
+        )
         spec = self._spec(trial, program, meter, slots, ports)
         write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
         environments = [
