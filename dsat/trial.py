@@ -107,6 +107,7 @@ class Trial:
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         script_args: switches of the script itself (`gradient_checkpointing`).
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
     id: int
@@ -120,6 +121,7 @@ class Trial:
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
+    script_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.strategy:

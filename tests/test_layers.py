@@ -40,11 +40,14 @@ MAY_IMPORT = {
     "profiler": "trial",
     "checks": "errors",
     "meter": "checks errors gauges profiler trial",
+    "hf": "",
     "script_api": "arguments ds_config errors journal meter",
     "": "errors script_api",
     "engines": "errors trial",
     "engines.simulated": "engines errors trial",
-    "engines.local.*": "ds_config engines errors experiment failures injection journal meter trial",
+    "engines.local.*": (
+        "arguments ds_config engines errors experiment failures hf injection journal meter trial"
+    ),
     "loop": "engines errors run trial tuner",
     "report.*": "ds_config errors journal memory plan run trial",
     "live": "errors journal ladder memory plan report.* run trial",

@@ -233,7 +233,9 @@ class LocalEngine:
         )
         config_path = folder / CONFIG_FILE
         write_atomically(config_path, json.dumps(config, indent=2) + "\n")
-        program = self._program.with_config_path(str(config_path.resolve()))
+        program = self._program.for_config(
+            str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
+        )
         spec = self._spec(trial, program, meter, slots, ports)
         write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
         environments = [
