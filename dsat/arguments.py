@@ -39,7 +39,8 @@ _HF_SIGNS = tuple(
     """.split()
 )
 
-_BOOLEANS = frozenset("true false yes no t f y n 1 0".split())  # HfArgumentParser's
+_TRUE = frozenset("true yes t y 1".split())  # HfArgumentParser's
+_BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,18 @@ def value_of(args: Sequence[str], flag: str) -> str | None:
     if place.value == place.flag:
         return args[place.flag].partition("=")[2]
     return args[place.value]
+
+
+def is_on(args: Sequence[str], flag: str) -> bool:
+    """Whether a switch is on: there, and not given a word for false."""
+    places = _places(args, flag, switch=True)
+    if not places:
+        return False
+    place = places[-1]
+    if place.value is None:
+        return True
+    word = args[place.value].partition("=")[2] if place.value == place.flag else args[place.value]
+    return word.lower() in _TRUE
 
 
 def looks_like_hf(args: Sequence[str]) -> bool:

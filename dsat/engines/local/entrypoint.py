@@ -52,6 +52,7 @@ class Entrypoint:
         passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
         one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
         slots: the number of ranks that the command itself asks for, if any.
+        takes_all_slots: whether the launcher starts a rank on every device of the machine.
     """
 
     script: str = ""
@@ -63,6 +64,7 @@ class Entrypoint:
     passes_local_rank: bool = False
     one_thread: bool = False
     slots: int | None = None
+    takes_all_slots: bool = False
 
     @property
     def config_path(self) -> str | None:
@@ -274,7 +276,8 @@ def _deepspeed(words: list[str]) -> Entrypoint:
     return replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
-        slots=_count(options, "--num_gpus", "--num_accelerators"),
+        slots=(slots := _count(options, "--num_gpus", "--num_accelerators")),
+        takes_all_slots=slots is None,
     )
 
 
