@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20_000)
     trials = parser.parse_args().trials
     print(f"Python {platform.python_version()} on {platform.machine()}, {CONCURRENT} at once")
-    print(f"{'':22} {'trials':>7} {'total s':>8} {'us/trial':>9}")
+    print(f"{'':26} {'trials':>7} {'total s':>8} {'us/trial':>9}")
     for run in (search_alone, whole_run):
         for method in SEARCHES:
             for count in (trials // 100, trials // 10, trials):
@@ -137,7 +137,7 @@ def main() -> None:
                 total = time.perf_counter() - began
                 name = f"{method}, {run.__name__.replace('_', ' ')}"
                 end = f"  {reason}" if reason and done < count else ""
-                print(f"{name:22} {done:7} {total:8.2f} {total / done * 1e6:9.0f}{end}")
+                print(f"{name:26} {done:7} {total:8.2f} {total / done * 1e6:9.0f}{end}")
 
 
 if __name__ == "__main__":

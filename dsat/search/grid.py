@@ -132,9 +132,8 @@ class _Walk:
         if self._up <= self.lineage.open_hi:
             self._up += 1
             return self._up - 1
-        index = min(self._down, self.lineage.open_hi)
-        self._down = index - 1
-        return index if index >= 0 else None
+        self._down -= 1
+        return self._down + 1 if self._down >= -1 else None
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
