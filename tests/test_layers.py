@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "tuner": "ds_config errors journal plan run search.* space trial",
     "failures": "errors trial",
     "gauges": "trial",
-    "injection": "ds_config",
+    "injection": "ds_config errors",
     "profiler": "trial",
     "checks": "errors",
     "meter": "checks errors gauges profiler trial",
