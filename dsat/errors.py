@@ -6,6 +6,7 @@
     |   |-- JournalLocked     another process is working on the run
     |   `-- JournalMismatch   a replay did not decide what the journal says was decided
     |-- EngineError           trials cannot be run on this machine at all
+    |   `-- ScriptFailed      the user's script failed where there is no trial to say so
     `-- InvalidTrial          a trial's script did not do what its configuration says
 
 An ordinary failure of a trial (out of memory, a crash, a time-out) is an `Outcome`, never an
@@ -48,6 +49,19 @@ class JournalMismatch(JournalError):
 
 class EngineError(DsatError):
     """Trials cannot be run here at all."""
+
+
+class ScriptFailed(EngineError):
+    """The user's script did not get so far that its configuration could be learned.
+
+    Args:
+        message: what happened, in one line.
+        detail: the script's own traceback or the end of its log; may be empty.
+    """
+
+    def __init__(self, message: str, detail: str) -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class InvalidTrial(DsatError):

@@ -43,12 +43,15 @@ def engine_of(
     slots: int = 1,
     slots_per_trial: int = 1,
     entry: str | None = None,
+    ds_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> LocalEngine:
     """An engine for one of the programs beside this file, with a time-out of two minutes."""
     user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
     if entry is not None:
         user = replace(user, entrypoint=entry)
+    if ds_config is not None:
+        user = replace(user, ds_config=ds_config, hparams={"deepspeed_config": ds_config})
     return LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.errors import ScriptFailed
 from dsat.trial import OutcomeKind
-from tests.local import PATIENCE_S, Bench, bench_of, read_json
+from tests.local import PATIENCE_S, PROGRAMS, Bench, bench_of, processes_of, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -64,3 +67,62 @@ def test_the_full_length_run_uses_it_too(single: Bench) -> None:
         "fed": 5,
         "steps": 100,
     }
+
+
+# -- learning the configuration
+
+OWN = read_json(PROGRAMS / "in_code" / "own.json")
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """An engine that is given no configuration."""
+    folder = tmp_path_factory.mktemp("unknown")
+    with bench_of("in_code", folder, ds_config={}, trial_timeout_s=6.0) as bench:
+        yield bench
+
+
+def learn(bench: Bench, way: str) -> dict[str, Any]:
+    (bench.folder / "way").write_text(way)
+    try:
+        return bench.engine.capture_config()
+    finally:
+        assert processes_of(bench.folder / "capture") == []
+        assert not list((bench.folder / "capture").glob("facts*")), "it did not train"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_configuration_in_code_is_learned(unknown: Bench, way: str) -> None:
+    assert learn(unknown, way) == OWN
+
+
+def test_all_ranks_end_when_it_is_learned(pair: Bench) -> None:
+    begin = time.monotonic()
+    assert learn(pair, "dict") == OWN
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("way", "message", "detail"),
+    [
+        ("crash", "RuntimeError: the data are not there", 'raise RuntimeError("the data are'),
+        ("no initialize", "without calling deepspeed.initialize with an optimizer", ""),
+        ("no JSON", "cannot be written as JSON: Object of type dtype", ""),
+        ("hang", "no result after 6 s", ""),
+    ],
+)
+def test_why_a_configuration_cannot_be_learned(
+    unknown: Bench, way: str, message: str, detail: str
+) -> None:
+    with pytest.raises(ScriptFailed, match="could not be learned") as caught:
+        learn(unknown, way)
+    text = str(caught.value)
+    assert message in text and str(unknown.folder / "capture" / "stderr.log") in text
+    assert "\n" not in text
+    assert detail in caught.value.detail
+
+
+def test_trials_are_run_after_it(pair: Bench) -> None:
+    assert learn(pair, "dict") == OWN
+    trial = pair.trial("dict", micro_batch=4)
+    assert pair.run(trial).ok, pair.log(trial)

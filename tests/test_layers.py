@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "tuner": "ds_config errors journal ladder plan run search.* space strategy trial",
     "failures": "errors trial",
     "gauges": "trial",
-    "injection": "ds_config",
+    "injection": "ds_config errors",
     "profiler": "trial",
     "checks": "errors",
     "meter": "checks errors gauges profiler trial",

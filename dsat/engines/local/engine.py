@@ -18,15 +18,16 @@ from dsat import ds_config
 from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import CONFIG_FILE, MODULES_FILE, SPEC_FILE, RankSpec
+from dsat.engines.local.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, RankSpec
 from dsat.engines.local.slots import Machine
-from dsat.errors import EngineError
+from dsat.errors import EngineError, ScriptFailed
 from dsat.experiment import Experiment, trial_hparams
 from dsat.journal import write_atomically
 from dsat.meter import MeterSpec
-from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
+from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
 
 FULL_RUN_ID = -1
+CAPTURE_ID = -2
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
@@ -75,6 +76,7 @@ class LocalOptions:
 class _Running:
     trial: Trial
     folder: Path
+    meter: MeterSpec | None
     slots: list[int]
     ports: list[int]
     began_s: float
@@ -175,6 +177,30 @@ class LocalEngine:
         self._start(full, folder, None)
         return folder
 
+    def capture_config(self) -> dict[str, Any]:
+        """The DeepSpeed configuration that the script passes when nothing is laid over it.
+
+        Runs the script up to its first `deepspeed.initialize` with an optimizer. Nothing else may
+        be running.
+
+        Raises:
+            ScriptFailed: it fails before, takes too long, or never comes there.
+        """
+        folder, batch = self._folder / "capture", BatchTriple(1, 1, 1)
+        trial = Trial(CAPTURE_ID, TrialKind.PROFILE, "capture", 0, batch, overrides={})
+        self._start(trial, folder, None)
+        while not (ended := self.poll(1.0)):
+            pass
+        [(_, outcome)] = ended
+        if not outcome.ok:
+            raise ScriptFailed(
+                f"your script's DeepSpeed configuration could not be learned: {outcome.message}. "
+                f"Its log is {folder / 'stderr.log'}; or give the configuration as a file",
+                outcome.detail,
+            )
+        config: dict[str, Any] = json.loads((folder / CAPTURED_FILE).read_text())
+        return config
+
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._closed:
             return []
@@ -232,10 +258,12 @@ class LocalEngine:
             ds_config.merge(self._experiment.base_config, trial.overrides)
         )
         config_path = folder / CONFIG_FILE
-        write_atomically(config_path, json.dumps(config, indent=2) + "\n")
-        program = self._program.for_config(
-            str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
-        )
+        program = self._program
+        if trial.id != CAPTURE_ID:
+            write_atomically(config_path, json.dumps(config, indent=2) + "\n")
+            program = program.for_config(
+                str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
+            )
         spec = self._spec(trial, program, meter, slots, ports)
         write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
         environments = [
@@ -249,7 +277,7 @@ class LocalEngine:
         )
         write_atomically(folder / "cmd.txt", command_text)
         self._running[trial.id] = _Running(
-            trial, folder, slots, ports, time.monotonic(), self._cold
+            trial, folder, meter, slots, ports, time.monotonic(), self._cold
         )
         cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
         self._supervisor.send(
@@ -264,7 +292,7 @@ class LocalEngine:
                     {"env": env, "cores": core}
                     for env, core in zip(environments, cores, strict=True)
                 ],
-                "linger_s": None if meter is None else _LINGER_S,
+                "linger_s": None if trial.id == FULL_RUN_ID else _LINGER_S,
             }
         )
 
@@ -299,6 +327,7 @@ class LocalEngine:
                 "devices": [] if is_cpu else [self._machine.devices[slot] for slot in slots],
             },
             meter=None if meter is None else meter.to_json(),
+            capture=trial.id == CAPTURE_ID,
             cpu_memory_bytes=self._options.slot_memory_bytes if is_cpu and meter else None,
             threads=1 if is_cpu else None,
         )
@@ -369,8 +398,7 @@ class LocalEngine:
         return running.trial.kind is TrialKind.PROFILE or no_fork
 
     def _run_again(self, running: _Running) -> None:
-        self._known.discard(running.trial.id)
-        self.launch(running.trial)
+        self._start(running.trial, running.folder, running.meter)
 
     def _lost_its_port(self, running: _Running, outcome: Outcome) -> bool:
         """Whether another program took a port between its choice and its use; tried again once."""
@@ -403,7 +431,8 @@ class LocalEngine:
     def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:
         folder, statuses = running.folder, message["statuses"]
         duration_s = round(time.monotonic() - running.began_s, 3)
-        if running.trial.id == FULL_RUN_ID and not any(statuses):
+        done = running.trial.id == FULL_RUN_ID and not any(statuses)
+        if done or (folder / CAPTURED_FILE).exists():
             return Outcome(OutcomeKind.OK, duration_s=duration_s)
         measured = verdict.measured(folder, duration_s)
         if measured is not None:

@@ -8,6 +8,7 @@ because an orderly end of the interpreter costs a second that nobody needs.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from dsat.trial import OutcomeKind, Trial
 
 SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
+CAPTURED_FILE = "captured_ds_config.json"
 METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 FAILED = 1
@@ -48,6 +50,7 @@ class RankSpec:
         program: the entrypoint, its configuration path already the trial's own.
         task: the fields of `masterless.LocalTask`, its folder left out.
         meter: what to measure; None in a full-length run, which is not measured.
+        capture: the run is only to tell which configuration the script passes to DeepSpeed.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
     """
@@ -56,6 +59,7 @@ class RankSpec:
     program: Mapping[str, Any]
     task: Mapping[str, Any]
     meter: Mapping[str, Any] | None
+    capture: bool = False
     cpu_memory_bytes: int | None = None
     threads: int | None = None
 
@@ -80,7 +84,7 @@ def run(folder: Path) -> NoReturn:
     try:
         _prepare(spec, folder, rank, meter)
         _run_program(_program(spec.program))
-    except TrialComplete:
+    except (TrialComplete, injection.ConfigCaptured):
         _leave(0)
     except SystemExit as stop:
         if stop.code not in (None, 0):
@@ -108,6 +112,9 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
     masterless.install(masterless.LocalTask(**task))
     if spec.program["trial_class"]:
         masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
+    if spec.capture:
+        injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
+        return
     path = folder / CONFIG_FILE
     injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     if spec.meter is not None:
@@ -135,6 +142,11 @@ def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> Non
     )
     warn = meters[0].warn if meters else lambda text: print(f"dsat: {text}", file=sys.stderr)
     hf.install(settings, warn, on_cpu=not spec.task["devices"])
+
+
+def _keep(path: Path, rank: int, text: str) -> None:
+    if rank == 0:
+        write_atomically(path, text)
 
 
 def _program(data: Mapping[str, Any]) -> Entrypoint:
@@ -168,6 +180,10 @@ def _run_program(program: Entrypoint) -> None:
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
     """The script came to its own end."""
+    if spec.capture and not (folder / CAPTURED_FILE).exists():
+        problem = "the script ended without calling deepspeed.initialize with an optimizer"
+        _write_failure(folder, rank, InvalidTrial(problem), problem)
+        _leave(FAILED)
     if spec.meter is None:
         # A training run ends as a Python program does: threads joined, atexit functions called.
         threading._shutdown()  # type: ignore[attr-defined]
