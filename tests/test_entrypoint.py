@@ -84,31 +84,39 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             script("--", "rest", one_thread=True),
         ),
         # deepspeed
-        ("deepspeed train.py", script(passes_local_rank=True)),
-        ("deepspeed train.py --num_gpus 2", script("--num_gpus", "2", passes_local_rank=True)),
+        ("deepspeed train.py", script(passes_local_rank=True, takes_all_slots=True)),
+        (
+            "deepspeed train.py --num_gpus 2",
+            script("--num_gpus", "2", passes_local_rank=True, takes_all_slots=True),
+        ),
         ("deepspeed --num_gpus 2 train.py --x", script("--x", passes_local_rank=True, slots=2)),
         ("deepspeed --num_gpus=2 train.py", script(passes_local_rank=True, slots=2)),
         ("deepspeed --num_accelerators 4 train.py", script(passes_local_rank=True, slots=4)),
-        ("deepspeed --num_gpus -1 train.py", script(passes_local_rank=True)),
-        ("deepspeed --no_local_rank train.py", script()),
-        ("deepspeed -q --save_pid train.py --x", script("--x", passes_local_rank=True)),
+        ("deepspeed --num_gpus -1 train.py", script(passes_local_rank=True, takes_all_slots=True)),
+        ("deepspeed --no_local_rank train.py", script(takes_all_slots=True)),
+        (
+            "deepspeed -q --save_pid train.py --x",
+            script("--x", passes_local_rank=True, takes_all_slots=True),
+        ),
         (
             "deepspeed --master_addr localhost --master_port=29501 train.py",
-            script(passes_local_rank=True),
+            script(passes_local_rank=True, takes_all_slots=True),
         ),
         (
             "deepspeed --module package.train -x",
-            Entrypoint(module="package.train", args=("-x",), passes_local_rank=True),
+            Entrypoint(
+                module="package.train", args=("-x",), passes_local_rank=True, takes_all_slots=True
+            ),
         ),
         (
             "deepspeed --no_python --no_local_rank python3 train.py",
-            script(),
+            script(takes_all_slots=True),
         ),
         (
             "python3 -m deepspeed.launcher.runner --num_gpus 2 train.py",
             script(passes_local_rank=True, slots=2),
         ),
-        ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True)),
+        ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True, takes_all_slots=True)),
         # torchrun
         ("torchrun train.py", script(one_thread=True)),
         ("torchrun --nproc_per_node 2 train.py --x", script("--x", one_thread=True, slots=2)),
