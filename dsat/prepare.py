@@ -192,7 +192,7 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
         max_profile_steps=max(
             chosen.max_profile_steps, section.end_profile_step - section.start_profile_step + 1
         ),
-        max_train_batch_size=section.max_train_batch_size,
+        max_train_batch_size=None if chosen.train_batch_size else section.max_train_batch_size,
         min_micro_batch=section.min_micro_batch,
         max_micro_batch=largest,
     )
