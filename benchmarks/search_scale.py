@@ -24,7 +24,8 @@ from dsat.loop import drive
 from dsat.plan import Plan
 from dsat.run import Run
 from dsat.search import SEARCHES
-from dsat.space import Space, allowed_micro_batches
+from dsat.space import Freedom, Space, allowed_micro_batches
+from dsat.strategy import plain
 from dsat.trial import (
     BatchTriple,
     Metrics,
@@ -82,16 +83,6 @@ def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
     return Outcome(OutcomeKind.OK, metrics=metrics, duration_s=1.0)
 
 
-class WideSpace(Space):
-    """The real stages with so many ZeRO sections each that no search comes to an end."""
-
-    def num_zero_configs(self, stage: int) -> int:
-        return 1_000_000
-
-    def zero_config(self, stage: int, index: int) -> dict[str, Any]:
-        return {"stage": stage, "section": index}
-
-
 def whole_run(method: str, count: int) -> tuple[int, str | None]:
     """Tuner, journal events and search, on the real space."""
     plan = Plan(
@@ -111,12 +102,12 @@ def whole_run(method: str, count: int) -> tuple[int, str | None]:
 
 
 def search_alone(method: str, count: int) -> tuple[int, str | None]:
-    """Asks and tells only, on a space without end."""
-    space = WideSpace(
-        stages=(0, 1, 2, 3),
+    """Asks and tells only, on the real space with a knob more, so that no search ends."""
+    space = Space(
+        strategies=plain(0, 1, 2, 3),
         micro_batches=allowed_micro_batches(train_batch_size=None, divisible_by=1, slots=SLOTS),
         slots=SLOTS,
-        gas=1,
+        freedom=Freedom(choices={"gradient_accumulation_steps": range(1, 100_001)}),
     )
     search = SEARCHES[method](PROFILE, Objective("throughput"), space, seed=42)
     running: deque[Proposal] = deque()
@@ -127,7 +118,7 @@ def search_alone(method: str, count: int) -> tuple[int, str | None]:
             assert proposal is not None
             running.append(proposal)
         proposal = running.popleft()
-        search.tell(proposal, simulated(proposal.zero, proposal.micro_batch))
+        search.tell(proposal, simulated(proposal.settings, proposal.micro_batch))
         done += 1
     return done, None
 
@@ -137,7 +128,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20_000)
     trials = parser.parse_args().trials
     print(f"Python {platform.python_version()} on {platform.machine()}, {CONCURRENT} at once")
-    print(f"{'':22} {'trials':>7} {'total s':>8} {'us/trial':>9}")
+    print(f"{'':26} {'trials':>7} {'total s':>8} {'us/trial':>9}")
     for run in (search_alone, whole_run):
         for method in SEARCHES:
             for count in (trials // 100, trials // 10, trials):
@@ -146,7 +137,7 @@ def main() -> None:
                 total = time.perf_counter() - began
                 name = f"{method}, {run.__name__.replace('_', ' ')}"
                 end = f"  {reason}" if reason and done < count else ""
-                print(f"{name:22} {done:7} {total:8.2f} {total / done * 1e6:9.0f}{end}")
+                print(f"{name:26} {done:7} {total:8.2f} {total / done * 1e6:9.0f}{end}")
 
 
 if __name__ == "__main__":

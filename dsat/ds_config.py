@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsat.errors import UserInputError
@@ -74,6 +74,12 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
         else:
             merged[key] = copy.deepcopy(value)
     return merged
+
+
+def same_setting(one: str, other: str) -> bool:
+    """Whether two keys of `zero_optimization` mean the same: some are known with and without
+    `stage3_` (the aliases of DeepSpeedZeroConfig)."""
+    return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
@@ -149,12 +155,13 @@ def check_keys(overrides: Mapping[str, Any], base: Mapping[str, Any], *, where: 
                 raise UserInputError(
                     f"DeepSpeed has no setting {key!r}",
                     where=f"{where}{path}.{key}",
-                    hint=_nearest(key, known)
+                    hint=did_you_mean(key, known)
                     + "If your DeepSpeed knows it, put it into the DeepSpeed configuration itself.",
                 )
 
 
-def _nearest(word: object, known: frozenset[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A sentence that names the nearest known word; empty when none is near."""
     import difflib
 
     near = difflib.get_close_matches(str(word), sorted(known), n=1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dsat import ds_config
+from dsat import choices, ds_config
 from dsat.ds_config import CONFIG_KEY, OVERWRITE_KEY
 from dsat.errors import UserInputError
 
@@ -20,7 +20,7 @@ class Experiment:
     """What the user wants tuned.
 
     Attributes:
-        path: the experiment configuration.
+        path: the experiment configuration, or what stands for it.
         name: for people and for the run's folder.
         config: the whole experiment configuration.
         model_dir: where the training script is.
@@ -28,11 +28,13 @@ class Experiment:
         entrypoint: as written: a command line or a list of arguments.
         hparams: `hyperparameters`, constants in place of Determined's `{type: const}`.
         ds_config_path: where the DeepSpeed configuration is; None if it is inline.
-        ds_config: its content.
+        ds_config: its content, the first value in place of every list.
         ds_config_name: how errors call it.
-        overrides: the user's own `overwrite_deepspeed_args`.
+        overrides: the user's own `overwrite_deepspeed_args`, without lists.
+        choices: the lists of both, by the names of the settings.
         slots_per_trial: `resources.slots_per_trial`.
         env: `environment.environment_variables`.
+        arg_mappings: which of the script's flags repeats which setting.
     """
 
     path: Path
@@ -48,6 +50,8 @@ class Experiment:
     overrides: Mapping[str, Any]
     slots_per_trial: int
     env: Mapping[str, str]
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    arg_mappings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_config(self) -> dict[str, Any]:
@@ -84,13 +88,18 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     hparams = _hyperparameters(data, where)
     ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
+    ds, listed = choices.split(ds, where=ds_name)
     _check_zero(ds, ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
     key = f"{where}: hyperparameters.{OVERWRITE_KEY}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
     ds_config.check_keys(overrides, ds, where=key)
+    overrides, listed_over = choices.split(overrides, where=key)
     _check_zero(overrides, key)
+    listed = {**listed, **listed_over}
+    if listed:  # the script must not read the lists
+        hparams = {**hparams, CONFIG_KEY: ds_config.clean_for_use(ds)}
     _check_searcher(data, where)
     return Experiment(
         path=config,
@@ -106,6 +115,53 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         overrides=overrides,
         slots_per_trial=_slots(data, where),
         env=_environment(data, where),
+        choices=listed,
+    )
+
+
+def of_command(command: Sequence[str], name: str, folder: Path, config: Path | None) -> Experiment:
+    """An experiment that consists of a command and a DeepSpeed configuration.
+
+    Args:
+        command: as it would be typed.
+        name: for people and for the run's folder.
+        folder: where the command would be typed.
+        config: the DeepSpeed configuration; None if it is in the script.
+
+    Raises:
+        UserInputError: the configuration cannot be read or contradicts itself.
+    """
+    if config is None:
+        return of_dict(command, name, folder, {})
+    found = of_dict(command, name, folder, _as_json(config), str(config))
+    return replace(found, path=config, ds_config_path=config)
+
+
+def of_dict(
+    command: Sequence[str],
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    config_name: str = "deepspeed.initialize",
+) -> Experiment:
+    """The same, of a DeepSpeed configuration that is known by its content."""
+    ds, listed = choices.split(config, where=config_name)
+    _check_zero(ds, config_name)
+    return Experiment(
+        path=folder,
+        name=name,
+        config={"name": name, "entrypoint": list(command)},
+        model_dir=folder,
+        includes=(),
+        entrypoint=tuple(command),
+        hparams={CONFIG_KEY: ds_config.clean_for_use(ds)},
+        ds_config_path=None,
+        ds_config=ds,
+        ds_config_name=config_name,
+        overrides={},
+        slots_per_trial=1,
+        env={},
+        choices=listed,
     )
 
 
@@ -234,6 +290,8 @@ def _as_json(path: Path) -> dict[str, Any]:
     """DeepSpeed reads its configuration as JSON whatever the file is called."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError("there is no such file", where=str(path)) from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
     if not isinstance(data, dict):

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dsat import memory
+from dsat import ladder, memory
 from dsat.report import format as fmt
 from dsat.report import summary
 from dsat.run import Run
@@ -65,7 +65,8 @@ class LiveView:
         for warning in outcome.warnings:
             self.say(f"warning: {trial.name}: {warning}")
         if trial.kind is TrialKind.PROFILE and run.profile is not None:
-            self.say(*memory.describe(run.profile, run.plan.zero_stages, run.plan.slots_per_trial))
+            strategies = ladder.searched_after(run.plan, trial.strategy)
+            self.say(*memory.describe(run.profile, strategies, run.plan.slots_per_trial))
         elif self._live is None:
             best = f"; best {run.best.name}" if run.best is not None else ""
             count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsat.strategy import NONE, Strategy
 from dsat.trial import ModelProfile
 
 
@@ -31,40 +32,45 @@ class StateBytes:
     step: int
 
 
-def model_state(profile: ModelProfile, stage: int, slots: int) -> StateBytes:
-    """Model state of one slot under a ZeRO stage with `slots` data-parallel slots."""
+def model_state(profile: ModelProfile, strategy: Strategy, slots: int) -> StateBytes:
+    """Model state of one slot under a strategy with `slots` data-parallel slots."""
     params, trained, size = profile.num_params, profile.trainable_params, profile.param_bytes
-    shard = -(-trained // slots)
+    stage, shard = strategy.stage, -(-trained // slots)
+    own_params = params if stage < 3 else -(-params // slots)
+    if strategy.offload_param != NONE:
+        own_params = 0
+    grads = trained if stage == 1 else shard
+    if strategy.offload_optimizer != NONE:
+        # The optimizer's step and, in stage 3, the gradients are the host's.
+        return StateBytes(size * own_params, size * grads if stage < 3 else 0, 0)
     if size == 4:
         if stage == 0:
             return StateBytes(4 * params + 8 * trained, 4 * trained, 8 * trained)
         if stage in (1, 2):
-            grads = trained if stage == 1 else shard
             return StateBytes(4 * params + 12 * shard, 4 * grads, 8 * shard)
-        return StateBytes(4 * -(-params // slots) + 16 * shard, 0, 4 * shard)
+        return StateBytes(4 * own_params + 16 * shard, 0, 4 * shard)
     if stage == 0:
         return StateBytes(size * params + 12 * trained, 2 * size * trained, 10 * trained)
     if stage in (1, 2):
-        grads = trained if stage == 1 else shard
         return StateBytes(size * params + 12 * shard, size * grads, (2 * size + 4) * shard)
-    return StateBytes(size * -(-params // slots) + (size + 12) * shard, 0, (size + 4) * shard)
+    return StateBytes(size * own_params + (size + 12) * shard, 0, (size + 4) * shard)
 
 
-def required_bytes(profile: ModelProfile, stage: int, slots: int, micro_batch: int) -> int:
+def required_bytes(profile: ModelProfile, strategy: Strategy, slots: int, micro_batch: int) -> int:
     """Peak bytes of one slot: the larger of the backward pass and the optimizer step."""
-    state = model_state(profile, stage, slots)
+    state = model_state(profile, strategy, slots)
     activations = profile.activation_bytes_per_sample * micro_batch
     return state.resident + max(state.backward + activations, state.step)
 
 
-def largest_micro_batch(profile: ModelProfile, stage: int, slots: int) -> int:
+def largest_micro_batch(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
     """The largest micro batch that the closed form lets fit; at least 1."""
-    state = model_state(profile, stage, slots)
+    state = model_state(profile, strategy, slots)
     free = profile.slot_memory_bytes - state.resident - state.backward
     return max(1, free // max(1, profile.activation_bytes_per_sample))
 
 
-def describe(profile: ModelProfile, stages: Sequence[int], slots: int) -> list[str]:
+def describe(profile: ModelProfile, strategies: Sequence[Strategy], slots: int) -> list[str]:
     """The lines that tell a person what the profile found."""
     gib, mib = 2**30, 2**20
     lines = [
@@ -74,11 +80,11 @@ def describe(profile: ModelProfile, stages: Sequence[int], slots: int) -> list[s
         f"activations {profile.activation_bytes_per_sample / mib:.2f} MiB per sample, "
         f"{profile.flops_per_sample / 1e9:.3f} GFLOP per sample (forward and backward)",
     ]
-    for stage in stages:
-        needed = required_bytes(profile, stage, slots, 1) / gib
-        largest = largest_micro_batch(profile, stage, slots)
+    for strategy in strategies:
+        needed = required_bytes(profile, strategy, slots, 1) / gib
+        largest = largest_micro_batch(profile, strategy, slots)
         lines.append(
-            f"stage {stage}: about {needed:.2f} GiB per slot at micro batch 1, "
+            f"{strategy.label}: about {needed:.2f} GiB per slot at micro batch 1, "
             f"approximate largest micro batch {largest}"
         )
     return lines

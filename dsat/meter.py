@@ -147,6 +147,11 @@ class Meter:
         self._complete = False
         self._warnings: list[str] = []
 
+    def warn(self, text: str) -> None:
+        """Adds what a person should know although the trial runs."""
+        if text not in self._warnings:
+            self._warnings.append(text)
+
     def attach(self, engine: Any) -> None:
         """Starts measuring an engine.
 
@@ -273,7 +278,7 @@ class Meter:
             )
         applied = self.steps_seen - self._skipped
         self._warm_up_over = applied + 1 >= self.spec.start_step
-        if applied >= self.spec.start_step and not skipped:
+        if applied >= self.spec.start_step and not skipped and marks.complete(self.spec.gas):
             self._steps.append(marks)
             if len(self._steps) >= self._next_check:
                 self._check()
@@ -361,6 +366,14 @@ class _StepMarks:
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
+
+    def complete(self, gas: int) -> bool:
+        """Whether no micro step is missing, as at the end of an epoch of the data.
+
+        A script may leave out the engine's `forward` or `backward`, but hardly both.
+        """
+        counted = max(self.micro_steps, len(self.phases["backward"]))
+        return counted == 0 or counted >= gas
 
     def milliseconds(self, clock: Clock) -> list[float]:
         """Latency, then the phases' sums."""

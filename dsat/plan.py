@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from dsat.ds_config import AUTO
+from dsat.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.trial import BatchTriple, Objective
+
+_TUPLES = ("zero_stages", "micro_batches", "tune", "fix")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,14 @@ class Plan:
         train_batch_size: if given, the exact global batch of every configuration.
         divisible_by: micro batches are multiples of this.
         slot_memory_bytes: if given, what a slot may use at most.
+        micro_batches: if given, only these micro batches.
+        min_micro_batch, max_micro_batch: bounds on the micro batch, both allowed.
+        max_train_batch_size: if given, gradient accumulation fills the global batch up to this.
+        tune, fix: settings that the user freed, or wants left alone.
+        choices: values that they listed, by setting.
+        switches: the script's own switches that can be searched, with the user's value.
+        offload_helps: whether slots have memory of their own, which offloading relieves.
+        nvme_path: where offloading to NVMe may write.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
             are comparable only while it stays the same.
     """
@@ -40,6 +52,16 @@ class Plan:
     train_batch_size: int | None = None
     divisible_by: int = 1
     slot_memory_bytes: int | None = None
+    micro_batches: tuple[int, ...] = ()
+    min_micro_batch: int = 1
+    max_micro_batch: int | None = None
+    max_train_batch_size: int | None = None
+    tune: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    offload_helps: bool = False
+    nvme_path: str | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,21 +70,45 @@ class Plan:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings of `zero_optimization` that the user chose by hand: they stay as they are."""
-        return tuple(self.base_config.get("zero_optimization", {}))
+        """Settings of `zero_optimization` that stay as they are: those that the user chose by
+        hand, "auto" excepted, and did not free, and those that they fixed."""
+        zero = self.base_config.get("zero_optimization") or {}
+        freed = {"stage", *self.tune, *self.choices}
+        chosen = [key for key, value in zero.items() if value != AUTO and key not in freed]
+        return (*chosen, *self.fix)
+
+    @property
+    def allowed_micro_batches(self) -> Sequence[int]:
+        """All micro batches that may be tried, ascending."""
+        largest = self.max_micro_batch or LARGEST_MICRO_BATCH
+        if self.max_train_batch_size is not None:
+            largest = min(largest, self.max_train_batch_size // self.slots_per_trial)
+        return allowed_micro_batches(
+            train_batch_size=self.train_batch_size,
+            divisible_by=self.divisible_by,
+            slots=self.slots_per_trial,
+            listed=self.micro_batches,
+            smallest=self.min_micro_batch,
+            largest=largest,
+        )
 
     def admits(self, batch: BatchTriple) -> bool:
         """Whether batch sizes keep to what the user demanded of them."""
-        exact = self.train_batch_size in (None, batch.train_batch_size)
-        return exact and batch.micro_batch % self.divisible_by == 0
+        if self.train_batch_size not in (None, batch.train_batch_size):
+            return False
+        largest = self.max_train_batch_size
+        if largest is not None and batch.train_batch_size > largest:
+            return False
+        return batch.micro_batch % self.divisible_by == 0
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "zero_stages": list(self.zero_stages)}
+        lists = {name: list(getattr(self, name)) for name in _TUPLES}
+        return {**asdict(self), **lists}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         values = {f.name: data[f.name] for f in fields(cls)}
-        values["zero_stages"] = tuple(values["zero_stages"])
+        values.update({name: tuple(values[name]) for name in _TUPLES})
         values["own_batch"] = BatchTriple(**values["own_batch"])
         return cls(**values)
 

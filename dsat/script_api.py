@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config
+from dsat import arguments, ds_config
 from dsat.ds_config import CONFIG_KEY, OVERWRITE_KEY
 from dsat.errors import UserInputError
+from dsat.journal import write_atomically
+
+_HF_CONFIG_FLAG = "--deepspeed"
+_TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
 
 
 def get_ds_config_from_hparams(
@@ -39,14 +44,44 @@ def get_ds_config_from_hparams(
         )
     base = hparams[CONFIG_KEY]
     if not isinstance(base, Mapping):
-        path = Path(base_dir) / base
-        try:
-            base = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserInputError(
-                f"the DeepSpeed configuration cannot be read: {error}", where=str(path)
-            ) from error
+        base = _read_config(Path(base_dir) / base)
     return ds_config.merge(base, hparams.get(OVERWRITE_KEY) or {})
+
+
+def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
+    """The command-line arguments with which a Hugging Face Trainer runs this trial.
+
+    `--deepspeed` is pointed to a configuration with `hparams["overwrite_deepspeed_args"]` laid over
+    the file that it names, and the batch sizes among the arguments are made to agree with it.
+    Without such overrides the arguments stay as they are. Drop-in for
+    `determined.pytorch.dsat.get_hf_args_with_overwrites`, but the user's own file is left alone:
+    every configuration gets a file of its own.
+
+    Args:
+        args: as in `sys.argv[1:]`, for `HfArgumentParser`.
+        hparams: the trial's hyperparameters.
+
+    Raises:
+        UserInputError: the arguments name no DeepSpeed configuration, or it cannot be read.
+    """
+    overrides = hparams.get(OVERWRITE_KEY)
+    if not overrides:
+        return list(args)
+    path = arguments.value_of(args, _HF_CONFIG_FLAG)
+    if not path:
+        raise UserInputError(
+            f"the arguments name no DeepSpeed configuration: {list(args)}",
+            where="get_hf_args_with_overwrites",
+            hint=f"Add {_HF_CONFIG_FLAG} with the path of the file, for example "
+            f"{_HF_CONFIG_FLAG} ds_config.json.",
+        )
+    base = _read_config(Path(path))
+    merged = ds_config.merge(base, overrides)
+    if merged != base:
+        path = str(_file_of(merged))
+    mappings = {**arguments.HF_BATCH_FLAGS, _HF_CONFIG_FLAG: _HF_CONFIG_FLAG}
+    values = {**merged, _HF_CONFIG_FLAG: path}
+    return list(arguments.rewrite(args, values, mappings, add=True))
 
 
 @contextlib.contextmanager
@@ -76,3 +111,28 @@ def dsat_reporting_context(
             )
             op.report_completed(metrics)
         raise
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserInputError(
+            f"the DeepSpeed configuration cannot be read: {error}", where=str(path)
+        ) from error
+    if not isinstance(config, dict):
+        raise UserInputError("does not hold a JSON object", where=str(path))
+    return config
+
+
+def _file_of(config: Mapping[str, Any]) -> Path:
+    """A file with a configuration: the same one for the same configuration, so that all ranks of a
+    trial agree on it, whichever writes it."""
+    # Not in the user's folder, which may be shared, read-only or kept under version control.
+    folder = os.environ.get(_TRIAL_DIR_VARIABLE)
+    name = f"ds_config_{ds_config.fingerprint(config)[:16]}.json"
+    if folder is None:
+        folder, name = tempfile.gettempdir(), f"dsat_{os.getuid()}_{name}"
+    path = Path(folder) / name
+    write_atomically(path, json.dumps(config, indent=2) + "\n")
+    return path.resolve()

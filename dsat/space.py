@@ -1,74 +1,233 @@
-"""What may be tried: the knobs of each ZeRO stage, their conditions, and the micro batches."""
+"""What may be tried: the knobs of each strategy, their conditions, and the micro batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from dsat import ds_config
+from dsat.strategy import CPU, NONE, NVME, Strategy, of_config
 from dsat.trial import BatchTriple
 
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGES = (1, 2, 3)
 LARGEST_MICRO_BATCH = 2**20
 
+GRADIENT_CHECKPOINTING = "gradient_checkpointing"
+GAS = "gradient_accumulation_steps"
+# Settings of a proposal that are no keys of `zero_optimization`.
+_TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
+SCRIPT_SWITCHES = (GRADIENT_CHECKPOINTING,)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides whether a knob can matter.
+
+    Attributes:
+        cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
+    """
+
+    strategy: Strategy
+    slots: int
+    cpu_adam: bool = False
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a knob can matter."""
+
+    text: str
+    holds: Callable[[Situation], bool]
+
+
+_ALWAYS = Condition("always", lambda s: True)
+_SEVERAL_SLOTS = Condition("more than one slot", lambda s: s.slots > 1)
+_FETCHES = Condition(
+    "more than one slot, or offloaded parameters",
+    lambda s: s.slots > 1 or s.strategy.offload_param != NONE,
+)
+_OPTIMIZER_OFFLOADED = Condition(
+    "an offloaded optimizer", lambda s: s.strategy.offload_optimizer != NONE
+)
+_PARTLY_OFFLOADED = Condition(
+    "DeepSpeedCPUAdam on the cpu",
+    lambda s: s.strategy.offload_optimizer == CPU and s.cpu_adam,
+)
+_COPIES_TO_HOST = Condition(
+    "more than one slot and an offloaded optimizer",
+    lambda s: s.slots > 1 and s.strategy.offload_optimizer != NONE,
+)
+_PARAMETERS_OFFLOADED = Condition(
+    "offloaded parameters", lambda s: s.strategy.offload_param != NONE
+)
+_IF_ASKED_FOR = Condition("only with --tune", lambda s: False)
+
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting of `zero_optimization` that a search may choose.
+    """One setting that a search may choose.
 
     Attributes:
-        stages: the ZeRO stages in which it has an effect.
-        needs_data_parallel: without effect when there is a single data-parallel slot.
+        key: in `zero_optimization`; a dot leads into a section of it.
+        values: DeepSpeed's default first.
+        stages: the ZeRO stages that read it.
+        condition: when it can matter in them.
         reason: why it is worth trying, in one line.
+        elements: whether the values count parameters, so that any beyond the model's are alike.
     """
 
     key: str
-    values: tuple[int | bool, ...]
+    values: tuple[Any, ...]
     stages: tuple[int, ...]
-    needs_data_parallel: bool
+    condition: Condition
     reason: str
+    elements: bool = False
 
 
-_BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
+_BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
+_BUCKETS += (10**9, 5 * 10**9)
 
-# The values are those of Determined's DeepSpeed Autotune 0.37 (its DEFAULT_ZERO_SEARCH_SPACE). That
-# a knob does nothing on one slot was read in deepspeed 0.19.8: runtime/utils.py:1012 (allgather),
-# runtime/zero/stage_1_and_2.py (reductions are skipped when the process group has one member).
+# Where a setting is read, and that it does nothing on one slot, was seen in deepspeed 0.19.8:
+# runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
+# runtime/zero/parameter_offload.py, runtime/zero/partition_parameters.py:74,1559. The buckets' and
+# switches' values are those of Determined's DeepSpeed Autotune 0.37 (DEFAULT_ZERO_SEARCH_SPACE).
 KNOBS = (
     Knob(
         "reduce_bucket_size",
         _BUCKETS,
         (1, 2, 3),
-        False,
+        _ALWAYS,
         "small buckets save memory, large ones need fewer reductions",
+        elements=True,
     ),
     Knob(
         "allgather_bucket_size",
         _BUCKETS,
-        (1, 2, 3),
-        True,
+        (1, 2),
+        _SEVERAL_SLOTS,
         "small buckets save memory, large ones need fewer gathers",
+        elements=True,
     ),
-    Knob("overlap_comm", (True, False), (2, 3), True, "hides reductions behind the backward pass"),
     Knob(
-        "reduce_scatter", (True, False), (2, 3), True, "reduce-scatter moves less than all-reduce"
+        "overlap_comm",
+        (False, True),
+        (1, 2),
+        _SEVERAL_SLOTS,
+        "hides reductions behind the backward pass, for a second bucket",
+    ),
+    Knob(
+        "overlap_comm",  # zero/config.py:382: on by default in stage 3 alone
+        (True, False),
+        (3,),
+        _SEVERAL_SLOTS,
+        "hides reductions behind the backward pass, for a second bucket",
+    ),
+    Knob(
+        "reduce_scatter",
+        (True, False),
+        (1, 2, 3),
+        _SEVERAL_SLOTS,
+        "reduce-scatter moves less than all-reduce, in more operations",
     ),
     Knob(
         "contiguous_gradients",
         (True, False),
-        (2, 3),
-        False,
+        (1, 2, 3),
+        _ALWAYS,
         "avoids fragmentation at the price of a copy",
     ),
     Knob(
-        "allgather_partitions", (True, False), (3,), True, "one gather against several broadcasts"
+        "round_robin_gradients",
+        (False, True),
+        (1, 2),
+        _COPIES_TO_HOST,
+        "spreads the copies of gradients to the host over the ranks",
+    ),
+    Knob(
+        "allgather_partitions",
+        (True, False),
+        (1, 2, 3),
+        _IF_ASKED_FOR,
+        "one gather against several broadcasts; nothing in deepspeed 0.19.8 reads it",
+    ),
+    Knob(
+        "stage3_max_live_parameters",
+        (10**9, 10**8, 10**10),
+        (3,),
+        _FETCHES,
+        "more parameters kept after use need fewer gathers",
+        elements=True,
+    ),
+    Knob(
+        "stage3_max_reuse_distance",
+        (10**9, 10**8, 10**10),
+        (3,),
+        _FETCHES,
+        "keeps parameters that are soon used again",
+        elements=True,
+    ),
+    Knob(
+        "stage3_prefetch_bucket_size",
+        (5 * 10**7, 5 * 10**6, 5 * 10**8),
+        (3,),
+        _FETCHES,
+        "fetching further ahead hides gathers",
+        elements=True,
+    ),
+    Knob(
+        "stage3_param_persistence_threshold",
+        (10**5, 10**4, 10**6),
+        (3,),
+        _FETCHES,
+        "small parameters are cheaper kept than gathered",
+        elements=True,
+    ),
+    Knob(
+        "sub_group_size",
+        (10**9, 10**8, 10**7),
+        (3,),
+        _ALWAYS,
+        "small groups need smaller copies in the optimizer step, and more of them",
+        elements=True,
+    ),
+    Knob(
+        "offload_optimizer.pin_memory",
+        (True, False),
+        (1, 2, 3),
+        _OPTIMIZER_OFFLOADED,
+        "pinned memory is copied faster, and is not to be had for anything else",
+    ),
+    Knob(
+        "offload_optimizer.ratio",
+        (1.0, 0.75, 0.5),
+        (3,),
+        _PARTLY_OFFLOADED,
+        "the rest of the optimizer's step is made on the accelerator",
+    ),
+    Knob(
+        "offload_param.pin_memory",
+        (True, False),
+        (3,),
+        _PARAMETERS_OFFLOADED,
+        "pinned memory is copied faster, and is not to be had for anything else",
     ),
 )
+# What `--tune` and `--fix` may name besides the knobs: whole sections, and the script's switches.
+SECTIONS = ("offload_optimizer", "offload_param")
+KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
 
 
 def allowed_micro_batches(
-    *, train_batch_size: int | None, divisible_by: int, slots: int
+    *,
+    train_batch_size: int | None,
+    divisible_by: int,
+    slots: int,
+    listed: Sequence[int] = (),
+    smallest: int = 1,
+    largest: int = LARGEST_MICRO_BATCH,
 ) -> Sequence[int]:
     """All micro batches that may be tried, ascending.
 
@@ -76,108 +235,272 @@ def allowed_micro_batches(
         train_batch_size: if given, micro batch x gas x slots must be exactly this.
         divisible_by: micro batches must be multiples of this.
         slots: data-parallel slots of a trial.
+        listed: if given, only these.
+        smallest, largest: bounds, both allowed.
 
     Returns:
-        An ascending sequence, empty when the two constraints cannot be met together.
+        An ascending sequence, empty when the constraints cannot be met together.
     """
-    if train_batch_size is None:
-        return range(divisible_by, LARGEST_MICRO_BATCH + 1, divisible_by)
-    if train_batch_size % slots:
-        return ()
-    per_slot = train_batch_size // slots
-    small = [d for d in range(1, int(per_slot**0.5) + 1) if per_slot % d == 0]
-    divisors = sorted({*small, *(per_slot // d for d in small)})
-    return tuple(d for d in divisors if d % divisible_by == 0)
+    if train_batch_size is None and not listed:
+        first = -(-smallest // divisible_by) * divisible_by
+        return range(first, largest + 1, divisible_by)
+    candidates: Collection[int] = listed
+    if train_batch_size is not None:
+        per_slot, rest = divmod(train_batch_size, slots)
+        small = [d for d in range(1, int(per_slot**0.5) + 1) if per_slot % d == 0]
+        divisors = {*small, *(per_slot // d for d in small)} if not rest else set()
+        candidates = divisors & set(listed) if listed else divisors
+    return tuple(
+        size
+        for size in sorted(candidates)
+        if size % divisible_by == 0 and smallest <= size <= largest
+    )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A strategy and all settings that may be tried with it.
+
+    Attributes:
+        base: settings that all of its configurations have; flat, as in a proposal.
+        knobs: what differs, DeepSpeed's default (or the user's own choice) first.
+    """
+
+    strategy: Strategy
+    base: Mapping[str, Any]
+    knobs: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    @property
+    def count(self) -> int:
+        """How many settings it has."""
+        return prod(len(values) for _, values in self.knobs)
+
+    def settings(self, index: int) -> dict[str, Any]:
+        """The settings number `index`; number 0 has the first value of every knob."""
+        chosen = {"stage": self.strategy.stage, **self.base}
+        for key, values in self.knobs:
+            index, digit = divmod(index, len(values))
+            chosen[key] = values[digit]
+        return chosen
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What of the settings a search may choose.
+
+    Attributes:
+        fixed: settings of `zero_optimization` that the user chose by hand.
+        tune: settings that they freed all the same, or want searched that otherwise are not.
+        choices: values that they listed, by setting; these and no others are tried.
+        switches: switches of the script that can be searched, with the user's own value.
+        nvme_path: where offloading to NVMe may write.
+    """
+
+    fixed: Collection[str] = ()
+    tune: Collection[str] = ()
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    nvme_path: str | None = None
 
 
 class Space:
-    """Every configuration that may be tried: stage x knob values x micro batch.
+    """Every configuration that may be tried: strategy x knob values x micro batch.
 
     Args:
-        stages: the ZeRO stages to search.
+        strategies: the strategies to search.
         micro_batches: allowed micro batches, ascending.
         slots: data-parallel slots of a trial.
-        gas: gradient accumulation steps, unless `train_batch_size` decides them.
+        gas: gradient accumulation steps, unless a global batch decides them.
         train_batch_size: if given, gas makes every batch exactly this.
-        fixed: settings of `zero_optimization` that the user chose by hand: not searched.
-        num_params: buckets that could never be filled by this many parameters are left out.
+        max_train_batch_size: if given, gas makes every batch as large as this lets it be.
+        freedom: what of the settings may be chosen.
+        config: the user's DeepSpeed configuration.
+        num_params: sizes that the model could never fill are left out.
     """
 
     def __init__(
         self,
         *,
-        stages: Sequence[int],
+        strategies: Sequence[Strategy],
         micro_batches: Sequence[int],
         slots: int,
-        gas: int,
+        gas: int = 1,
         train_batch_size: int | None = None,
-        fixed: Sequence[str] = (),
+        max_train_batch_size: int | None = None,
+        freedom: Freedom = Freedom(),
+        config: Mapping[str, Any] | None = None,
         num_params: int | None = None,
     ) -> None:
-        self.stages = tuple(stages)
         self.micro_batches = micro_batches
         self.slots = slots
         self._gas = gas
         self._train_batch_size = train_batch_size
-        self._knobs = {
-            stage: [
-                (knob.key, _useful_values(knob, num_params))
-                for knob in KNOBS
-                if stage in knob.stages
-                and knob.key not in fixed
-                and (slots > 1 or not knob.needs_data_parallel)
-            ]
-            for stage in self.stages
-        }
+        self._max_train_batch_size = max_train_batch_size
+        self.branches = tuple(
+            _branch(strategy, slots, freedom, config or {}, num_params) for strategy in strategies
+        )
 
-    def num_zero_configs(self, stage: int) -> int:
-        """How many ZeRO sections the stage has."""
-        count = 1
-        for _, values in self._knobs[stage]:
-            count *= len(values)
-        return count
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return tuple(branch.strategy for branch in self.branches)
 
-    def zero_config(self, stage: int, index: int) -> dict[str, Any]:
-        """The ZeRO section number `index` (from 0) of a stage."""
-        section: dict[str, Any] = {"stage": stage}
-        for key, values in self._knobs[stage]:
-            index, digit = divmod(index, len(values))
-            section[key] = values[digit]
-        return section
-
-    def batch(self, micro_batch: int) -> BatchTriple:
-        """The batch sizes that go with a micro batch."""
-        gas = self._gas
+    def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
+        """The batch sizes that go with a micro batch and with settings that may name gas."""
+        step = micro_batch * self.slots
         if self._train_batch_size is not None:
-            gas = self._train_batch_size // (micro_batch * self.slots)
-        return BatchTriple(micro_batch * gas * self.slots, micro_batch, gas)
+            gas = self._train_batch_size // step
+        elif self._max_train_batch_size is not None:
+            gas = max(1, self._max_train_batch_size // step)
+        else:
+            gas = int((settings or {}).get(GAS, self._gas))
+        return BatchTriple(step * gas, micro_batch, gas)
 
     def describe(self) -> list[str]:
-        """One line per stage: what is searched in it."""
+        """One line per branch: what is searched in it."""
         return [
-            f"stage {stage}: "
-            + (", ".join(f"{key} {_short(values)}" for key, values in knobs) or "no knobs")
-            for stage, knobs in self._knobs.items()
+            f"{branch.strategy.label}: "
+            + (", ".join(f"{key} {_short(values)}" for key, values in branch.knobs) or "no knobs")
+            for branch in self.branches
         ]
 
 
-def smallest_buckets(*, fixed: Sequence[str]) -> dict[str, int]:
+def defaults(stage: int) -> dict[str, Any]:
+    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given."""
+    return {k.key: k.values[0] for k in KNOBS if stage in k.stages and "." not in k.key}
+
+
+def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
     """The bucket sizes that need the least memory, but for those the user chose."""
-    return {k.key: k.values[0] for k in KNOBS if k.values is _BUCKETS and k.key not in fixed}
+    return {
+        knob.key: min(knob.values)
+        for knob in KNOBS
+        if knob.values is _BUCKETS and stage in knob.stages and knob.key not in fixed
+    }
 
 
-def overrides_for(zero: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
+def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
     """The DeepSpeed settings of one trial, to be laid over the user's configuration."""
-    return {"zero_optimization": dict(zero), **batch.config()}
+    zero: dict[str, Any] = {}
+    overrides: dict[str, Any] = batch.config()
+    for key, value in settings.items():
+        if key in _TOP_LEVEL:
+            overrides[key] = value
+        elif key not in (*SCRIPT_SWITCHES, GAS):
+            section, _, inner = key.partition(".")
+            if inner:
+                zero[section] = {**zero.get(section, {}), inner: value}
+            elif isinstance(value, Mapping):
+                zero[key] = {**zero.get(key, {}), **value}
+            else:
+                zero[key] = value
+    return {"zero_optimization": zero, **overrides} if zero else overrides
 
 
-def _useful_values(knob: Knob, num_params: int | None) -> tuple[int | bool, ...]:
-    """A bucket larger than the model is allocated but never filled: one such is enough."""
-    if knob.values is not _BUCKETS or num_params is None:
+def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches of the script itself that one trial sets."""
+    return {key: settings[key] for key in SCRIPT_SWITCHES if key in settings}
+
+
+def strategy_settings(
+    strategy: Strategy, config: Mapping[str, Any], nvme_path: str | None = None
+) -> dict[str, Any]:
+    """The flat settings that turn the user's configuration into one of a strategy.
+
+    Offloading that the user configured is switched off where a stage has none.
+    """
+    zero = config.get("zero_optimization") or {}
+    own = of_config(config, 3)
+    settings: dict[str, Any] = {}
+    for section, wanted, has in (
+        ("offload_optimizer", strategy.offload_optimizer, own.offload_optimizer),
+        ("offload_param", strategy.offload_param, own.offload_param),
+    ):
+        if wanted == has:
+            continue
+        settings[f"{section}.device"] = wanted
+        if wanted == NVME and nvme_path is not None:
+            settings[f"{section}.nvme_path"] = nvme_path
+    given = zero.get("offload_optimizer")
+    if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
+        settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
+    if strategy.offload_optimizer != NONE and not config.get("optimizer"):
+        # Without it DeepSpeed refuses to offload an optimizer that the script made.
+        settings["zero_force_ds_cpu_optimizer"] = False
+    return settings
+
+
+def _branch(
+    strategy: Strategy,
+    slots: int,
+    freedom: Freedom,
+    config: Mapping[str, Any],
+    num_params: int | None,
+) -> Branch:
+    zero = config.get("zero_optimization") or {}
+    situation = Situation(strategy, slots, _makes_cpu_adam(config))
+    knobs: list[tuple[str, tuple[Any, ...]]] = []
+    for knob in KNOBS:
+        if strategy.stage not in knob.stages or not _is_free(knob.key, freedom):
+            continue
+        asked_for = knob.condition is _IF_ASKED_FOR and (
+            knob.key in freedom.tune or knob.key in freedom.choices
+        )
+        if not (asked_for or knob.condition.holds(situation)):
+            continue
+        listed = freedom.choices.get(knob.key)
+        values = tuple(listed) if listed else _useful_values(knob, num_params)
+        own = zero.get(knob.key)
+        if not listed and own is not None and own != ds_config.AUTO:
+            values = (own, *(value for value in values if value != own))
+        knobs.append((knob.key, values))
+    known = {knob.key for knob in KNOBS}
+    for key, listed in freedom.choices.items():
+        if key not in known and (strategy.stage > 0 or key == GAS):
+            if key == "offload_param" and strategy.stage != 3:
+                continue
+            knobs.append((key, tuple(listed)))
+    for switch, own in freedom.switches.items():
+        if _is_free(switch, freedom):
+            knobs.append((switch, (own, not own)))
+    base = strategy_settings(strategy, config, freedom.nvme_path)
+    return Branch(strategy, base, tuple(knobs))
+
+
+def _is_free(key: str, freedom: Freedom) -> bool:
+    if key in freedom.choices or key in freedom.tune:
+        return True
+    section = key.partition(".")[0]
+    return not any(
+        ds_config.same_setting(fixed, name) for fixed in freedom.fixed for name in (key, section)
+    )
+
+
+def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed makes its own Adam for an offloaded optimizer (engine.py, 0.19.8)."""
+    optimizer = config.get("optimizer") or {}
+    parameters = optimizer.get("params") or {}
+    kind = str(optimizer.get("type", "")).lower()
+    return kind in ("adam", "adamw") and not parameters.get("torch_adam", False)
+
+
+def _useful_values(knob: Knob, num_params: int | None) -> tuple[Any, ...]:
+    """A size beyond the model is like any other beyond it: the smallest of them is enough."""
+    if not knob.elements or num_params is None:
         return knob.values
-    enough = [value for value in _BUCKETS if value >= num_params][:1]
-    return tuple(value for value in _BUCKETS if value < num_params) + tuple(enough)
+    enough = min((value for value in knob.values if value >= num_params), default=None)
+    kept = [value for value in knob.values if value < num_params or value == enough]
+    if knob.values[0] not in kept and enough is not None:  # the default, by another name
+        kept.remove(enough)
+        kept.insert(0, enough)
+    return tuple(kept)
 
 
-def _short(values: Sequence[int | bool]) -> str:
-    return "|".join(str(v).lower() if isinstance(v, bool) else f"{v:.0e}" for v in values)
+def _short(values: Sequence[Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, (bool, str, float)):
+            return str(value).lower()
+        if isinstance(value, int):
+            return f"{value:.0e}" if value >= 10**6 else str(value)
+        return str(dict(value)) if isinstance(value, Mapping) else str(value)
+
+    return "|".join(text(value) for value in values)

@@ -81,16 +81,16 @@ class BatchTriple:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a search wants tried: a ZeRO section and a micro batch.
+    """What a search wants tried: settings and a micro batch.
 
     Attributes:
-        zero: the knobs of `zero_optimization`, `stage` among them.
+        settings: flat, by the names of the knobs, `stage` among them; a dot leads into a section.
         micro_batch: samples per slot and micro step.
-        lineage: the search's number for this ZeRO section.
+        lineage: the search's number for these settings.
         note: what the search wants remembered (a rung, say); shown to people, never read back.
     """
 
-    zero: Mapping[str, Any]
+    settings: Mapping[str, Any]
     micro_batch: int
     lineage: int
     note: Mapping[str, int] = field(default_factory=dict)
@@ -102,9 +102,12 @@ class Trial:
 
     Attributes:
         id: sequential from 0; 0 is the model profile.
-        name: says what it is (`z2_mbs4_gas1_a1b2`); unique in the run.
+        name: says what it is (`z2_gas1_tmbspg4`); unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
+        strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
+        script_args: switches of the script itself (`gradient_checkpointing`).
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
     id: int
@@ -113,9 +116,16 @@ class Trial:
     stage: int
     batch: BatchTriple
     overrides: Mapping[str, Any]
+    strategy: str = ""
+    script_args: Mapping[str, Any] = field(default_factory=dict)
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
+    script_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.strategy:
+            object.__setattr__(self, "strategy", f"z{self.stage}")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "kind": self.kind.value}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dsat import ds_config
+from dsat import ds_config, ladder
 from dsat.errors import JournalMismatch
 from dsat.journal import SCHEMA_VERSION
 from dsat.plan import Plan
@@ -25,10 +25,18 @@ from dsat.run import (
     Run,
 )
 from dsat.search import SEARCHES, Search
-from dsat.space import Space, allowed_micro_batches, overrides_for, smallest_buckets
+from dsat.space import (
+    Freedom,
+    Space,
+    defaults,
+    overrides_for,
+    script_args_for,
+    smallest_buckets,
+    strategy_settings,
+)
+from dsat.strategy import Strategy, of_config
 from dsat.trial import (
     BatchTriple,
-    ModelProfile,
     Outcome,
     OutcomeKind,
     Proposal,
@@ -49,6 +57,16 @@ _SAID_AS = {
     "slots_per_trial": "slots per trial",
     "train_batch_size": "a --train-batch-size",
     "zero_stages": "--zero-stages",
+    "micro_batches": "a list of micro batches",
+    "min_micro_batch": "a smallest micro batch",
+    "max_micro_batch": "a largest micro batch",
+    "max_train_batch_size": "a max_train_batch_size",
+    "tune": "--tune",
+    "fix": "--fix",
+    "choices": "lists of values",
+    "switches": "switches of the script",
+    "offload_helps": "slots",
+    "nvme_path": "a --nvme-path",
 }
 
 
@@ -91,7 +109,9 @@ class Tuner:
         self._last_event_s = clock()
         self._search: Search | None = None
         self._failure: str | None = None
-        self._profile_again = False
+        self._rescue = ladder.rescue(plan)
+        self._rung = -1  # of the ladder; -1: the user's own strategy
+        self._next_profile: int | None = None  # its micro batch
         self._waiting = False  # the search had nothing to try, and nothing was told since
         self._proposals: dict[int, Proposal] = {}
         self._trial_by_config: dict[str, int] = {}
@@ -173,14 +193,14 @@ class Tuner:
         """The next trial; None if there is none now. Changes the search, so each call counts."""
         if not self.run.trials:
             return self._profile_trial(self._smallest_micro_batch())
-        if self._profile_again:
-            self._profile_again = False
-            return self._profile_trial(self.plan.own_batch.micro_batch)
+        if self._next_profile is not None:
+            micro_batch, self._next_profile = self._next_profile, None
+            return self._profile_trial(micro_batch)
         if self._search is None or self._waiting or self.stop_reason is not None:
             return None
-        if self.run.baseline is None:
+        if self.run.baseline is None and self._rung < 0:
             own = self.plan.own_batch
-            return self._trial(TrialKind.BASELINE, own.config(), own)
+            return self._trial(TrialKind.BASELINE, own.config(), own, self.plan.switches)
         trial = self._ask()
         if trial is None:
             self._waiting = True
@@ -194,11 +214,12 @@ class Tuner:
         """
         assert self._search is not None
         while (proposal := self._search.ask()) is not None:
-            batch = self._space.batch(proposal.micro_batch)
-            overrides = overrides_for(proposal.zero, batch)
-            known = self._trial_by_config.get(self._fingerprint(overrides))
+            batch = self._space.batch(proposal.micro_batch, proposal.settings)
+            overrides = overrides_for(proposal.settings, batch)
+            script_args = script_args_for(proposal.settings)
+            known = self._trial_by_config.get(self._fingerprint(overrides, script_args))
             if known is None:
-                trial = self._trial(TrialKind.SEARCH, overrides, batch, proposal)
+                trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
                 self._proposals[trial.id] = proposal
                 return trial
             if known in self.run.outcomes:
@@ -220,14 +241,8 @@ class Tuner:
 
     def _begin_search(self, trial: Trial, outcome: Outcome) -> None:
         profile = outcome.profile
-        if outcome.kind is OutcomeKind.ERROR and trial.id == 0:
-            # Some models cannot train on so few samples (batch normalisation, say).
-            own = self.plan.own_batch.micro_batch
-            self._profile_again = own != trial.batch.micro_batch
-            if self._profile_again:
-                return
         if not outcome.ok or profile is None:
-            self._failure = f"the profile trial failed: {outcome.kind.value}: {outcome.message}"
+            self._profile_failed(trial, outcome)
             return
         if self.plan.metric == "FLOPS_per_gpu" and not profile.flops_per_sample:
             self._failure = (
@@ -235,7 +250,7 @@ class Tuner:
                 "kernels?). Use --metric throughput"
             )
             return
-        self._space = self._make_space(profile)
+        self._space = make_space(self.plan, num_params=profile.num_params, rung=self._rung)
         self._search = SEARCHES[self.plan.method](
             profile,
             self.plan.objective,
@@ -244,34 +259,49 @@ class Tuner:
             **self.plan.search_options,
         )
 
-    def _make_space(self, profile: ModelProfile) -> Space:
-        return make_space(self.plan, num_params=profile.num_params)
+    def _profile_failed(self, trial: Trial, outcome: Outcome) -> None:
+        """Profiles again in another way, or ends the run."""
+        smallest, own = self._smallest_micro_batch(), self.plan.own_batch.micro_batch
+        if outcome.kind is OutcomeKind.ERROR and trial.batch.micro_batch == smallest != own:
+            # Some models cannot train on so few samples (batch normalisation, say).
+            self._next_profile = own
+            return
+        out_of_memory = outcome.kind in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+        on_the_ladder = self._rung >= 0 and outcome.kind is OutcomeKind.ERROR
+        if (out_of_memory or on_the_ladder) and self._rung + 1 < len(self._rescue):
+            self._rung += 1
+            self._next_profile = smallest
+            return
+        self._failure = f"the profile trial failed: {outcome.kind.value}: {outcome.message}"
 
     def _smallest_micro_batch(self) -> int:
-        return allowed_micro_batches(
-            train_batch_size=None,
-            divisible_by=self.plan.divisible_by,
-            slots=self.plan.slots_per_trial,
-        )[0]
+        if self.plan.train_batch_size is not None:
+            return max(self.plan.divisible_by, self.plan.min_micro_batch)
+        return self.plan.allowed_micro_batches[0]
 
     def _profile_trial(self, micro_batch: int) -> Trial:
-        batch = BatchTriple(micro_batch * self.plan.slots_per_trial, micro_batch, 1)
-        overrides: dict[str, Any] = batch.config()
-        if ds_config.zero_stage(self.plan.base_config) > 0:
+        base = self.plan.base_config
+        strategy = self._rescue[self._rung] if self._rung >= 0 else of_config(base)
+        settings = strategy_settings(strategy, base, self.plan.nvme_path)
+        if self._rung >= 0:
+            settings["stage"] = strategy.stage
+        if strategy.stage > 0:
             # Default buckets take gigabytes whatever the model: small ones let more models fit.
-            zero = smallest_buckets(fixed=self.plan.fixed)
-            overrides["zero_optimization"] = zero
-        return self._trial(TrialKind.PROFILE, overrides, batch)
+            settings |= smallest_buckets(fixed=self.plan.fixed, stage=strategy.stage)
+        batch = BatchTriple(micro_batch * self.plan.slots_per_trial, micro_batch, 1)
+        overrides = overrides_for(settings, batch)
+        return self._trial(TrialKind.PROFILE, overrides, batch, self.plan.switches)
 
     def _trial(
         self,
         kind: TrialKind,
         overrides: Mapping[str, Any],
         batch: BatchTriple,
+        script_args: Mapping[str, Any],
         proposal: Proposal | None = None,
     ) -> Trial:
-        digest = self._fingerprint(overrides)
-        stage = ds_config.zero_stage(ds_config.merge(self.plan.base_config, overrides))
+        digest = self._fingerprint(overrides, script_args)
+        strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
         trial_id = len(self.run.trials)
         if kind is not TrialKind.PROFILE:
             self._trial_by_config[digest] = trial_id
@@ -279,28 +309,33 @@ class Tuner:
         return Trial(
             id=trial_id,
             kind=kind,
-            name=self._name(kind, stage, batch, digest),
-            stage=stage,
+            name=self._name(kind, strategy, batch, digest),
+            stage=strategy.stage,
+            strategy=strategy.name,
             batch=batch,
             overrides=overrides,
+            script_args=script_args,
             lineage=None if proposal is None else proposal.lineage,
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
         )
 
-    def _fingerprint(self, overrides: Mapping[str, Any]) -> str:
-        no_zero = {"zero_optimization": {"stage": 0}}  # as DeepSpeed understands its absence
-        config = ds_config.merge(no_zero, self.plan.base_config)
-        return ds_config.fingerprint(ds_config.merge(config, overrides))
+    def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
+        config = ds_config.merge(self.plan.base_config, overrides)
+        zero = config.get("zero_optimization") or {}
+        # As DeepSpeed understands what is absent.
+        stage = zero.get("stage", 0)
+        config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}
+        return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 
-    def _name(self, kind: TrialKind, stage: int, batch: BatchTriple, digest: str) -> str:
-        stem = f"z{stage}_mbs{batch.micro_batch}_gas{batch.gas}_"
+    def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
+        """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
+        stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
         if kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
-        length = 4
-        while stem + digest[:length] in self._names:
-            length += 1
-        name = stem + digest[:length]
+        name, length = stem, 4
+        while name in self._names:
+            name, length = f"{stem}_{digest[:length]}", length + 1
         self._names.add(name)
         return name
 
@@ -355,19 +390,28 @@ class Tuner:
             self.plan = plan
 
 
-def make_space(plan: Plan, num_params: int | None = None) -> Space:
-    """The space that a plan searches; what the user set by hand is not part of it."""
+def make_space(plan: Plan, num_params: int | None = None, rung: int = -1) -> Space:
+    """The space that a plan searches; what the user set by hand is not part of it.
+
+    Args:
+        num_params: of the model, once it is known.
+        rung: of the ladder, if the user's own strategy does not fit.
+    """
     return Space(
-        stages=plan.zero_stages,
-        micro_batches=allowed_micro_batches(
-            train_batch_size=plan.train_batch_size,
-            divisible_by=plan.divisible_by,
-            slots=plan.slots_per_trial,
-        ),
+        strategies=ladder.searched(plan) if rung < 0 else ladder.searched_from(plan, rung),
+        micro_batches=plan.allowed_micro_batches,
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
         train_batch_size=plan.train_batch_size,
-        fixed=plan.fixed,
+        max_train_batch_size=plan.max_train_batch_size,
+        freedom=Freedom(
+            fixed=plan.fixed,
+            tune=plan.tune,
+            choices=plan.choices,
+            switches=plan.switches,
+            nvme_path=plan.nvme_path,
+        ),
+        config=plan.base_config,
         num_params=num_params,
     )
 

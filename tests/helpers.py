@@ -12,7 +12,8 @@ import numpy as np
 
 from dsat.plan import Plan
 from dsat.search import SEARCHES, Search
-from dsat.space import Space
+from dsat.space import Freedom, Space
+from dsat.strategy import plain
 from dsat.trial import (
     SMALLER_IS_BETTER,
     BatchTriple,
@@ -63,11 +64,10 @@ def space_of(
     """One stage with up to 8 ZeRO sections, which differ in their bucket size."""
     buckets = (10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9)
     return Space(
-        stages=(stage,),
+        strategies=plain(stage),
         micro_batches=micro_batches,
         slots=1,
-        gas=1,
-        fixed=("contiguous_gradients",),
+        freedom=Freedom(fixed=("contiguous_gradients",)),
         num_params=buckets[lineages - 1],
     )
 
@@ -107,7 +107,8 @@ def play(search: Search, script: str, *, metric: str = "throughput") -> None:
                 key = f"{proposal.lineage}@{proposal.micro_batch}"
                 assert key not in running, f"line {number}: {key} runs already"
                 running[key] = proposal
-                told = {"stage": proposal.zero["stage"]} if len(search.space.stages) > 1 else {}
+                several = len(search.space.branches) > 1
+                told = {"stage": proposal.settings["stage"]} if several else {}
                 words = [f"{name} {number}" for name, number in {**told, **proposal.note}.items()]
                 said = [key, *" ".join(words).split()]
             assert said == [what, *rest], f"line {number}: {line.strip()!r}, but asked {said}"

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dsat.memory import describe, largest_micro_batch, model_state, required_bytes
+from dsat.strategy import Strategy, plain
 from dsat.trial import ModelProfile
 
 P = 1_200_000
@@ -44,10 +45,10 @@ LORA = replace(MODEL, trainable_params=P // 100)
 def test_bytes_per_parameter_on_one_slot(
     profile: ModelProfile, stage: int, resident: int, step_peak: int
 ) -> None:
-    state = model_state(profile, stage, 1)
+    state = model_state(profile, Strategy(stage), 1)
     assert state.resident == resident * P
     assert state.resident + state.step == step_peak * P
-    assert required_bytes(profile, stage, 1, 1) == step_peak * P
+    assert required_bytes(profile, Strategy(stage), 1, 1) == step_peak * P
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_bytes_per_parameter_on_one_slot(
 def test_bytes_per_parameter_on_four_slots(
     profile: ModelProfile, stage: int, resident: float, backward: float, step: float
 ) -> None:
-    state = model_state(profile, stage, 4)
+    state = model_state(profile, Strategy(stage), 4)
     assert state.resident == pytest.approx(resident * P)
     assert state.backward == pytest.approx(backward * P)
     assert state.step == pytest.approx(step * P)
@@ -84,22 +85,25 @@ def test_shards_are_rounded_up(stage: int) -> None:
     shard = 4  # 10 parameters on 3 slots
     whole = shard if stage == 3 else 10
     gradients = 2 * shard if stage == 3 else 0
-    assert model_state(tiny, stage, 3).resident == 2 * whole + 12 * shard + gradients
+    assert model_state(tiny, Strategy(stage), 3).resident == 2 * whole + 12 * shard + gradients
 
 
 @pytest.mark.parametrize("profile", [MODEL, FP32, LORA])
 @pytest.mark.parametrize("slots", [2, 8])
 def test_each_stage_needs_no_more_than_the_one_before(profile: ModelProfile, slots: int) -> None:
-    needed = [required_bytes(profile, stage, slots, 64) for stage in range(4)]
+    needed = [required_bytes(profile, Strategy(stage), slots, 64) for stage in range(4)]
     assert needed == sorted(needed, reverse=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_is_the_backward_pass_or_the_step(stage: int) -> None:
-    state = model_state(MODEL, stage, 1)
+    state = model_state(MODEL, Strategy(stage), 1)
     few, many = 1, 10**6
-    assert required_bytes(MODEL, stage, 1, few) == state.resident + state.step
-    assert required_bytes(MODEL, stage, 1, many) == state.resident + state.backward + 1000 * many
+    assert required_bytes(MODEL, Strategy(stage), 1, few) == state.resident + state.step
+    assert (
+        required_bytes(MODEL, Strategy(stage), 1, many)
+        == state.resident + state.backward + 1000 * many
+    )
 
 
 @pytest.mark.parametrize("profile", [MODEL, FP32, LORA])
@@ -108,19 +112,19 @@ def test_the_peak_is_the_backward_pass_or_the_step(stage: int) -> None:
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
     profile: ModelProfile, stage: int, slots: int
 ) -> None:
-    largest = largest_micro_batch(profile, stage, slots)
-    assert required_bytes(profile, stage, slots, largest) <= profile.slot_memory_bytes
-    assert required_bytes(profile, stage, slots, largest + 1) > profile.slot_memory_bytes
+    largest = largest_micro_batch(profile, Strategy(stage), slots)
+    assert required_bytes(profile, Strategy(stage), slots, largest) <= profile.slot_memory_bytes
+    assert required_bytes(profile, Strategy(stage), slots, largest + 1) > profile.slot_memory_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_largest_micro_batch_is_one_when_not_even_the_model_fits(stage: int) -> None:
     small = replace(MODEL, slot_memory_bytes=3 * P)
-    assert largest_micro_batch(small, stage, 1) == 1
+    assert largest_micro_batch(small, Strategy(stage), 1) == 1
 
 
 def test_a_model_without_activations_has_a_largest_micro_batch() -> None:
-    assert largest_micro_batch(replace(MODEL, activation_bytes_per_sample=0), 1, 1) >= 1
+    assert largest_micro_batch(replace(MODEL, activation_bytes_per_sample=0), Strategy(1), 1) >= 1
 
 
 def test_the_description_gives_every_stage_in_gib() -> None:
@@ -132,7 +136,7 @@ def test_the_description_gives_every_stage_in_gib() -> None:
         activation_bytes_per_sample=gib,
         slot_memory_bytes=80 * gib,
     )
-    head, memory, first, third = describe(model, (1, 3), 1)
+    head, memory, first, third = describe(model, plain(1, 3), 1)
     assert head.startswith(f"parameters {gib:,} (trainable {gib:,}), 2 bytes")
     assert "80.0 GiB" in memory and "1024.00 MiB per sample" in memory and "2.000 GFLOP" in memory
     assert first == (

@@ -143,7 +143,7 @@ def test_the_configuration_is_for_use_as_it_is(tmp_path: Path) -> None:
     assert metrics["trial"] == "t2"
     assert metrics["throughput"] == 150
     text = (tmp_path / "summary.md").read_text()
-    assert "| 1 | 1 | 0 | 0 | 150 samples/s | t2 |" in text
+    assert "| 1 | 1 | 0 | 0 | 150 samples/s | t2 |" in " ".join(text.split())
     assert "Train with it: `train it`" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best_ds_config.json",

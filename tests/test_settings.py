@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsat import settings
+from dsat import options, settings
 from dsat.search import SEARCHES
 
 COMMON: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_help_tells_every_option_and_its_default(
     ],
 )
 def test_memory_sizes(text: str, size: int) -> None:
-    assert settings.memory_size(text) == size
+    assert options.memory_size(text) == size
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_memory_sizes(text: str, size: int) -> None:
     [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2min", 120.0), ("1.5h", 5400.0)],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert settings.duration_s(text) == seconds
+    assert options.duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
 def test_no_memory_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        settings.memory_size(text)
+        options.memory_size(text)

@@ -9,10 +9,12 @@ from dsat.space import (
     DEFAULT_STAGES,
     KNOBS,
     LARGEST_MICRO_BATCH,
+    Freedom,
     Space,
     allowed_micro_batches,
     overrides_for,
 )
+from dsat.strategy import plain
 from dsat.trial import BatchTriple
 
 BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
@@ -25,17 +27,17 @@ def _space(
     num_params: int | None = None,
 ) -> Space:
     return Space(
-        stages=stages,
+        strategies=plain(*stages),
         micro_batches=range(1, 9),
         slots=slots,
-        gas=1,
-        fixed=fixed,
+        freedom=Freedom(fixed=fixed),
         num_params=num_params,
     )
 
 
 def _all_configs(space: Space, stage: int) -> list[dict[str, object]]:
-    return [space.zero_config(stage, n) for n in range(space.num_zero_configs(stage))]
+    [branch] = [branch for branch in space.branches if branch.strategy.stage == stage]
+    return [branch.settings(n) for n in range(branch.count)]
 
 
 # -- micro batches
@@ -103,7 +105,7 @@ def test_batch_sizes_that_go_with_a_micro_batch(
     train_batch_size: int | None, micro_batch: int, expected: BatchTriple
 ) -> None:
     space = Space(
-        stages=(1,),
+        strategies=plain(1),
         micro_batches=range(1, 25),
         slots=2,
         gas=4,
@@ -120,8 +122,18 @@ def test_batch_sizes_that_go_with_a_micro_batch(
     [
         (0, 1, set()),
         (0, 2, set()),
-        (1, 1, {"reduce_bucket_size"}),
-        (1, 2, {"reduce_bucket_size", "allgather_bucket_size"}),
+        (1, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (
+            1,
+            2,
+            {
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+            },
+        ),
         (2, 1, {"reduce_bucket_size", "contiguous_gradients"}),
         (
             2,
@@ -134,17 +146,20 @@ def test_batch_sizes_that_go_with_a_micro_batch(
                 "contiguous_gradients",
             },
         ),
-        (3, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (3, 1, {"reduce_bucket_size", "contiguous_gradients", "sub_group_size"}),
         (
             3,
             8,
             {
                 "reduce_bucket_size",
-                "allgather_bucket_size",
                 "overlap_comm",
                 "reduce_scatter",
                 "contiguous_gradients",
-                "allgather_partitions",
+                "stage3_max_live_parameters",
+                "stage3_max_reuse_distance",
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+                "sub_group_size",
             },
         ),
     ],
@@ -158,7 +173,7 @@ def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "slots", "count"),
-    [(0, 2, 1), (1, 1, 8), (1, 2, 64), (2, 1, 16), (2, 2, 512), (3, 1, 16), (3, 2, 1024)],
+    [(0, 2, 1), (1, 1, 16), (1, 2, 512), (2, 1, 16), (2, 2, 512), (3, 1, 48), (3, 2, 64 * 3**5)],
 )
 def test_every_number_is_another_zero_section(stage: int, slots: int, count: int) -> None:
     configs = _all_configs(_space(slots=slots), stage)
@@ -180,7 +195,7 @@ def test_what_is_fixed_is_not_searched() -> None:
         set(config) == {"stage", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"}
         for config in _all_configs(space, 2)
     )
-    assert space.num_zero_configs(2) == 8 * 2 * 2
+    assert space.branches[2].count == 8 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -204,24 +219,25 @@ def test_one_bucket_that_holds_the_whole_model_is_enough(
         values = sorted({config[key] for config in configs})  # type: ignore[type-var]
         assert values == BUCKETS[:count]
         assert values[-1] == largest
-    assert _space(num_params=num_params).num_zero_configs(2) == count**2 * 2**3, "flags stay"
+    assert _space(num_params=num_params).branches[2].count == count**2 * 2**3, "flags stay"
 
 
 def test_only_the_stages_asked_for() -> None:
     space = _space(stages=DEFAULT_STAGES)
-    assert space.stages == (1, 2, 3)
+    assert space.strategies == plain(1, 2, 3)
     assert [line[:8] for line in space.describe()] == ["stage 1:", "stage 2:", "stage 3:"]
 
 
 def test_a_description_names_the_knobs_and_their_values() -> None:
     assert _space((0, 2), slots=1, num_params=2 * 10**6).describe() == [
         "stage 0: no knobs",
-        "stage 2: reduce_bucket_size 1e+06|5e+06, contiguous_gradients true|false",
+        "stage 2: reduce_bucket_size 5e+06|1e+06, contiguous_gradients true|false",
     ]
 
 
 def test_knobs_are_listed_once_and_say_why() -> None:
-    assert len({knob.key for knob in KNOBS}) == len(KNOBS)
+    listed = [(knob.key, stage) for knob in KNOBS for stage in knob.stages]
+    assert len(set(listed)) == len(listed)
     assert all(knob.reason and len(set(knob.values)) > 1 for knob in KNOBS)
 
 

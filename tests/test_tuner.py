@@ -13,6 +13,7 @@ from dsat.errors import JournalMismatch
 from dsat.plan import Plan
 from dsat.run import HOPELESS_AFTER, Run
 from dsat.search import SEARCHES
+from dsat.strategy import plain
 from dsat.trial import (
     BatchTriple,
     ModelProfile,
@@ -39,7 +40,13 @@ from tests.helpers import (
 # Nothing but the micro batch is left to search: one lineage, whose ZeRO section is the user's own.
 ONE_LINEAGE: Mapping[str, Any] = {
     "zero_stages": (1,),
-    "base_config": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}},
+    "base_config": {
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 1000,
+            "contiguous_gradients": True,
+        }
+    },
 }
 
 
@@ -116,7 +123,9 @@ def test_profile_keeps_to_divisible_by() -> None:
         (None, None),
         ({"stage": 0, "reduce_bucket_size": 5}, None),
         ({"stage": 1}, {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}),
-        ({"stage": 3, "reduce_bucket_size": 5}, {"allgather_bucket_size": 10**6}),
+        ({"stage": 2, "reduce_bucket_size": 5}, {"allgather_bucket_size": 10**6}),
+        ({"stage": 3}, {"reduce_bucket_size": 10**6}),
+        ({"stage": 3, "reduce_bucket_size": 5}, None),
     ],
 )
 def test_profile_has_small_buckets_unless_the_user_chose_them(
@@ -133,7 +142,8 @@ def test_buckets_larger_than_the_profiled_model_are_not_searched() -> None:
     trials = tuner.next_trials(9)
     assert [trial.overrides.get("zero_optimization") for trial in trials] == [
         None,
-        {"stage": 1, "reduce_bucket_size": 10**6},
+        {"stage": 1, "reduce_bucket_size": 10**6, "contiguous_gradients": True},
+        {"stage": 1, "reduce_bucket_size": 10**6, "contiguous_gradients": False},
     ]
 
 
@@ -223,8 +233,9 @@ def test_a_search_that_gives_up_ends_the_run() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.OK])
 def test_a_failed_profile_ends_the_run(kind: OutcomeKind) -> None:
-    # With the smallest micro batch, which is the user's own as well: nothing else is to be tried.
-    tuner, journal = _tuner(plan_of(own_batch=BatchTriple(1, 1, 1)))
+    # With the smallest micro batch, which is the user's own as well, and in the only stage: nothing
+    # else is to be tried.
+    tuner, journal = _tuner(plan_of(own_batch=BatchTriple(1, 1, 1), zero_stages=(0,)))
     tuner.next_trials(1)
     tuner.record(0, replace(failed(kind, "it broke"), profile=weightless(15)))
     assert tuner.failed and tuner.finished
@@ -281,8 +292,8 @@ def test_the_plan_reaches_the_search(method: str) -> None:
     search = tuner._search
     assert type(search) is SEARCHES[method]
     assert search.objective == Objective("latency")
-    assert search.space.stages == (2,)
-    assert search._ceilings == {2: 30}
+    assert search.space.strategies == plain(2)
+    assert search._ceilings == [30]
 
 
 @pytest.mark.parametrize("method", SEARCHES)
@@ -293,7 +304,7 @@ def test_the_seed_decides_the_trials(method: str) -> None:
         return _configs(tuner.run)
 
     assert configs(1) == configs(1)
-    assert configs(1) != configs(2)
+    assert (configs(1) != configs(2)) == (method != "gridsearch")
 
 
 def test_what_the_user_set_by_hand_is_not_searched() -> None:
@@ -362,12 +373,13 @@ def test_an_equal_proposal_waits_for_the_trial_that_runs(
 
 
 def test_other_lineages_go_on_while_an_equal_proposal_waits() -> None:
-    # Stage 1 has nothing else to search; stage 2 has contiguous_gradients.
-    plan = plan_of(**{**ONE_LINEAGE, "zero_stages": (1, 2)}, own_batch=BatchTriple(8, 8, 1))
+    # Stage 1 has nothing else to search; stage 3 has sub_group_size.
+    changes = {**ONE_LINEAGE, "zero_stages": (1, 3), "choices": {"sub_group_size": (7, 8)}}
+    plan = plan_of(**changes, own_batch=BatchTriple(8, 8, 1))
     tuner, _ = _begun(plan)
     baseline, *others = tuner.next_trials(9)
     assert (baseline.kind, baseline.stage) == (TrialKind.BASELINE, 1)
-    assert [(trial.stage, trial.batch.micro_batch) for trial in others] == [(2, 8), (2, 8)]
+    assert [(trial.stage, trial.batch.micro_batch) for trial in others] == [(3, 8), (3, 8)]
     tuner.record(baseline.id, ran())
     (following,) = tuner.next_trials(9)
     assert (following.stage, following.batch.micro_batch) == (1, 12)
@@ -393,7 +405,11 @@ def test_no_configuration_runs_twice(method: str, own: int) -> None:
 
 
 def test_the_profile_is_no_measurement_of_its_configuration() -> None:
-    buckets = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    buckets = {
+        "reduce_bucket_size": 1000,
+        "allgather_bucket_size": 1000,
+        "contiguous_gradients": True,
+    }
     plan = plan_of(
         zero_stages=(1,),
         base_config={"zero_optimization": {"stage": 1, **buckets}},
@@ -549,24 +565,24 @@ def test_trial_names_say_what_they_are_and_are_unique(method: str) -> None:
     assert len({trial.name for trial in trials}) == len(trials) > 30
     for trial in trials:
         kind = "" if trial.kind is TrialKind.SEARCH else f"{trial.kind.value}_"
-        stem = f"{kind}z{trial.stage}_mbs{trial.batch.micro_batch}_gas{trial.batch.gas}_"
+        stem = f"{kind}z{trial.stage}_gas{trial.batch.gas}_tmbspg{trial.batch.micro_batch}"
         assert trial.name.startswith(stem)
+        assert trial.name == stem or len(trial.name) == len(stem) + 5
 
 
 def test_names_of_equal_digests_grow_until_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(config: Mapping[str, Any]) -> str:
-        return "abcd" + str(config["zero_optimization"]["contiguous_gradients"])
+        return "abcd" + str(config["config"]["zero_optimization"]["sub_group_size"])
 
-    tuner, _ = _begun(
-        plan_of(**{**ONE_LINEAGE, "zero_stages": (2,)}, own_batch=BatchTriple(3, 3, 1))
-    )
+    changes = {**ONE_LINEAGE, "zero_stages": (3,), "choices": {"sub_group_size": (7, 8, 9)}}
+    tuner, _ = _begun(plan_of(**changes, own_batch=BatchTriple(3, 3, 1)))
     (baseline,) = tuner.next_trials(1)
     tuner.record(baseline.id, ran())
     monkeypatch.setattr(ds_config, "fingerprint", digest)
     names = [trial.name for trial in tuner.next_trials(5)]
-    assert len(names) == 2
-    assert names[0] == "z2_mbs8_gas1_abcd"
-    assert names[1] in ("z2_mbs8_gas1_abcdT", "z2_mbs8_gas1_abcdF")
+    assert names[:2] == ["z3_gas1_tmbspg8", "z3_gas1_tmbspg8_abcd"]
+    assert names[2] in ("z3_gas1_tmbspg8_abcd8", "z3_gas1_tmbspg8_abcd9")
+    assert len(names) == 3
 
 
 def _recorded(plan: Plan, *values: tuple[BatchTriple, Outcome]) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,12 @@ def markdown(run: Run, train_line: str) -> str:
     assert run.plan is not None
     lines = [f"# {run.info.get('name', 'dsat')}: {run.plan.method} search", ""]
     lines += [f"- {line}" for line in facts(run)]
-    lines += ["", *_markdown_table(HEADINGS, stage_cells(run)), ""]
+    lines += ["", *markdown_table(HEADINGS, stage_cells(run)), ""]
     lines += [f"{line}\n" for line in verdict(run)]
     if run.best is not None:
         lines += [f"Train with it: `{train_line}`", ""]
     lines += ["## All trials", ""]
-    lines += _markdown_table(("trial", "micro batch", "gas", "result", "took"), _trial_cells(run))
+    lines += markdown_table(("trial", "micro batch", "gas", "result", "took"), _trial_cells(run))
     warnings = all_warnings(run)
     if warnings:
         lines += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
@@ -236,8 +236,25 @@ def _trial_cells(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def markdown_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()
+) -> list[str]:
+    """The lines of a table, its columns aligned; those headed by `numbers` to the right.
 
-    return [line(headings), line(["---"] * len(headings)), *(line(row) for row in rows)]
+    As wide as the "pipe" format of the tabulate package makes it.
+    """
+    table = [[cell.replace("|", "\\|") for cell in row] for row in (headings, *rows)]
+    widths = [
+        max(len(heading) + 2, *(len(row[i]) for row in table)) for i, heading in enumerate(table[0])
+    ]
+    right = [heading in numbers for heading in headings]
+
+    def line(cells: Sequence[str]) -> str:
+        columns = zip(cells, widths, right, strict=True)
+        return "| " + " | ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in columns) + " |"
+
+    rules = [
+        "-" * (width + 1) + ":" if r else ":" + "-" * (width + 1)
+        for width, r in zip(widths, right, strict=True)
+    ]
+    return [line(table[0]), "|" + "|".join(rules) + "|", *map(line, table[1:])]

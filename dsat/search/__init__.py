@@ -5,12 +5,14 @@ from __future__ import annotations
 from dsat.search.asha import ASHASearch
 from dsat.search.base import Search
 from dsat.search.binary import BinarySearch
+from dsat.search.grid import GridSearch
 from dsat.search.random_search import RandomSearch
 
 SEARCHES: dict[str, type[Search]] = {
     "asha": ASHASearch,
     "binary": BinarySearch,
     "random": RandomSearch,
+    "gridsearch": GridSearch,
 }
 
-__all__ = ["SEARCHES", "ASHASearch", "BinarySearch", "RandomSearch", "Search"]
+__all__ = ["SEARCHES", "ASHASearch", "BinarySearch", "GridSearch", "RandomSearch", "Search"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,14 +40,11 @@ class Search(abc.ABC):
         self.space = space
         self._seed = seed
         self._draws = 0
-        self._undrawn = {stage: _Undrawn(space.num_zero_configs(stage)) for stage in space.stages}
-        self._ceilings = {
-            stage: max(
-                1,
-                int(search_range_factor * memory.largest_micro_batch(profile, stage, space.slots)),
-            )
-            for stage in space.stages
-        }
+        self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
+        self._ceilings = [
+            max(1, int(search_range_factor * memory.largest_micro_batch(profile, s, space.slots)))
+            for s in space.strategies
+        ]
         self._lineages: list[Lineage] = []
 
     @abc.abstractmethod
@@ -72,32 +70,35 @@ class Search(abc.ABC):
         self._draws += 1
         return np.random.default_rng([self._seed, self._draws])
 
-    def _draw_lineage(self, stages: tuple[int, ...] | None = None) -> Lineage | None:
-        """A lineage with a ZeRO section that was not drawn before; None when all were."""
-        open_stages = [
-            stage
-            for stage in (self.space.stages if stages is None else stages)
-            if self._undrawn[stage].count
-        ]
-        if not open_stages:
+    def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
+        """A lineage with settings that were not drawn before; None when all were.
+
+        Args:
+            branches: the numbers of the branches to draw from; by default all.
+
+        The first of every branch are DeepSpeed's defaults (or what the user chose).
+        """
+        candidates = range(len(self._undrawn)) if branches is None else branches
+        open_branches = [number for number in candidates if self._undrawn[number].count]
+        if not open_branches:
             return None
         rng = self._rng()
-        stage = open_stages[int(rng.integers(len(open_stages)))]
-        index = self._undrawn[stage].take(rng)
+        number = open_branches[int(rng.integers(len(open_branches)))]
+        branch = self.space.branches[number]
         lineage = Lineage(
             id=len(self._lineages),
-            stage=stage,
-            zero=self.space.zero_config(stage, index),
+            branch=number,
+            settings=branch.settings(self._undrawn[number].take(rng)),
             micro_batches=self.space.micro_batches,
-            ceiling=self._ceilings[stage],
+            ceiling=self._ceilings[number],
         )
         self._lineages.append(lineage)
         return lineage
 
     def _propose(self, lineage: Lineage, index: int, **note: int) -> Proposal:
         return Proposal(
-            zero=lineage.zero,
-            micro_batch=self.space.micro_batches[index],
+            settings=lineage.settings,
+            micro_batch=lineage.micro_batches[index],
             lineage=lineage.id,
             note=note,
         )
@@ -117,14 +118,16 @@ class Search(abc.ABC):
 
 class _Undrawn:
     """The numbers 0..count-1 that were not taken yet: a Fisher-Yates shuffle kept as a sparse dict,
-    so that a draw without replacement costs O(1) however large the space."""
+    so that a draw without replacement costs O(1) however large the space. 0 is taken first."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._moved: dict[int, int] = {}
+        self._taken = False
 
     def take(self, rng: np.random.Generator) -> int:
-        position = int(rng.integers(self.count))
+        position = int(rng.integers(self.count)) if self._taken else 0
+        self._taken = True
         self.count -= 1
         last = self._moved.pop(self.count, self.count)
         if position == self.count:

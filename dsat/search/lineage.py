@@ -1,4 +1,4 @@
-"""A lineage: one ZeRO section and the search for its micro batch."""
+"""A lineage: one choice of settings and the search for its micro batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _SHRINKING = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 @dataclass
 class Lineage:
-    """Bounds on the micro batch of one ZeRO section, as positions in the allowed micro batches.
+    """Bounds on the micro batch of one choice of settings, as positions in the allowed ones.
 
     Attributes:
+        branch: the number of its branch of the space.
+        settings: what is tried, but for the micro batch.
         micro_batches: all allowed micro batches, ascending.
         ceiling: the largest micro batch to begin with.
         lo, hi: what is still open, both ends included; nothing is when lo > hi.
@@ -27,8 +29,8 @@ class Lineage:
     """
 
     id: int
-    stage: int
-    zero: Mapping[str, Any]
+    branch: int
+    settings: Mapping[str, Any]
     micro_batches: Sequence[int]
     ceiling: int
     lo: int = 0

@@ -1,4 +1,4 @@
-"""Random ZeRO sections with an approximate, random bisection of their micro batch."""
+"""Random settings with an approximate, random bisection of their micro batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class RandomSearch(Search):
     """Draws micro batches from a binomial around the middle of what is open, and gives up early.
 
     A lineage ends when it ran out of memory at its smallest micro batch, when it used up its
-    trials, when it is of stage 3 although stage 1 or 2 runs (stage 3 only adds communication), or
-    when it ran out of memory and a larger micro batch than it can still reach ran in its stage.
-    A new lineage starts above the best micro batch of its stage.
+    trials, when its strategy only adds traffic to one that shards and runs (stage 3 to stage 1 or
+    2, say, or offloading), or when it ran out of memory and a larger micro batch than it can still
+    reach ran in its branch. A new lineage starts above the best micro batch of its branch.
 
     Args:
-        trials_per_config: the most trials that one ZeRO section gets.
+        trials_per_config: the most trials that one choice of settings gets.
         early_stopping: end the search after so many trials without a new best.
     """
 
@@ -35,7 +35,7 @@ class RandomSearch(Search):
         self._early_stopping = early_stopping
         self._ready: deque[Lineage] = deque()
         self._largest_ran: dict[int, int] = {}
-        self._best_in_stage: dict[int, tuple[float, int, int]] = {}
+        self._best_in_branch: dict[int, tuple[float, int, int]] = {}
         self._best: float | None = None
         self._since_best = 0
 
@@ -44,7 +44,7 @@ class RandomSearch(Search):
             lineage = self._ready.popleft()
             if not self._should_end(lineage):
                 return self._random_step(lineage)
-        drawn = self._draw_lineage(self._worthwhile_stages())
+        drawn = self._draw_lineage(self._worthwhile())
         if drawn is None:
             return None
         self._start_above_best(drawn)
@@ -73,41 +73,46 @@ class RandomSearch(Search):
         return self._propose(lineage, lineage.lo + int(self._rng().binomial(width, 0.5)))
 
     def _note_success(self, lineage: Lineage, micro_batch: int, value: float) -> None:
-        stage = lineage.stage
-        self._largest_ran[stage] = max(micro_batch, self._largest_ran.get(stage, 0))
-        best = self._best_in_stage.get(stage)
+        branch = lineage.branch
+        self._largest_ran[branch] = max(micro_batch, self._largest_ran.get(branch, 0))
+        best = self._best_in_branch.get(branch)
         if best is None or self.objective.is_better(value, best[0]):
-            self._best_in_stage[stage] = (value, lineage.position(micro_batch), lineage.hi)
+            self._best_in_branch[branch] = (value, lineage.position(micro_batch), lineage.hi)
         if self.objective.is_better(value, self._best):
             self._best, self._since_best = value, 0
         else:
             self._since_best += 1
 
-    def _low_stage_ran(self) -> bool:
-        return bool({1, 2} & self._largest_ran.keys())
+    def _is_worthwhile(self, branch: int) -> bool:
+        """Whether no sharding strategy that causes less traffic is known to run."""
+        strategies = self.space.strategies
+        burden = strategies[branch].burden
+        return not any(
+            strategies[ran].stage > 0 and strategies[ran].burden < burden
+            for ran in self._largest_ran
+        )
 
     def _should_end(self, lineage: Lineage) -> bool:
         return (
             lineage.finished
             or lineage.trials >= self._trials_per_config
-            or (lineage.stage == 3 and self._low_stage_ran())
+            or not self._is_worthwhile(lineage.branch)
             or (
                 lineage.out_of_memory
-                and self._largest_ran.get(lineage.stage, 0)
+                and self._largest_ran.get(lineage.branch, 0)
                 >= lineage.micro_batches[max(lineage.hi, 0)]
             )
         )
 
-    def _worthwhile_stages(self) -> tuple[int, ...]:
-        """The stages to search, without stage 3 once a lower one that shards ran."""
-        return tuple(s for s in self.space.stages if s != 3 or not self._low_stage_ran())
+    def _worthwhile(self) -> list[int]:
+        return [n for n in range(len(self.space.branches)) if self._is_worthwhile(n)]
 
     def _start_above_best(self, lineage: Lineage) -> None:
-        best = self._best_in_stage.get(lineage.stage)
+        best = self._best_in_branch.get(lineage.branch)
         if best is None:
             return
         _, position, hi = best
         last = len(lineage.micro_batches) - 1
         lineage.lo = min(position + 1, last)
-        largest = lineage.position(self._largest_ran[lineage.stage])
+        largest = lineage.position(self._largest_ran[lineage.branch])
         lineage.hi = min(max(largest, hi, 2 * lineage.lo), last)

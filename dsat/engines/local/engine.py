@@ -92,7 +92,8 @@ class LocalEngine:
         experiment: what to run.
         program: its entrypoint, taken apart.
         machine: the slots.
-        folder: of the run; trials get folders below it.
+        folder: of the run.
+        trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
 
     Raises:
@@ -108,11 +109,13 @@ class LocalEngine:
         options: LocalOptions,
         *,
         slots_per_trial: int,
+        trials: Path | None = None,
     ) -> None:
         self._experiment = experiment
         self._program = program
         self._machine = machine
         self._folder = folder
+        self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
         self._free = list(range(machine.num_slots))
@@ -157,7 +160,7 @@ class LocalEngine:
         if spec.profile:
             # The profile is not compared with anything: one step after the first is enough.
             spec = replace(spec, start_step=2, end_step=2, max_steps=1)
-        self._start(trial, self._folder / "trials" / trial.name, spec)
+        self._start(trial, self._trials / trial.name, spec)
 
     def train(self, trial: Trial) -> Path:
         """Starts a full-length, unmeasured run with a trial's configuration.
@@ -258,7 +261,9 @@ class LocalEngine:
         program = self._program
         if trial.id != CAPTURE_ID:
             write_atomically(config_path, json.dumps(config, indent=2) + "\n")
-            program = program.with_config_path(str(config_path.resolve()))
+            program = program.for_config(
+                str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
+            )
         spec = self._spec(trial, program, meter, slots, ports)
         write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
         environments = [

@@ -11,10 +11,12 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from dsat import arguments
 from dsat.errors import UserInputError
 
 _WHERE = "entrypoint"
@@ -37,6 +39,8 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
+_HF_PARSERS = ("HfArgumentParser", "TrlParser")
+
 
 @dataclass(frozen=True)
 class Entrypoint:
@@ -52,6 +56,8 @@ class Entrypoint:
         passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
         one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
         slots: the number of ranks that the command itself asks for, if any.
+        takes_all_slots: whether the launcher starts a rank on every device of the machine.
+        takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
     """
 
     script: str = ""
@@ -63,6 +69,8 @@ class Entrypoint:
     passes_local_rank: bool = False
     one_thread: bool = False
     slots: int | None = None
+    takes_all_slots: bool = False
+    takes_hf_flags: bool = False
 
     @property
     def config_path(self) -> str | None:
@@ -71,6 +79,27 @@ class Entrypoint:
         if position is None:
             return None
         return self.args[position].partition("=")[2] or self.args[position]
+
+    def for_config(
+        self,
+        path: str,
+        config: Mapping[str, Any],
+        script_args: Mapping[str, Any],
+        arg_mappings: Mapping[str, str],
+    ) -> Entrypoint:
+        """The same with arguments that name a configuration and agree with it.
+
+        Args:
+            path: of the configuration.
+            config: what is in it.
+            script_args: values of the script's own switches.
+            arg_mappings: which of the script's flags repeats which setting.
+        """
+        found = self.with_config_path(path)
+        args = arguments.for_trial(
+            found.args, config, script_args, arg_mappings, add=self.takes_hf_flags
+        )
+        return replace(found, args=args)
 
     def with_config_path(self, path: str) -> Entrypoint:
         """The same with another DeepSpeed configuration, if the arguments name one."""
@@ -139,7 +168,18 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
             where=_WHERE,
             hint="Give the script's path relative to the model folder.",
         )
-    return found
+    return replace(found, takes_hf_flags=_parses_hf_arguments(found, model_dir))
+
+
+def _parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
+    """Whether the script makes a parser of TrainingArguments, or of a class made of them.
+
+    Another parser would refuse a flag that the user did not give.
+    """
+    if not program.script:
+        return False
+    source = (model_dir / program.script).read_text(encoding="utf-8", errors="replace")
+    return any(parser in source for parser in _HF_PARSERS)
 
 
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
@@ -274,7 +314,8 @@ def _deepspeed(words: list[str]) -> Entrypoint:
     return replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
-        slots=_count(options, "--num_gpus", "--num_accelerators"),
+        slots=(slots := _count(options, "--num_gpus", "--num_accelerators")),
+        takes_all_slots=slots is None,
     )
 
 

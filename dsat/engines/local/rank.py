@@ -17,17 +17,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsat import failures, injection
+from dsat import failures, hf, injection
+from dsat.arguments import CHECKPOINTING
 from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import InvalidTrial
 from dsat.journal import write_atomically
 from dsat.meter import Measurement, Meter, MeterSpec, TrialComplete, install
-from dsat.trial import OutcomeKind
+from dsat.trial import OutcomeKind, Trial
 
 SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
@@ -113,6 +114,7 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
         masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
     if spec.capture:
         injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
+        hf.install(None, _say, on_cpu=not spec.task["devices"])
         return
     path = folder / CONFIG_FILE
     injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
@@ -125,6 +127,7 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
                 write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
 
         meters.append(install(MeterSpec.from_json(spec.meter), complete))
+    _adapt_trainer(spec, folder, meters)
     if spec.cpu_memory_bytes is not None:
         _limit_memory(spec.cpu_memory_bytes)
 
@@ -132,6 +135,22 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
 def _keep(path: Path, rank: int, text: str) -> None:
     if rank == 0:
         write_atomically(path, text)
+
+
+def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> None:
+    trial = Trial.from_json(spec.trial)
+    settings = hf.TrainerSettings(
+        config_path=folder / CONFIG_FILE,
+        micro_batch=trial.batch.micro_batch,
+        gas=trial.batch.gas,
+        gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
+        max_steps=meters[0].spec.longest if meters else None,
+    )
+    hf.install(settings, meters[0].warn if meters else _say, on_cpu=not spec.task["devices"])
+
+
+def _say(text: str) -> None:
+    print(f"dsat: {text}", file=sys.stderr)
 
 
 def _program(data: Mapping[str, Any]) -> Entrypoint:

@@ -1,0 +1,183 @@
+"""Hugging Face's Trainer inside a trial.
+
+Installed in a rank before the user's script runs. When the script makes its `TrainingArguments`,
+they get the trial's configuration and batch sizes, wherever the script has them from: its command
+line, a file or its code. In a measured trial they also lose what would make it long or leave
+something behind. transformers itself is not imported here: its modules are adapted as soon as the
+script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+NEVER = 10**9  # a number of steps that no trial reaches
+OTHER_BATCH = (
+    "the script's own TrainingArguments have other batch sizes than the trial, so dsat replaced "
+    "them: to train with best_ds_config.json, set per_device_train_batch_size to its "
+    "train_micro_batch_size_per_gpu, and gradient_accumulation_steps as there"
+)
+OTHER_CHECKPOINTING = (
+    "the script's own TrainingArguments have another gradient_checkpointing than the trial, so "
+    "dsat replaced it: to train with the best configuration, set it as in its trial"
+)
+NO_CPU_RANKS = (
+    "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
+    "own runs only"
+)
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What the Trainer of a trial must use.
+
+    Attributes:
+        config_path: of the trial's DeepSpeed configuration.
+        micro_batch, gas: its batch sizes.
+        gradient_checkpointing: None leaves it to the script.
+        max_steps: optimizer steps that a measured trial must be ready to make; None in a
+            full-length run.
+    """
+
+    config_path: Path
+    micro_batch: int
+    gas: int
+    gradient_checkpointing: bool | None = None
+    max_steps: int | None = None
+
+
+def install(settings: TrainerSettings | None, warn: Callable[[str], None], *, on_cpu: bool) -> None:
+    """Adapts transformers and accelerate in this process, whether they are imported yet or not.
+
+    Args:
+        settings: of the trial; None leaves `TrainingArguments` as the script makes them.
+        warn: takes what a person should know.
+        on_cpu: the slots are processor cores.
+    """
+    if settings is not None:
+        arguments = functools.partial(_adapt_arguments, settings, warn)
+        wrapt.register_post_import_hook(arguments, "transformers.training_args")
+    if settings is not None and settings.max_steps is not None:
+        wrapt.register_post_import_hook(_never_resume, "transformers.trainer")
+    if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        wrapt.register_post_import_hook(
+            functools.partial(_join_cpu_ranks, warn), "accelerate.state"
+        )
+
+
+def prepare(args: Any, settings: TrainerSettings) -> list[str]:
+    """Sets the fields of `TrainingArguments` that a trial decides, before they are checked.
+
+    Returns:
+        What a person should know: settings of the script's own that were replaced.
+    """
+    warnings: list[str] = []
+    if settings.max_steps is not None:
+        _keep_short(args, settings.max_steps)
+    if not args.deepspeed:
+        return warnings
+    config = json.loads(settings.config_path.read_text(encoding="utf-8"))
+    args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
+    batch = {
+        "per_device_train_batch_size": settings.micro_batch,
+        "gradient_accumulation_steps": settings.gas,
+    }
+    if any(getattr(args, name) != value for name, value in batch.items()):
+        warnings.append(OTHER_BATCH)
+    for name, value in batch.items():
+        setattr(args, name, value)
+    if settings.max_steps is not None:
+        args.max_steps = _scheduled_steps(config) or settings.max_steps
+    wanted = settings.gradient_checkpointing
+    if wanted is not None and wanted != _checkpointing(args):
+        warnings.append(OTHER_CHECKPOINTING)
+    if wanted is not None:
+        setattr(args, _checkpointing_field(args), wanted)
+    return warnings
+
+
+def _keep_short(args: Any, max_steps: int) -> None:
+    """Nothing is evaluated, saved or sent anywhere, and no step is made of less than a batch."""
+    args.max_steps = max_steps
+    # Not switched off: callbacks such as EarlyStoppingCallback insist on evaluation.
+    for strategy, steps in (
+        ("eval_strategy", "eval_steps"),
+        ("evaluation_strategy", "eval_steps"),  # before transformers 4.46
+        ("save_strategy", "save_steps"),
+    ):
+        value = getattr(args, strategy, None)
+        if value is not None and getattr(value, "value", value) != "no":
+            setattr(args, strategy, "steps")
+            setattr(args, steps, NEVER)
+    args.report_to = "none"
+    args.dataloader_drop_last = True
+    args.resume_from_checkpoint = None
+    for switch in ("push_to_hub", "auto_find_batch_size", "eval_on_start"):
+        if hasattr(args, switch):
+            setattr(args, switch, False)
+
+
+def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
+    """The length of training that the configuration itself names; the Trainer must agree."""
+    scheduler = config.get("scheduler") or {}
+    total = (scheduler.get("params") or {}).get("total_num_steps")
+    return total if isinstance(total, int) else None
+
+
+def _checkpointing_field(args: Any) -> str:
+    new = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
+    return new if hasattr(args, new) else "gradient_checkpointing"
+
+
+def _checkpointing(args: Any) -> bool:
+    value = getattr(args, _checkpointing_field(args))
+    return bool(args.gradient_checkpointing if value is None else value)
+
+
+def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:
+    def post_init(original: Callable[..., Any], args: Any, positional: Any, keywords: Any) -> Any:
+        for warning in prepare(args, settings):
+            warn(warning)
+        return original(*positional, **keywords)
+
+    # Also what classes made of it call, first or last, in their own `__post_init__`.
+    wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
+
+
+def _never_resume(module: Any) -> None:
+    """A checkpoint is of another configuration, and would end a trial before its first step."""
+
+    def train(original: Callable[..., Any], trainer: Any, positional: Any, keywords: Any) -> Any:
+        if positional:
+            return original(None, *positional[1:], **keywords)
+        return original(**{**keywords, "resume_from_checkpoint": None})
+
+    wrapt.wrap_function_wrapper(module, "Trainer.train", train)
+
+
+def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
+    """Has accelerate see all ranks where DeepSpeed runs on processor cores.
+
+    It looks for a device to choose a backend by, finds none, and takes each rank for the only one
+    (accelerate/state.py: PartialState._prepare_backend).
+    """
+
+    def prepare_backend(
+        original: Callable[..., Any], state: Any, positional: Any, keywords: Any
+    ) -> Any:
+        backend, kind = original(*positional, **keywords)
+        by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        if not by_deepspeed or kind != module.DistributedType.NO:
+            return backend, kind
+        warn(NO_CPU_RANKS)
+        return "gloo", module.DistributedType.MULTI_CPU
+
+    wrapt.wrap_function_wrapper(module, "PartialState._prepare_backend", prepare_backend)

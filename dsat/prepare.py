@@ -1,0 +1,341 @@
+"""From what the user wrote to a plan: everything is read and checked before anything is run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsat import __version__, arguments, autotuning, ds_config, experiment
+from dsat.autotuning import Autotuning
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import entrypoint as entrypoints
+from dsat.engines.local.entrypoint import Entrypoint
+from dsat.errors import UserInputError
+from dsat.experiment import Experiment
+from dsat.options import RUN, TUNE
+from dsat.plan import Plan
+from dsat.settings import Settings
+from dsat.space import DEFAULT_STAGES, GAS, GRADIENT_CHECKPOINTING, KNOB_NAMES
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a run begins.
+
+    Attributes:
+        words: the command line.
+        native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
+    """
+
+    words: list[str]
+    chosen: Settings
+    experiment: Experiment
+    program: Entrypoint
+    machine: Machine
+    plan: Plan
+    native: Autotuning | None = None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {
+            "name": self.experiment.name,
+            "dsat": __version__,
+            "machine": self.machine.describe(),
+            "config": str(self.experiment.path),
+            "model_dir": str(self.experiment.model_dir),
+        }
+
+
+def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
+    """Reads and checks everything the user gave.
+
+    Returns:
+        One run; several only where `autotuning.num_gpus` lists several numbers of slots.
+
+    Raises:
+        UserInputError: something of it is wrong.
+        EngineError: the machine's accelerators cannot be found.
+    """
+    if chosen.engine == "determined":
+        raise UserInputError(
+            "this version tunes on the local machine only",
+            where="--engine determined",
+            hint="Use --engine local.",
+        )
+    if chosen.search_runner_config is not None:
+        experiment.read_mapping(chosen.search_runner_config)
+    if chosen.method in (TUNE, RUN):
+        return _native(chosen, words)
+    if chosen.command:
+        user, program, machine, slots = _of_command(chosen)
+    else:
+        assert chosen.config is not None and chosen.model_dir is not None
+        user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
+        program = entrypoints.parse(user.entrypoint, user.model_dir)
+        _check_config_path(user, program)
+        slots = chosen.slots or user.slots_per_trial
+        _check_ranks(program, slots)
+        machine = find_machine()
+    user = replace(user, arg_mappings=_arg_mappings(chosen.arg_mappings, program, "--arg-mapping"))
+    _check_slots(chosen, machine, slots)
+    plan = _plan(chosen, user, program, machine, slots)
+    return [Prepared(words, chosen, user, program, machine, plan)]
+
+
+def _of_command(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine, int]:
+    """What to tune when it is a command after `--`."""
+    folder = Path.cwd()
+    program = entrypoints.parse(chosen.command, folder)
+    config = _config_of_command(chosen.ds_config, program, folder)
+    user = experiment.of_command(chosen.command, _name(program), folder, config)
+    machine = find_machine()
+    slots = _slots_of_command(chosen.slots, program, machine)
+    _check_ranks(program, slots)
+    _check_slots(chosen, machine, slots)
+    if config is None and not program.trial_class:
+        captured = _capture(chosen, user, program, machine, slots)
+        user = experiment.of_dict(chosen.command, user.name, folder, captured)
+    return user, program, machine, slots
+
+
+def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
+    """The DeepSpeed configuration: what `--ds-config` names, or the script's own arguments."""
+    named = None if program.config_path is None else folder / program.config_path
+    if given is not None and not given.is_file():
+        raise UserInputError("there is no such file", where=f"--ds-config {given}")
+    if named is not None and not named.is_file():
+        raise UserInputError(
+            "there is no such file", where=f"{program.config_path}, in the script's arguments"
+        )
+    if given is None:
+        return named
+    if named is not None and not os.path.samefile(given, named):
+        raise UserInputError(
+            f"is not {program.config_path}, which the script's arguments name",
+            where=f"--ds-config {given}",
+            hint="Make both the same, or leave --ds-config out.",
+        )
+    return given
+
+
+def _capture(
+    chosen: Settings, user: Experiment, program: Entrypoint, machine: Machine, slots: int
+) -> dict[str, Any]:
+    """What the script itself passes to `deepspeed.initialize`."""
+    options = LocalOptions(trial_timeout_s=chosen.trial_timeout_s, cold=True)
+    with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
+        engine = LocalEngine(user, program, machine, Path(folder), options, slots_per_trial=slots)
+        try:
+            return engine.capture_config()
+        finally:
+            engine.close()
+
+
+def _native(chosen: Settings, words: list[str]) -> list[Prepared]:
+    """`tune` and `run`: as the `autotuning` section says."""
+    folder = Path.cwd()
+    program = entrypoints.parse(chosen.command, folder)
+    path = _config_of_command(None, program, folder)
+    if path is None:
+        raise UserInputError(
+            "no DeepSpeed configuration is among the script's arguments",
+            where=chosen.method,
+            hint="Add --deepspeed_config FILE.json (or --deepspeed FILE.json).",
+        )
+    where = str(program.config_path)
+    user = experiment.of_command(chosen.command, _name(program), folder, path)
+    section = autotuning.read(user.ds_config, where=where)
+    mappings = autotuning.check_arg_mappings(section.arg_mappings, program.args, where=where)
+    user = replace(user, arg_mappings=mappings)
+    machine = find_machine()
+    _check_slots(chosen, machine, program.slots or 1)
+    counts = autotuning.slots(
+        user.ds_config, where=where, available=program.slots or machine.num_slots
+    )
+    chosen = _as_the_section_says(chosen, section, user)
+    runs = []
+    for slots in counts:
+        mine = replace(section, results_dir=section.results_dir / f"num_gpus_{slots}")
+        native = section if len(counts) == 1 else mine
+        plan = _plan(chosen, user, program, machine, slots)
+        here = replace(program, slots=slots)
+        runs.append(Prepared(words, chosen, user, here, machine, plan, native))
+    return runs
+
+
+def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment) -> Settings:
+    method = "asha" if section.method == "model" else section.method
+    options: dict[str, Any] = {"early_stopping": section.early_stopping}
+    if method == "gridsearch":
+        options["num_micro_batches"] = section.num_micro_batches
+    if method == "asha":
+        options = {}
+    own_stage = ds_config.zero_stage(user.ds_config)
+    stages = tuple(user.choices.get("stage", (own_stage,)))
+    largest = section.max_micro_batch
+    return replace(
+        chosen,
+        method=method,
+        search_options=options,
+        metric=section.metric,
+        max_trials=section.max_trials + 2,  # and the profile, and the user's own
+        zero_stages=stages,
+        fix=KNOB_NAMES if section.fast else (),
+        start_profile_step=section.start_profile_step,
+        end_profile_step=section.end_profile_step,
+        max_profile_steps=max(
+            chosen.max_profile_steps, section.end_profile_step - section.start_profile_step + 1
+        ),
+        max_train_batch_size=section.max_train_batch_size,
+        min_micro_batch=section.min_micro_batch,
+        max_micro_batch=largest,
+    )
+
+
+def _plan(
+    chosen: Settings, user: Experiment, program: Entrypoint, machine: Machine, slots: int
+) -> Plan:
+    base = user.base_config
+    sizes = arguments.batch_from_args(base, program.args, user.arg_mappings)
+    own_batch = ds_config.resolve_batch(sizes, slots, where=user.ds_config_name)
+    listed = dict(user.choices)
+    stages = listed.pop("stage", DEFAULT_STAGES)
+    micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
+    if chosen.train_batch_size is not None or chosen.max_train_batch_size is not None:
+        listed.pop(GAS, None)
+    plan = Plan(
+        method=chosen.method,
+        metric=chosen.metric,
+        max_trials=chosen.max_trials,
+        zero_stages=tuple(chosen.zero_stages or stages),
+        seed=chosen.random_seed,
+        slots_per_trial=slots,
+        base_config=base,
+        own_batch=own_batch,
+        search_options=chosen.search_options,
+        train_batch_size=chosen.train_batch_size,
+        divisible_by=chosen.divisible_by,
+        slot_memory_bytes=chosen.slot_memory_bytes,
+        micro_batches=micro_batches,
+        min_micro_batch=chosen.min_micro_batch,
+        max_micro_batch=chosen.max_micro_batch,
+        max_train_batch_size=chosen.max_train_batch_size,
+        tune=chosen.tune,
+        fix=chosen.fix,
+        choices=listed,
+        switches=_switches(program, user.arg_mappings),
+        offload_helps=not machine.is_cpu,
+        nvme_path=chosen.nvme_path or _nvme_path(base),
+        measured={
+            # A digest, because an entrypoint or a hyperparameter may be a credential.
+            "program": ds_config.fingerprint(
+                {
+                    "entrypoint": user.entrypoint,
+                    "hparams": dict(user.hparams),
+                    "arg_mappings": dict(user.arg_mappings),
+                }
+            ),
+            "steps": [chosen.start_profile_step, chosen.end_profile_step, chosen.max_profile_steps],
+        },
+    )
+    _check_micro_batches(plan)
+    return plan
+
+
+def _check_micro_batches(plan: Plan) -> None:
+    if plan.allowed_micro_batches:
+        return
+    if plan.train_batch_size is not None and not plan.micro_batches:
+        raise UserInputError(
+            f"{plan.train_batch_size} cannot be reached with {plan.slots_per_trial} slots and "
+            f"micro batches that are multiples of {plan.divisible_by}",
+            where="--train-batch-size",
+            hint=f"Choose a multiple of {plan.slots_per_trial * plan.divisible_by}.",
+        )
+    raise UserInputError(
+        "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
+        f"micro batch and the global batch exclude each other on {plan.slots_per_trial} slots",
+        where=_MICRO_BATCH,
+    )
+
+
+def _switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+    """The script's own switches that can be searched, and how the user has them."""
+    flag = arguments.mappings_for(program.args, given).get(GRADIENT_CHECKPOINTING)
+    if flag is None:
+        return {}
+    return {GRADIENT_CHECKPOINTING: arguments.is_on(program.args, flag)}
+
+
+def _arg_mappings(given: Mapping[str, str], program: Entrypoint, where: str) -> dict[str, str]:
+    """The user's mappings, their flags spelled as the script gets them."""
+    return autotuning.check_arg_mappings(given, program.args, where=where) if given else {}
+
+
+def _nvme_path(config: Mapping[str, Any]) -> str | None:
+    zero = config.get("zero_optimization") or {}
+    for section in ("offload_optimizer", "offload_param"):
+        given = zero.get(section)
+        if isinstance(given, Mapping) and given.get("nvme_path"):
+            return str(given["nvme_path"])
+    return None
+
+
+def _name(program: Entrypoint) -> str:
+    if program.script:
+        return Path(program.script).stem
+    return program.module or program.trial_class
+
+
+def _slots_of_command(given: int | None, program: Entrypoint, machine: Machine) -> int:
+    return given or program.slots or (machine.num_slots if program.takes_all_slots else 1)
+
+
+def _check_ranks(program: Entrypoint, slots: int) -> None:
+    if program.slots not in (None, slots):
+        raise UserInputError(
+            f"starts {program.slots} ranks, but a trial has {slots} slots",
+            where="entrypoint",
+            hint="Make resources.slots_per_trial (or --slots) and the entrypoint agree.",
+        )
+
+
+def _check_config_path(user: Experiment, program: Entrypoint) -> None:
+    given, known = program.config_path, user.hparams[ds_config.CONFIG_KEY]
+    if given is None or not isinstance(known, str):
+        return
+    if os.path.normpath(given) != os.path.normpath(known):
+        raise UserInputError(
+            f"names the DeepSpeed configuration {given!r}, but hyperparameters."
+            f"{ds_config.CONFIG_KEY} is {known!r}",
+            where=f"{user.path}: entrypoint",
+            hint="Make both the same.",
+        )
+
+
+def _check_slots(chosen: Settings, machine: Machine, slots: int) -> None:
+    if slots > machine.num_slots:
+        raise UserInputError(
+            f"a trial needs {slots} slots, and this machine has {machine.describe()}",
+            where="--slots" if chosen.command else "resources.slots_per_trial",
+            hint=f"Use --slots {machine.num_slots} or another machine.",
+        )
+    if chosen.max_slots is not None and chosen.max_slots < slots:
+        raise UserInputError(
+            f"{chosen.max_slots} is less than the {slots} slots of one trial", where="--max-slots"
+        )
+    if chosen.slot_memory_bytes is not None and not machine.is_cpu:
+        if chosen.slot_memory_bytes > machine.memory_bytes:
+            raise UserInputError(
+                f"is more than a slot has: {machine.describe()}", where="--slot-memory"
+            )
+        if machine.accelerator != "cuda":
+            raise UserInputError(
+                f"cannot be enforced on {machine.accelerator}", where="--slot-memory"
+            )

@@ -1,0 +1,149 @@
+"""Every configuration, one after the other, in a sensible order."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.search.base import Search
+from dsat.search.lineage import Lineage
+from dsat.trial import Outcome, Proposal
+
+
+class GridSearch(Search):
+    """Goes through the branches as listed, and through the settings of each, its defaults first.
+
+    With each settings, a short list of micro batches is tried from its smallest on. Of a range,
+    the powers of two (times its step) are: first the largest that should fit, then doubled while
+    that runs, then halved from there. Nothing above what ran out of memory or out of time is tried,
+    nothing more after another failure.
+
+    Settings are independent of each other: while a trial of one runs, the next one is begun.
+
+    Args:
+        num_micro_batches: go on to the next settings after so many micro batches that ran; by
+            default none is left out.
+        early_stopping: leave a branch after so many trials in a row without a new best of it. If
+            nothing has run in it so far, what was begun is tried to its smallest micro batch.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_micro_batches: int | None = None,
+        early_stopping: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_micro_batches = num_micro_batches
+        self._early_stopping = early_stopping
+        self._sizes = _grid(self.space.micro_batches)
+        self._branches = [_Progress() for _ in self.space.branches]
+        self._open: dict[int, _Walk] = {}  # by lineage
+        self._ready: list[int] = []  # a heap of the open ones that wait for nothing
+
+    def ask(self) -> Proposal | None:
+        while self._ready:
+            walk = self._open[heapq.heappop(self._ready)]
+            proposal = self._step(walk)
+            if proposal is not None:
+                return proposal
+            del self._open[walk.lineage.id]
+        walk_begun = self._begin()
+        return None if walk_begun is None else self._step(walk_begun)
+
+    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
+        lineage = self._told(proposal, outcome)
+        self._open[lineage.id].ran += outcome.ok
+        heapq.heappush(self._ready, lineage.id)
+        progress = self._branches[lineage.branch]
+        value = outcome.value(self.objective)
+        if value is not None and self.objective.is_better(value, progress.best):
+            progress.best, progress.since_best = value, 0
+        else:
+            progress.since_best += 1
+
+    def _begin(self) -> _Walk | None:
+        """The next settings of the first branch that has some left."""
+        if not self._sizes:
+            return None
+        for number, (branch, progress) in enumerate(
+            zip(self.space.branches, self._branches, strict=True)
+        ):
+            if progress.begun == branch.count or self._is_over(progress):
+                continue
+            lineage = Lineage(
+                id=len(self._lineages),
+                branch=number,
+                settings=branch.settings(progress.begun),
+                micro_batches=self._sizes,
+                ceiling=self._sizes[-1],
+            )
+            progress.begun += 1
+            self._lineages.append(lineage)
+            walk = _Walk(lineage, self._first_size(number))
+            self._open[lineage.id] = walk
+            return walk
+        return None
+
+    def _first_size(self, branch: int) -> int:
+        if not isinstance(self.space.micro_batches, range):
+            return 0
+        return max(0, bisect.bisect_right(self._sizes, self._ceilings[branch]) - 1)
+
+    def _step(self, walk: _Walk) -> Proposal | None:
+        """The next micro batch of an open walk; None at its end."""
+        progress = self._branches[walk.lineage.branch]
+        given_up = self._is_over(progress) and progress.best is not None
+        if given_up or walk.ran == self._num_micro_batches:
+            return None
+        index = walk.take()
+        return None if index is None else self._propose(walk.lineage, index)
+
+    def _is_over(self, progress: _Progress) -> bool:
+        return self._early_stopping is not None and progress.since_best >= self._early_stopping
+
+
+@dataclass
+class _Progress:
+    """How far a branch is: settings begun, the best value, and trials told since that one."""
+
+    begun: int = 0
+    best: float | None = None
+    since_best: int = 0
+
+
+class _Walk:
+    """The way through the micro batches of one lineage: up from a start, then down from there."""
+
+    def __init__(self, lineage: Lineage, start: int) -> None:
+        self.lineage = lineage
+        self.ran = 0
+        self._up = start
+        self._down = start - 1
+
+    def take(self) -> int | None:
+        """The next position in the lineage's micro batches, or None."""
+        if self.lineage.abandoned:
+            return None
+        if self._up <= self.lineage.open_hi:
+            self._up += 1
+            return self._up - 1
+        self._down -= 1
+        return self._down + 1 if self._down >= -1 else None
+
+
+def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
+    """The micro batches to try: a list as it is; of a range, the powers of two times its step."""
+    if not isinstance(micro_batches, range) or not micro_batches:
+        return micro_batches
+    sizes = []
+    size = micro_batches.step
+    while size <= micro_batches[-1]:
+        if size in micro_batches:
+            sizes.append(size)
+        size *= 2
+    return tuple(sizes) or (micro_batches[0],)

@@ -1,0 +1,79 @@
+"""How the state of a model is spread over slots and host: the ZeRO stage and what is offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NONE, CPU, NVME = "none", "cpu", "nvme"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A ZeRO stage, and where optimizer state and parameters are kept.
+
+    Attributes:
+        stage: 0 to 3.
+        offload_optimizer: `none`, `cpu` or `nvme`; from stage 1 on.
+        offload_param: the same, in stage 3 only.
+    """
+
+    stage: int
+    offload_optimizer: str = NONE
+    offload_param: str = NONE
+
+    @property
+    def name(self) -> str:
+        """As in the names of trials: `z2`, `z2_offload`, `z3_offload_param`, `z3_nvme_param`."""
+        words = {CPU: "offload", NVME: "nvme"}
+        parts = [f"z{self.stage}"]
+        if self.offload_optimizer != NONE:
+            parts.append(words[self.offload_optimizer])
+        if self.offload_param != NONE:
+            parts.append("param" if self.offload_param == self.offload_optimizer else "offparam")
+        return "_".join(parts)
+
+    @property
+    def label(self) -> str:
+        """For people: `stage 3, optimizer on cpu, parameters on cpu`."""
+        parts = [f"stage {self.stage}"]
+        if self.offload_optimizer != NONE:
+            parts.append(f"optimizer on {self.offload_optimizer}")
+        if self.offload_param != NONE:
+            parts.append(f"parameters on {self.offload_param}")
+        return ", ".join(parts)
+
+    @property
+    def burden(self) -> int:
+        """How many ways of saving memory at the expense of traffic it uses."""
+        moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
+        return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
+
+
+def plain(*stages: int) -> tuple[Strategy, ...]:
+    """Stages without offloading."""
+    return tuple(Strategy(stage) for stage in stages)
+
+
+def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
+    """The strategy of a DeepSpeed configuration, or what it becomes in another stage.
+
+    Offloading that a stage does not have is left out. The deprecated `cpu_offload` and
+    `cpu_offload_param` count too (deepspeed/runtime/zero/config.py, 0.19.8).
+    """
+    zero = config.get("zero_optimization") or {}
+    if stage is None:
+        stage = int(zero.get("stage", 0))
+    return Strategy(
+        stage,
+        _device(zero, "offload_optimizer", "cpu_offload") if stage >= 1 else NONE,
+        _device(zero, "offload_param", "cpu_offload_param") if stage == 3 else NONE,
+    )
+
+
+def _device(zero: Mapping[str, Any], section: str, deprecated: str) -> str:
+    given = zero.get(section)
+    if isinstance(given, Mapping):
+        return str(given.get("device") or NONE)
+    return CPU if zero.get(deprecated) is True else NONE
