@@ -49,8 +49,7 @@ _KEYS = frozenset(
     """.split()
 )
 
-# Arguments of transformers.TrainingArguments: a script that takes its DeepSpeed configuration as
-# `--deepspeed FILE` is the Trainer's and knows them, given or not.
+# Flags of transformers.TrainingArguments, which a Trainer's script knows, given or not.
 _TRAINER_FLAGS = frozenset(
     """
     --gradient_accumulation_steps --gradient_checkpointing --learning_rate --max_grad_norm

@@ -121,7 +121,6 @@ class Trial:
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
-    script_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.strategy:

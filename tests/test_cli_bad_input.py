@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat import cli
+from dsat import cli, prepare
 from tests.local import PROGRAMS, cpu_machine
 
 Folder = Path
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
         if path.is_file():
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
     return tmp_path
 
 

@@ -10,15 +10,22 @@ import pytest
 
 from dsat import options, settings
 from dsat.search import SEARCHES
+from dsat.space import KNOB_NAMES
 
 COMMON: dict[str, Any] = {
+    "command": (),
+    "ds_config": None,
     "include": (),
     "max_trials": 50,
     "max_slots": None,
     "max_concurrent_trials": 16,
     "metric": "FLOPS_per_gpu",
     "run_full_experiment": False,
-    "zero_stages": (1, 2, 3),
+    "zero_stages": None,
+    "tune": (),
+    "fix": (),
+    "nvme_path": None,
+    "arg_mappings": {},
     "start_profile_step": 3,
     "end_profile_step": 5,
     "max_profile_steps": 20,
@@ -26,6 +33,9 @@ COMMON: dict[str, Any] = {
     "search_runner_config": None,
     "max_search_runner_restarts": 5,
     "train_batch_size": None,
+    "max_train_batch_size": None,
+    "min_micro_batch": 1,
+    "max_micro_batch": None,
     "divisible_by": 1,
     "slots": None,
     "trial_timeout_s": 1800.0,
@@ -47,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "binary": {"search_range_factor": 1.0},
     "random": {"trials_per_config": 5, "early_stopping": None},
+    "gridsearch": {"num_micro_batches": None, "early_stopping": None},
 }
 
 
@@ -77,6 +88,9 @@ def test_every_option_has_its_type() -> None:
         *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0"),
         *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
         *("--divisor", "4", "--search-range-factor", "1.5"),
+        *("--tune", "overlap_comm", "offload_optimizer", "--fix", "sub_group_size"),
+        *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
+        *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
     )
     assert chosen == settings.Settings(
         method="asha",
@@ -88,7 +102,16 @@ def test_every_option_has_its_type() -> None:
         max_concurrent_trials=2,
         metric="latency",
         run_full_experiment=True,
+        command=(),
+        ds_config=None,
         zero_stages=(3, 0),
+        tune=("overlap_comm", "offload_optimizer"),
+        fix=("sub_group_size",),
+        nvme_path="/nvme",
+        arg_mappings={"train_micro_batch_size_per_gpu": "--batch-size"},
+        max_train_batch_size=None,
+        min_micro_batch=2,
+        max_micro_batch=32,
         start_profile_step=2,
         end_profile_step=4,
         max_profile_steps=9,
@@ -126,13 +149,15 @@ def test_help_tells_every_option_and_its_default(
         parse(method, "--help")
     assert stop.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
-    flags = [f"--{name.removesuffix('_s').removesuffix('_bytes')}" for name in COMMON]
+    names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
+    names.remove("command")
+    flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
     flags += [f"--{flag}" for flag in settings.SEARCH_OPTIONS[method]]
     for flag in flags:
         assert flag.replace("_", "-") in said
     for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):
         assert default in said
-    assert "(default: [1, 2, 3])" in said
+    assert "(default: 1 2 3, or those that your configuration lists)" in said
     assert "%%" not in said
 
 
@@ -163,3 +188,58 @@ def test_durations(text: str, seconds: float) -> None:
 def test_no_memory_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         options.memory_size(text)
+
+
+# -- a command in place of an experiment configuration, and the commands of DeepSpeed's autotuner
+
+
+def test_a_command_after_two_dashes() -> None:
+    chosen = parse("asha", "--slots", "2", "--", "train.py", "--deepspeed", "--", "-z", "9")
+    assert chosen.command == ("train.py", "--deepspeed", "--", "-z", "9")
+    assert (chosen.config, chosen.model_dir, chosen.slots) == (None, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "command"),
+    [
+        ("tune", "train.py", "deepspeed train.py"),
+        ("run", "--num_gpus 2 train.py -z 3", "deepspeed --num_gpus 2 train.py -z 3"),
+        ("tune", "--num_gpus=2 train.py -- x", "deepspeed --num_gpus 2 train.py -- x"),
+        ("tune", "--module a.b --json --cold", "deepspeed --module a.b --json --cold"),
+        ("tune", "-i localhost:0 --json train.py", "deepspeed --include localhost:0 train.py"),
+    ],
+)
+def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: str) -> None:
+    chosen = parse(name, *words.split())
+    assert chosen.command == tuple(command.split())
+    assert chosen.run_full_experiment is (name == "run")
+    assert chosen.json is ("--json train.py" in words)
+    assert chosen.max_trials == 50 and chosen.search_options == {}
+
+
+def test_all_knobs_by_one_name() -> None:
+    assert parse("asha", "--fix", "all", "--", "train.py").fix == KNOB_NAMES
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("asha", "CONFIG MODEL_DIR, or -- COMMAND"),
+        ("asha a.yaml", "CONFIG MODEL_DIR, or -- COMMAND"),
+        ("asha a.yaml . -- train.py", "a.yaml and a command after -- cannot both be tuned"),
+        ("asha --ds-config d.json a.yaml .", "--ds-config is for a command after --"),
+        ("asha -i x -- train.py", "--include is for an experiment configuration"),
+        ("asha --tune overlap_comm --fix overlap_comm -- t.py", "overlap_comm cannot be given to"),
+        ("asha --tune overlap -- t.py", "invalid choice: 'overlap'"),
+        ("asha --arg-mapping batch -- t.py", "'batch' is not of the form KEY=FLAG"),
+        ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
+        ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
+        ("tune", "the following arguments are required: SCRIPT"),
+    ],
+)
+def test_contradictions(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(*words.split())
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last
