@@ -54,17 +54,18 @@ class TrainerSettings:
     max_steps: int | None = None
 
 
-def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
+def install(settings: TrainerSettings | None, warn: Callable[[str], None], *, on_cpu: bool) -> None:
     """Adapts transformers and accelerate in this process, whether they are imported yet or not.
 
     Args:
-        settings: of the trial.
+        settings: of the trial; None leaves `TrainingArguments` as the script makes them.
         warn: takes what a person should know.
         on_cpu: the slots are processor cores.
     """
-    arguments = functools.partial(_adapt_arguments, settings, warn)
-    wrapt.register_post_import_hook(arguments, "transformers.training_args")
-    if settings.max_steps is not None:
+    if settings is not None:
+        arguments = functools.partial(_adapt_arguments, settings, warn)
+        wrapt.register_post_import_hook(arguments, "transformers.training_args")
+    if settings is not None and settings.max_steps is not None:
         wrapt.register_post_import_hook(_never_resume, "transformers.trainer")
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         wrapt.register_post_import_hook(

@@ -146,7 +146,6 @@ class Meter:
         self._on_complete = on_complete
         self._complete = False
         self._warnings: list[str] = []
-        self._fed_otherwise = False
 
     def warn(self, text: str) -> None:
         """Adds what a person should know although the trial runs."""

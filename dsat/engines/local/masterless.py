@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dsat.errors import InvalidTrial
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
 
@@ -59,7 +63,8 @@ def install(task: LocalTask) -> None:
 def _cluster_info(task: LocalTask) -> Any:
     from determined import _info
 
-    config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
+    config = _with_defaults(task.experiment_config)
+    config["hyperparameters"] = dict(task.hparams)
     return _info.ClusterInfo(
         master_url="http://127.0.0.1:8080",
         cluster_id="dsat-local",
@@ -85,6 +90,16 @@ def _cluster_info(task: LocalTask) -> Any:
     )
 
 
+def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**_CONFIG_DEFAULTS, **given}
+    for section in _FILLED_IN_BY_KEY:
+        config[section] = {**_CONFIG_DEFAULTS[section], **(given.get(section) or {})}
+    return config
+
+
+# Other sections hold a single key, that of the unit.
+_FILLED_IN_BY_KEY = ("optimizations", "profiling", "searcher")
+
 # What a master fills in (master/pkg/schemas/expconf of 0.37) and the harness reads.
 _CONFIG_DEFAULTS: dict[str, Any] = {
     "checkpoint_policy": "best",
@@ -95,12 +110,14 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
     "optimizations": {
         "aggregation_frequency": 1,
         "average_aggregated_gradients": True,
+        "average_training_metrics": True,
         "gradient_compression": False,
     },
     "perform_initial_validation": False,
     "profiling": {"enabled": False},
     "records_per_epoch": 0,
     "scheduling_unit": 100,
+    "searcher": {"smaller_is_better": True},
 }
 
 
@@ -126,7 +143,8 @@ def _init(
     )
     reports = _Reports(task.folder / "reports.jsonl", context.distributed.rank == 0)
     context.info = determined.get_cluster_info()
-    context.train = _train_context(reports, task.folder / "tensorboard")
+    searcher = context.info.trial._config["searcher"]
+    context.train = _train_context(reports, task.folder / "tensorboard", searcher)
     context.searcher = _searcher_context(context.distributed, task, reports)
     return context
 
@@ -148,19 +166,26 @@ class _Reports:
             file.write(json.dumps(line) + "\n")
 
 
-def _train_context(reports: _Reports, tensorboard: Path) -> Any:
-    from determined import core
+def _train_context(reports: _Reports, tensorboard: Path, searcher: Mapping[str, Any]) -> Any:
+    from determined import core, util
+
+    better = min if searcher["smaller_is_better"] else max
 
     class TrainContext(core.DummyTrainContext):  # type: ignore[misc]
+        best: float | None = None
+
         def _report_trial_metrics(
             self, group: Any, steps_completed: int, metrics: Any, *args: Any, **kwargs: Any
         ) -> None:
-            reports.add(
-                "metrics",
-                group=getattr(group, "value", group),
-                steps_completed=steps_completed,
-                metrics=metrics,
-            )
+            group = getattr(group, "value", group)
+            reports.add("metrics", group=group, steps_completed=steps_completed, metrics=metrics)
+            value = metrics.get(searcher.get("metric"))
+            if group == "validation" and util.is_numerical_scalar(value):
+                self.best = float(value if self.best is None else better(self.best, value))
+
+        def get_experiment_best_validation(self) -> float | None:
+            """By it the harness knows which checkpoints the policy `best` is about."""
+            return self.best
 
     tensorboard.mkdir(exist_ok=True)
     return TrainContext(tensorboard)
@@ -227,9 +252,12 @@ def adapt_trial_classes(*, on_cpu: bool) -> None:
     get no copy of the model folder, which a container has at a fixed place.
     """
     import torch
-    from determined import util
+    from determined import load, util
     from determined.pytorch import deepspeed
 
+    load.trial_class_from_entrypoint = functools.partial(
+        _load_trial_class, load.trial_class_from_entrypoint, deepspeed.DeepSpeedTrial
+    )
     util.write_user_code = lambda *args, **kwargs: None
     if not on_cpu:
         return
@@ -239,3 +267,42 @@ def adapt_trial_classes(*, on_cpu: bool) -> None:
         context.device = torch.device("cpu")
 
     deepspeed.DeepSpeedTrialContext._init_device = init_device
+
+
+def _load_trial_class(original: Callable[[str], Any], deepspeed_trial: Any, spec: str) -> Any:
+    """In place of `determined.load.trial_class_from_entrypoint`: says what is wrong with `spec`.
+
+    Raises:
+        InvalidTrial: `spec` does not name a DeepSpeedTrial.
+    """
+    module = spec.partition(":")[0]
+    try:
+        found = original(spec)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # one that the user's module imports
+        raise InvalidTrial(
+            f"--trial {spec}: there is no module {error.name!r} in {os.getcwd()}"
+        ) from error
+    except (AttributeError, AssertionError) as error:
+        if module not in sys.modules:
+            raise  # from the user's module itself
+        raise InvalidTrial(
+            f"--trial {spec} names no Trial class; give module:Class. "
+            + _trials_in(sys.modules[module], deepspeed_trial)
+        ) from error
+    if not issubclass(found, deepspeed_trial):
+        raise InvalidTrial(
+            f"--trial {spec} is no DeepSpeedTrial, and only DeepSpeed's training can be tuned. "
+            + _trials_in(sys.modules[module], deepspeed_trial)
+        )
+    return found
+
+
+def _trials_in(module: Any, deepspeed_trial: Any) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, deepspeed_trial)
+    ]
+    return f"{module.__name__} has {', '.join(names) if names else 'no DeepSpeedTrial'}"

@@ -114,6 +114,7 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
         masterless.adapt_trial_classes(on_cpu=not spec.task["devices"])
     if spec.capture:
         injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
+        hf.install(None, _say, on_cpu=not spec.task["devices"])
         return
     path = folder / CONFIG_FILE
     injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
@@ -131,6 +132,11 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
         _limit_memory(spec.cpu_memory_bytes)
 
 
+def _keep(path: Path, rank: int, text: str) -> None:
+    if rank == 0:
+        write_atomically(path, text)
+
+
 def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> None:
     trial = Trial.from_json(spec.trial)
     settings = hf.TrainerSettings(
@@ -140,13 +146,11 @@ def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> Non
         gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
         max_steps=meters[0].spec.longest if meters else None,
     )
-    warn = meters[0].warn if meters else lambda text: print(f"dsat: {text}", file=sys.stderr)
-    hf.install(settings, warn, on_cpu=not spec.task["devices"])
+    hf.install(settings, meters[0].warn if meters else _say, on_cpu=not spec.task["devices"])
 
 
-def _keep(path: Path, rank: int, text: str) -> None:
-    if rank == 0:
-        write_atomically(path, text)
+def _say(text: str) -> None:
+    print(f"dsat: {text}", file=sys.stderr)
 
 
 def _program(data: Mapping[str, Any]) -> Entrypoint:
