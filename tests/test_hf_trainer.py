@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -154,7 +155,7 @@ def test_with_determineds_callback(tmp_path: Path) -> None:
 
 def reports_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "reports.jsonl").read_text().splitlines()
-    return [yaml.safe_load(line) for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 # -- arguments in the code
