@@ -391,6 +391,27 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     assert told["command"][-1] == "train.py"
 
 
+def test_auto_stands_for_the_trainers_flags(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    (folder / "ds_config.json").write_text(json.dumps(auto))
+    argv = ["asha", "deepspeed.yaml", ".", "--dry-run", "--json"]
+    command = "deepspeed train.py --deepspeed ds_config.json --output_dir out"
+    for flags, micro_batch, gas in (
+        ("", 8, 1),
+        ("--per-device-train-batch-size=3 --gradient_accumulation_steps 2", 3, 2),
+    ):
+        with_yaml(entrypoint=f"{command} {flags}")(folder)
+        assert cli.main(argv) == 0
+        own = json.loads(capsys.readouterr().out)["plan"]["own_batch"]
+        assert own == {
+            "train_batch_size": micro_batch * gas * 2,
+            "micro_batch": micro_batch,
+            "gas": gas,
+        }
+
+
 def test_in_a_process_of_its_own(folder: Folder) -> None:
     (folder / "ds_config.json").write_text("{")
     command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]

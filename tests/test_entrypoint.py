@@ -319,6 +319,38 @@ def test_finds_and_replaces_the_configuration(
     assert program.args == args
 
 
+# -- the arguments of a trial
+
+HF = "train.py --deepspeed ds.json --output_dir out"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("parser = HfArgumentParser(TrainingArguments)", ("--per_device_train_batch_size", "4")),
+        ("parser = argparse.ArgumentParser()  # refuses what it does not know", ()),
+    ],
+)
+def test_flags_are_added_where_the_script_surely_knows_them(
+    tmp_path: Path, source: str, expected: tuple[str, ...]
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    program = parse(f"python3 {HF}", tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 4}
+    found = program.for_config("/t/ds_config.json", config, {}, {})
+    assert found.args == ("--deepspeed", "/t/ds_config.json", "--output_dir", "out", *expected)
+
+
+def test_the_users_own_flags_follow_the_trial(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    program = parse("python3 train.py --bs 1 --ckpt", tmp_path)
+    mappings = {"train_micro_batch_size_per_gpu": "--bs", "gradient_checkpointing": "--ckpt"}
+    config = {"train_micro_batch_size_per_gpu": 4}
+    found = program.for_config("x.json", config, {"gradient_checkpointing": False}, mappings)
+    assert found.args == ("--bs", "4")
+    assert program.for_config("x.json", config, {}, {}).args == ("--bs", "1", "--ckpt")
+
+
 # -- the command for people
 
 

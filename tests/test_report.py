@@ -184,6 +184,17 @@ def test_plain_progress_lines() -> None:
     assert "\x1b" not in said
 
 
+def test_a_warning_is_told_once() -> None:
+    stream = io.StringIO()
+    warned = replace(ran(150), warnings=("look",))
+    run = run_of((1, 8, warned), (1, 9, replace(warned, warnings=("look", "again"))))
+    view = LiveView(stream)
+    for trial in run.trials.values():
+        view.ended(run, trial, run.outcomes[trial.id])
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
+    assert [line.rpartition(": ")[2] for line in lines] == ["look", "again"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
