@@ -70,10 +70,10 @@ def test_a_row_per_stage_without_the_profile() -> None:
         baseline=ran(100),
     )
     rows = summary.stage_rows(run)
-    assert [(r.stage, r.trials, r.out_of_memory, r.failed) for r in rows] == [
-        (0, 1, 0, 0),
-        (1, 3, 1, 0),
-        (3, 2, 1, 1),
+    assert [(r.strategy, r.trials, r.out_of_memory, r.failed) for r in rows] == [
+        ("z0", 1, 0, 0),
+        ("z1", 3, 1, 0),
+        ("z3", 2, 1, 1),
     ]
     assert [r.best.name if r.best else None for r in rows] == ["t1", "t4", None]
     assert run.running_s == 70.0
