@@ -39,8 +39,8 @@ _HF_SIGNS = tuple(
     """.split()
 )
 
-# Flags of TrainingArguments that repeat a DeepSpeed setting: a Trainer's script knows them, given or
-# not.
+# Flags of TrainingArguments that repeat a DeepSpeed setting: a Trainer's script knows them, given
+# or not.
 _HF_KNOWN = frozenset(
     """
     --gradient_accumulation_steps --gradient_checkpointing --learning_rate --max_grad_norm

@@ -7,7 +7,7 @@ https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ _KEYS = frozenset(
     tuner_early_stopping tuner_num_trials tuner_type
     """.split()
 )
+
 
 @dataclass(frozen=True)
 class Autotuning:

@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None:
-    """Raise InvalidTrial if an engine is a pipeline's or uses other settings than the trial's."""
+def refuse_pipeline(engine: Any) -> None:
+    """Raise InvalidTrial for a pipeline's engine."""
     if any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__):
         raise InvalidTrial(
             "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
             "tuned. Train the model without PipelineModule"
         )
+
+
+def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None:
+    """Raise InvalidTrial if an engine uses other settings than the trial's."""
     found = {
         "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

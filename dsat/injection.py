@@ -86,8 +86,12 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 
 def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
     """Whether the engine gets an optimizer; a reference model, say, gets none."""
-    given = (arguments.get("optimizer"), arguments.get("model_parameters"))
-    return any(value is not None for value in given) or "optimizer" in passed.content
+    return names_what_to_train(arguments) or "optimizer" in passed.content
+
+
+def names_what_to_train(arguments: Mapping[str, Any]) -> bool:
+    """Whether the script leaves no doubt that the engine is to train."""
+    return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
 
 
 def on_initialize(handle: Callable[[dict[str, Any]], None]) -> None:
@@ -130,9 +134,9 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
         passed = passed_config(arguments)
         if passed is None or not trains(arguments, passed):
             return
-        if not first:
+        if not first and names_what_to_train(arguments):
             first.append(dict(passed.content))
-        if agrees(passed.content, overrides) or passed.content != first[0]:
+        if agrees(passed.content, overrides) or (first and passed.content != first[0]):
             return
         _replace(arguments, passed, config, path)
 

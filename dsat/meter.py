@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dsat.checks import check_engine, check_inputs
+from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
 from dsat.gauges import Clock, MemoryWatch, clock_for
 from dsat.profiler import ModelProfiler
@@ -24,6 +24,12 @@ from dsat.trial import MemoryUse, Metrics, ModelProfile
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+
+SEVERAL_ENGINES = (
+    "the script trains several engines, perhaps: throughput and latency are those of the whole "
+    "loop, but forward, backward, step, FLOPS and the model's size only those of the engine that "
+    "trains first"
+)
 
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
 _T95 = (
@@ -103,14 +109,14 @@ class TrialComplete(SystemExit):
 
 
 def install(spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> Meter:
-    """Makes `deepspeed.initialize` attach a meter to the engine that it returns.
+    """Makes a meter watch the engines that `deepspeed.initialize` returns.
 
     Args:
         spec: what to measure.
         on_complete: called on every rank with the measurement, before the script is ended.
 
     Returns:
-        The meter, not yet attached.
+        The meter.
     """
     import deepspeed
 
@@ -121,17 +127,22 @@ def install(spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> Mete
     def initialize(*args: Any, **kwargs: Any) -> Any:
         _limit_device_memory(spec)
         result = original(*args, **kwargs)
-        engine = result[0]
-        if not meter.attached and getattr(engine, "optimizer", None) is not None:
-            meter.attach(engine)
+        if has_optimizer(result[0]):
+            meter.watch(result[0])
         return result
 
     deepspeed.initialize = initialize
     return meter
 
 
+def has_optimizer(engine: Any) -> bool:
+    """Whether an engine can train: at stage 3 a reference model's optimizer is a mere stand-in."""
+    optimizer = getattr(engine, "optimizer", None)
+    return optimizer is not None and type(optimizer).__name__ != "DeepSpeedZeRoOffload"
+
+
 class Meter:
-    """Wraps `forward`, `backward` and `step` of one engine.
+    """Wraps `forward`, `backward` and `step` of the first engine that trains.
 
     Args:
         spec: what to measure.
@@ -140,6 +151,7 @@ class Meter:
 
     def __init__(self, spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> None:
         self.spec = spec
+        self.watches = False
         self.attached = False
         self.steps_seen = 0
         self.partial: Measurement | None = None
@@ -152,11 +164,35 @@ class Meter:
         if text not in self._warnings:
             self._warnings.append(text)
 
+    def watch(self, engine: Any) -> None:
+        """Starts measuring an engine at its first training step, if it is the first to make one.
+
+        A reference model may have an optimizer too, since it shares the configuration.
+
+        Raises:
+            InvalidTrial: it is a pipeline engine.
+        """
+        refuse_pipeline(engine)
+        if self.watches and self.spec.profile:
+            self.warn(SEVERAL_ENGINES)
+        self.watches = True
+        for name in ("forward", "backward", "step"):
+            first_use = functools.partial(self._first_use, engine, name)
+            setattr(engine, name, self._wrap(getattr(engine, name), first_use))
+
+    def _first_use(
+        self, engine: Any, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.attached or (name == "forward" and not _in_training(engine)):
+            return original(*args, **kwargs)
+        self.attach(engine)
+        return getattr(engine, name)(*args, **kwargs)
+
     def attach(self, engine: Any) -> None:
         """Starts measuring an engine.
 
         Raises:
-            InvalidTrial: it is a pipeline engine, or does not use the trial's configuration.
+            InvalidTrial: it does not use the trial's configuration.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -198,11 +234,9 @@ class Meter:
     # -- the three phases
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        import torch
-
         if self._complete:  # the script has caught the SystemExit that was to end it
             os._exit(0)
-        if not (torch.is_grad_enabled() and self._engine.training):
+        if not _in_training(self._engine):
             return original(*args, **kwargs)
         if not (self.steps_seen or self._current.micro_steps):
             warning = check_inputs(
@@ -379,6 +413,12 @@ class _StepMarks:
         """Latency, then the phases' sums."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
         return [clock.ms(self.begin, self.end), *sums]
+
+
+def _in_training(engine: Any) -> bool:
+    import torch
+
+    return bool(torch.is_grad_enabled() and engine.training)
 
 
 def _limit_device_memory(spec: MeterSpec) -> None:

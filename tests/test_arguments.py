@@ -228,6 +228,5 @@ def test_a_mapping_to_a_flag_that_the_script_does_not_get(
     with pytest.raises(UserInputError) as caught:
         arguments.checked({MICRO: flag}, args, where="ds.json")
     assert str(caught.value) == (
-        f"ds.json: maps {MICRO} to {flag}, which the training "
-        f"script does not get. {hint}"
+        f"ds.json: maps {MICRO} to {flag}, which the training script does not get. {hint}"
     )

@@ -186,8 +186,14 @@ def test_an_engine_that_does_not_train_is_left_alone(calls: Calls) -> None:
 def test_a_second_model_keeps_a_configuration_of_its_own(calls: Calls) -> None:
     critic = {**OWN, "gradient_clipping": 5.0}
     for config in (copy.deepcopy(OWN), copy.deepcopy(OWN), critic):
-        initialize(model="model", config=config)
+        initialize(model="model", model_parameters=[1], config=config)
     assert calls.configs == [CONFIG, CONFIG, {**OWN, "gradient_clipping": 5.0}]
+
+
+def test_a_reference_model_before_it_does_not_keep_the_trained_one_from_it(calls: Calls) -> None:
+    initialize(model="model", config={**OWN, "zero_optimization": {"stage": 0}})
+    initialize(model="model", model_parameters=[1], config=copy.deepcopy(OWN))
+    assert calls.configs[1] == CONFIG
 
 
 def test_the_scripts_own_mistakes_stay_its_own(calls: Calls, tmp_path: Path) -> None:

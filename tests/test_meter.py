@@ -20,6 +20,7 @@ from dsat.errors import InvalidTrial
 from dsat.meter import (
     CI_TARGET,
     MAX_SKIPPED_STEPS,
+    SEVERAL_ENGINES,
     Measurement,
     Meter,
     MeterSpec,
@@ -517,7 +518,7 @@ def test_a_pipeline_engine_is_refused(clock: Clock) -> None:
         pass
 
     with pytest.raises(InvalidTrial, match="PipelineEngine"):
-        attach(Mine(clock))
+        Meter(SPEC, print).watch(Mine(clock))
 
 
 @pytest.mark.parametrize(
@@ -563,28 +564,78 @@ def test_other_warnings_do_not_hide_that_of_the_micro_batch(clock: Clock) -> Non
     assert len(measured.warnings) == 2
 
 
-def test_attaches_to_the_first_engine_that_trains(
+def test_measures_the_first_engine_that_trains(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reference model without an optimizer may be initialised before, a second one after."""
+    """Reference models may be initialised before it, with or without an optimizer."""
     deepspeed: Any = sys.modules["deepspeed"]
-    made: list[FakeEngine] = []
+
+    class DeepSpeedZeRoOffload:
+        pass
 
     def initialize(optimizer: object) -> tuple[FakeEngine, object, None, None]:
         engine = FakeEngine(clock)
         engine.optimizer = optimizer
-        made.append(engine)
         return engine, optimizer, None, None
 
     deepspeed.initialize = initialize
     told: list[Measurement] = []
-    meter = install(SPEC, told.append)
-    for optimizer in (None, "adam", "sgd"):
-        assert deepspeed.initialize(optimizer)[1] == optimizer
-        assert meter.attached == (optimizer is not None)
-    for engine in (made[0], made[2]):
-        assert train(engine, steps=30) is None
-    assert train(made[1]) is told[0]
+    meter = install(replace(SPEC, profile=True), told.append)
+    monkeypatch.setattr("dsat.meter.ModelProfiler", NoProfiler)
+    plain, offloaded = (
+        deepspeed.initialize(None)[0],
+        deepspeed.initialize(DeepSpeedZeRoOffload())[0],
+    )
+    assert not meter.watches
+    reference, trained, second = (deepspeed.initialize("adam")[0] for _ in range(3))
+    assert meter.watches and not meter.attached
+    inputs = torch.zeros(4)
+    for engine in (plain, offloaded, reference):
+        with torch.no_grad():
+            engine.forward(inputs)
+    reference.training = False
+    reference.forward(inputs)
+    assert not meter.attached
+    trained.forward(inputs)
+    assert meter.attached
+    assert train(second, steps=30) is None
+    trained.backward(inputs)
+    trained.step()
+    assert train(trained) is told[0]
+    assert told[0].metrics.latency == pytest.approx(10)
+    assert told[0].warnings == (SEVERAL_ENGINES,)
+
+
+def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
+    deepspeed: Any = sys.modules["deepspeed"]
+    deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
+    told: list[Measurement] = []
+    install(SPEC, told.append)
+    engine = deepspeed.initialize()[0]
+    with pytest.raises(SystemExit):
+        backward_only(engine)
+    assert told[0].metrics.latency == pytest.approx(7)
+
+
+def backward_only(engine: FakeEngine) -> None:
+    for _ in range(30):
+        engine.backward(torch.zeros(()))
+        engine.step()
+
+
+class NoProfiler:
+    """Counts nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def enter_forward(self) -> None:
+        pass
+
+    leave_forward = finish_micro_step = enter_forward
+
+    def result(self, accelerator: Any) -> None:
+        return None
 
 
 # -- counting the model

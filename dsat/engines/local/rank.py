@@ -201,14 +201,14 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
             text = json.dumps(meter.partial.to_json(), indent=1)
             write_atomically(folder / METRICS_FILE, text)
         _leave(0)
-    if not meter.attached:
+    if not meter.watches:
         problem = "the script ended without calling deepspeed.initialize with an optimizer"
     else:
         problem = (
             f"the script ended after {meter.steps_seen} optimizer steps, but steps up to "
             f"{meter.spec.end_step} are measured: give it more data or lower --end-profile-step"
         )
-    too_short = meter.attached
+    too_short = meter.watches
     _write_failure(folder, rank, InvalidTrial(problem), problem, smaller_may_run=too_short)
     _leave(FAILED)
 
