@@ -254,7 +254,7 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a flag that the script does not get": (
         {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
         {},
-        ["autotuning.arg_mappings.train_micro_batch_size_per_gpu", "--batch"],
+        ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
     ),
     "a micro batch that is no number": (
         {},
