@@ -8,7 +8,6 @@ import pytest
 
 from dsat import ladder
 from dsat.plan import Plan
-from dsat.space import SECTIONS
 from dsat.strategy import CPU, NVME, Strategy, of_config, plain
 from tests.helpers import plan_of
 
