@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.ds_config import AUTO, did_you_mean
 from dsat.errors import UserInputError
 
-AUTO = "auto"
 CHECKPOINTING = "gradient_checkpointing"  # a switch of the script, not a setting of DeepSpeed
 
 HF_BATCH_FLAGS: Mapping[str, str] = {
@@ -36,6 +36,15 @@ _HF_SIGNS = tuple(
     gradient_checkpointing activation_checkpointing lr_scheduler_type warmup_ratio warmup_steps
     evaluation_strategy eval_strategy eval_steps save_strategy save_steps save_total_limit
     logging_strategy logging_steps logging_dir report_to ddp_timeout dataloader_num_workers
+    """.split()
+)
+
+# Flags of TrainingArguments that repeat a DeepSpeed setting: a Trainer's script knows them, given
+# or not.
+_HF_KNOWN = frozenset(
+    """
+    --gradient_accumulation_steps --gradient_checkpointing --learning_rate --max_grad_norm
+    --per_device_train_batch_size --warmup_steps --weight_decay
     """.split()
 )
 
@@ -183,6 +192,37 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
         if _places(args, flag):
             found[CHECKPOINTING] = flag
     return {**found, **given}
+
+
+def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
+    """The user's mappings, each flag spelled as the arguments have it (dashes or underscores).
+
+    A Hugging Face Trainer's script, which gets its configuration as `--deepspeed FILE`, knows the
+    flags of TrainingArguments without being given them.
+
+    Args:
+        mappings: setting -> flag.
+        args: of the script.
+        where: what to name in errors.
+
+    Raises:
+        UserInputError: a flag is not among the arguments.
+    """
+    given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
+    is_trainer = bool(value_of(args, "--deepspeed"))
+    known = {_plain(flag) for flag in _HF_KNOWN} if is_trainer else set()
+    spelled = {}
+    for setting, flag in mappings.items():
+        found = given.get(_plain(flag))
+        if found is None and _plain(flag) not in known:
+            raise UserInputError(
+                f"maps {setting} to {flag}, which the training script does not get",
+                where=where,
+                hint=did_you_mean(flag, given.values())
+                + f"Add {flag} to its arguments, or correct the mapping.",
+            )
+        spelled[setting] = found or flag
+    return spelled
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:

@@ -7,8 +7,7 @@ https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`,
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,6 @@ _KEYS = frozenset(
     min_train_micro_batch_size_per_gpu model_info model_info_path mp_size num_gpus num_nodes
     num_tuning_micro_batch_sizes overwrite results_dir start_profile_step start_step
     tuner_early_stopping tuner_num_trials tuner_type
-    """.split()
-)
-
-# Flags of transformers.TrainingArguments, which a Trainer's script knows, given or not.
-_TRAINER_FLAGS = frozenset(
-    """
-    --gradient_accumulation_steps --gradient_checkpointing --learning_rate --max_grad_norm
-    --per_device_train_batch_size --warmup_steps --weight_decay
     """.split()
 )
 
@@ -182,41 +173,6 @@ def slots(config: Mapping[str, Any], *, where: str, available: int) -> tuple[int
                 hint="Ask for fewer.",
             )
     return counts or (available,)
-
-
-def check_arg_mappings(
-    mappings: Mapping[str, str], args: Sequence[str], *, where: str
-) -> dict[str, str]:
-    """Checks that the training script gets every flag that a mapping names.
-
-    A Hugging Face Trainer script (`--deepspeed FILE`) knows its batch flags without being given
-    them.
-
-    Args:
-        mappings: `Autotuning.arg_mappings`.
-        args: the arguments of the training script.
-        where: the file to name in errors.
-
-    Returns:
-        The mappings, each flag spelled as the arguments have it (dashes or underscores).
-
-    Raises:
-        UserInputError: a flag is not among the arguments.
-    """
-    given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
-    known = {_plain(flag) for flag in _TRAINER_FLAGS} if _is_trainer(args) else set()
-    spelled = {}
-    for setting, flag in mappings.items():
-        found = given.get(_plain(flag))
-        if found is None and _plain(flag) not in known:
-            raise UserInputError(
-                f"maps {setting} to {flag}, which the training script does not get",
-                where=f"{where}: {SECTION}.arg_mappings.{setting}",
-                hint=did_you_mean(flag, given.values())
-                + f"Add {flag} to its arguments, or correct the mapping.",
-            )
-        spelled[setting] = found or flag
-    return spelled
 
 
 class _Section:
@@ -368,19 +324,6 @@ def _numbers(section: _Section, key: str) -> tuple[int, ...]:
         return ()
     values = listed_values(value, section.at(key))
     return tuple(distinct(whole_number(v, section.at(key)) for v in values or [value]))
-
-
-def _is_trainer(args: Sequence[str]) -> bool:
-    """Whether a Hugging Face Trainer gets its configuration as `--deepspeed FILE`."""
-    pairs = itertools.pairwise([*args, ""])
-    return any(
-        arg.startswith("--deepspeed=") or (arg == "--deepspeed" and following.endswith(".json"))
-        for arg, following in pairs
-    )
-
-
-def _plain(flag: str) -> str:
-    return flag.replace("-", "_")
 
 
 def _all_keys(config: Mapping[str, Any]) -> Iterator[str]:

@@ -113,7 +113,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
         raise UserInputError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             where=where,
-            hint='Add one of them, for example "train_micro_batch_size_per_gpu": 1.',
+            hint=_HOW_TO_GIVE_BATCH[AUTO in (config.get(key) for key in BATCH_KEYS)],
         )
     if total is None:
         assert micro is not None
@@ -133,6 +133,14 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
             hint="Correct one of them or leave it out.",
         )
     return BatchTriple(total, micro, gas)
+
+
+_HOW_TO_GIVE_BATCH = {
+    False: 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.',
+    True: 'What "auto" stands for is in the script: write the number of '
+    "train_micro_batch_size_per_gpu in its place, or give --per_device_train_batch_size and "
+    "--deepspeed on the command line.",
+}
 
 
 def check_keys(overrides: Mapping[str, Any], base: Mapping[str, Any], *, where: str) -> None:

@@ -264,11 +264,6 @@ def _check_zero(config: Mapping[str, Any], name: str) -> None:
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise UserInputError(f"must be a mapping, not {zero!r}", where=f"{name}: zero_optimization")
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UserInputError(
-            f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{name}: zero_optimization.stage"
-        )
 
 
 def _check_searcher(data: Mapping[str, Any], where: str) -> None:

@@ -106,4 +106,6 @@ def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _bytes(plan: Plan, strategy: Strategy) -> int:
-    return memory.required_bytes(_SOME_MODEL, strategy, plan.slots_per_trial, 0)
+    """What the backward pass and the step need, together: a model may fail to fit in either."""
+    state = memory.model_state(_SOME_MODEL, strategy, plan.slots_per_trial)
+    return 2 * state.resident + state.backward + state.step

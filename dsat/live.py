@@ -35,6 +35,7 @@ class LiveView:
             file=stream, highlight=False, soft_wrap=width is not None, width=width
         )
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
+        self._warned: set[str] = set()
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -63,7 +64,9 @@ class LiveView:
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         assert run.plan is not None
         for warning in outcome.warnings:
-            self.say(f"warning: {trial.name}: {warning}")
+            if warning not in self._warned:
+                self.say(f"warning: {trial.name}: {warning}")
+        self._warned.update(outcome.warnings)
         if trial.kind is TrialKind.PROFILE and run.profile is not None:
             strategies = ladder.searched_after(run.plan, trial.strategy)
             self.say(*memory.describe(run.profile, strategies, run.plan.slots_per_trial))

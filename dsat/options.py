@@ -339,13 +339,6 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         help="seed of every random choice",
     )
     add(
-        "--train-batch-size",
-        type=_at_least(1),
-        metavar="N",
-        help="only configurations whose micro batch x gradient accumulation steps x slots is "
-        "exactly N",
-    )
-    add(
         "--max-train-batch-size",
         type=_at_least(1),
         metavar="N",
@@ -410,6 +403,13 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     """How trials are run, whatever is searched."""
     add = parser.add_argument
+    add(
+        "--train-batch-size",
+        type=_at_least(1),
+        metavar="N",
+        help="only configurations whose micro batch x gradient accumulation steps x slots is "
+        "exactly N",
+    )
     add(
         "--trial-timeout",
         dest="trial_timeout_s",

@@ -84,7 +84,8 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
         slots = chosen.slots or user.slots_per_trial
         _check_ranks(program, slots)
         machine = find_machine()
-    user = replace(user, arg_mappings=_arg_mappings(chosen.arg_mappings, program, "--arg-mapping"))
+    mappings = arguments.checked(chosen.arg_mappings, program.args, where="--arg-mapping")
+    user = replace(user, arg_mappings=mappings)
     _check_slots(chosen, machine, slots)
     plan = _plan(chosen, user, program, machine, slots)
     return [Prepared(words, chosen, user, program, machine, plan)]
@@ -165,7 +166,8 @@ def _native(chosen: Settings, words: list[str]) -> list[Prepared]:
     where = str(program.config_path)
     user = experiment.of_command(chosen.command, _name(program), folder, path)
     section = autotuning.read(user.ds_config, where=where)
-    mappings = autotuning.check_arg_mappings(section.arg_mappings, program.args, where=where)
+    mapped = f"{where}: autotuning.arg_mappings"
+    mappings = arguments.checked(section.arg_mappings, program.args, where=mapped)
     user = replace(user, arg_mappings=mappings)
     machine = find_machine()
     _check_slots(chosen, machine, program.slots or 1)
@@ -206,7 +208,7 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
         max_profile_steps=max(
             chosen.max_profile_steps, section.end_profile_step - section.start_profile_step + 1
         ),
-        max_train_batch_size=section.max_train_batch_size,
+        max_train_batch_size=None if chosen.train_batch_size else section.max_train_batch_size,
         min_micro_batch=section.min_micro_batch,
         max_micro_batch=largest,
     )
@@ -285,11 +287,6 @@ def _switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
     if flag is None:
         return {}
     return {GRADIENT_CHECKPOINTING: arguments.is_on(program.args, flag)}
-
-
-def _arg_mappings(given: Mapping[str, str], program: Entrypoint, where: str) -> dict[str, str]:
-    """The user's mappings, their flags spelled as the script gets them."""
-    return autotuning.check_arg_mappings(given, program.args, where=where) if given else {}
 
 
 def _nvme_path(config: Mapping[str, Any]) -> str | None:

@@ -172,3 +172,61 @@ def test_what_auto_stands_for(
 def test_a_batch_size_that_is_none(value: str) -> None:
     with pytest.raises(UserInputError, match="--per_device_train_batch_size: must be a positive"):
         arguments.batch_from_args({}, [*HF, f"--per_device_train_batch_size={value}"], {})
+
+
+# -- what the user maps
+
+
+@pytest.mark.parametrize(
+    ("flag", "args", "spelled"),
+    [
+        ("--b", ["train.py", "--b", "8"], "--b"),
+        ("--b", ["--b=8"], "--b"),
+        ("-b", ["-b", "8"], "-b"),
+        ("--batch-size", ["--batch_size", "8"], "--batch_size"),
+        ("--batch_size", ["--batch-size=8"], "--batch-size"),
+        (
+            "--per_device_train_batch_size",
+            ["--deepspeed", "ds.json", "--do_train"],
+            "--per_device_train_batch_size",
+        ),
+        ("--per-device-train-batch-size", ["--deepspeed=x"], "--per-device-train-batch-size"),
+    ],
+)
+def test_a_mapping_is_spelled_as_the_script_gets_it(
+    flag: str, args: list[str], spelled: str
+) -> None:
+    assert arguments.checked({MICRO: flag}, args, where="ds.json") == {MICRO: spelled}
+
+
+@pytest.mark.parametrize(
+    ("flag", "args", "hint"),
+    [
+        ("--batch", [], "Add --batch to its arguments, or correct the mapping."),
+        (
+            "--bacth_size",
+            ["--batch_size=8"],
+            "Did you mean '--batch_size'? Add --bacth_size to its arguments, or correct the "
+            "mapping.",
+        ),
+        (
+            "--b",
+            ["--learning-rate", "--batch-size=1"],
+            "Add --b to its arguments, or correct the mapping.",
+        ),
+        # A script of the user's own, which gets its configuration by another flag.
+        (
+            "--per_device_train_batch_size",
+            ["--deepspeed", "--deepspeed_config", "ds.json"],
+            "Add --per_device_train_batch_size to its arguments, or correct the mapping.",
+        ),
+    ],
+)
+def test_a_mapping_to_a_flag_that_the_script_does_not_get(
+    flag: str, args: list[str], hint: str
+) -> None:
+    with pytest.raises(UserInputError) as caught:
+        arguments.checked({MICRO: flag}, args, where="ds.json")
+    assert str(caught.value) == (
+        f"ds.json: maps {MICRO} to {flag}, which the training script does not get. {hint}"
+    )

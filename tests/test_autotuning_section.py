@@ -12,7 +12,7 @@ from deepspeed.autotuning import constants
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 
 from dsat import autotuning
-from dsat.autotuning import Autotuning, check_arg_mappings, slots
+from dsat.autotuning import Autotuning, slots
 from dsat.errors import UserInputError
 from dsat.trial import METRIC_NAMES
 
@@ -347,59 +347,3 @@ def test_no_more_slots_than_there_are() -> None:
 # -- arg_mappings against the script's arguments
 
 MICRO = "train_micro_batch_size_per_gpu"
-
-
-@pytest.mark.parametrize(
-    ("flag", "args", "spelled"),
-    [
-        ("--b", ["train.py", "--b", "8"], "--b"),
-        ("--b", ["--b=8"], "--b"),
-        ("-b", ["-b", "8"], "-b"),
-        ("--batch-size", ["--batch_size", "8"], "--batch_size"),
-        ("--batch_size", ["--batch-size=8"], "--batch-size"),
-        (
-            "--per_device_train_batch_size",
-            ["--deepspeed", "ds.json", "--do_train"],
-            "--per_device_train_batch_size",
-        ),
-        ("--per-device-train-batch-size", ["--deepspeed=x"], "--per-device-train-batch-size"),
-    ],
-)
-def test_a_mapping_is_spelled_as_the_script_gets_it(
-    flag: str, args: list[str], spelled: str
-) -> None:
-    assert check_arg_mappings({MICRO: flag}, args, where="ds.json") == {MICRO: spelled}
-
-
-@pytest.mark.parametrize(
-    ("flag", "args", "hint"),
-    [
-        ("--batch", [], "Add --batch to its arguments, or correct the mapping."),
-        (
-            "--bacth_size",
-            ["--batch_size=8"],
-            "Did you mean '--batch_size'? Add --bacth_size to its arguments, or correct the "
-            "mapping.",
-        ),
-        (
-            "--b",
-            ["--learning-rate", "--batch-size=1"],
-            "Add --b to its arguments, or correct the mapping.",
-        ),
-        # A script of the user's own, which gets its configuration by another flag.
-        (
-            "--per_device_train_batch_size",
-            ["--deepspeed", "--deepspeed_config", "ds.json"],
-            "Add --per_device_train_batch_size to its arguments, or correct the mapping.",
-        ),
-    ],
-)
-def test_a_mapping_to_a_flag_that_the_script_does_not_get(
-    flag: str, args: list[str], hint: str
-) -> None:
-    with pytest.raises(UserInputError) as caught:
-        check_arg_mappings({MICRO: flag}, args, where="ds.json")
-    assert str(caught.value) == (
-        f"ds.json: autotuning.arg_mappings.{MICRO}: maps {MICRO} to {flag}, which the training "
-        f"script does not get. {hint}"
-    )

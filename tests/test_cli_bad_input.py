@@ -28,7 +28,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
+    for module in (cli, prepare):  # nothing is ever run
+        monkeypatch.setattr(module, "LocalEngine", _no_engine)
     return tmp_path
+
+
+def _no_engine(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("trials would be run")
 
 
 def edit_yaml(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
@@ -152,7 +158,7 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         ["ds_config.json", "positive integer"],
     ),
     "stage 4": (with_ds_config(zero_optimization={"stage": 4}), ["zero_optimization.stage"]),
-    "zero_optimization is a word": (with_ds_config(zero_optimization="all"), ["mapping"]),
+    "zero_optimization is a word": (with_ds_config(zero_optimization="most"), ["mapping"]),
     "more slots than the machine has": (
         with_yaml(resources={"slots_per_trial": 3}),
         ["3 slots", "2 cpu slots", "--slots 2"],
@@ -231,6 +237,111 @@ def check_one_line(captured: Any, expected: list[str]) -> None:
     assert captured.out == ""
 
 
+def autotuned(folder: Folder, section: dict[str, Any], **config: Any) -> None:
+    """A configuration as for `deepspeed --autotuning`."""
+    with_ds_config(autotuning=section, **config)(folder)
+
+
+TUNE = ["tune", "train.py", "--deepspeed_config", "ds_config.json"]
+BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "an unknown tuner": (
+        {"tuner_type": "bayesian"},
+        {},
+        ["ds_config.json: autotuning.tuner_type", "gridsearch", "bayesian"],
+    ),
+    "an unknown key": ({"fastt": True}, {}, ["autotuning.fastt", "Did you mean 'fast'"]),
+    "model parallelism": ({"mp_size": 2}, {}, ["autotuning.mp_size", "cannot be tuned"]),
+    "a flag that the script does not get": (
+        {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
+        {},
+        ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
+    ),
+    "a micro batch that is no number": (
+        {},
+        {"train_micro_batch_size_per_gpu": [1, "2"]},
+        ["train_micro_batch_size_per_gpu", "positive integer", "'2'"],
+    ),
+    "more slots than there are": ({"num_gpus": [2, 4]}, {}, ["autotuning.num_gpus", "4 slots"]),
+    "two machines": ({"num_nodes": 2}, {}, ["autotuning.num_nodes", "one machine"]),
+    "steps that disagree": (
+        {"start_profile_step": 3, "start_step": 5},
+        {},
+        ["autotuning.start_step", "two names of one setting"],
+    ),
+    "no micro batch between the bounds": (
+        {"max_train_batch_size": 1},
+        {},
+        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
+    ),
+    "results that are the current folder": (
+        {"results_dir": ".", "overwrite": True},
+        {},
+        ["autotuning.results_dir", "overwrite would delete it"],
+    ),
+    "results that are something else": (
+        {"results_dir": "data", "overwrite": True},
+        {},
+        ["autotuning.results_dir: data", "no results of an autotuner"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SECTIONS)
+def test_bad_sections(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    section, changes, expected = BAD_SECTIONS[case]
+    (folder / "data").mkdir()
+    (folder / "data" / "images.bin").write_text("precious")
+    autotuned(folder, {"enabled": True, **section}, **changes)
+    before = sorted(folder.rglob("*"))
+    assert cli.main(TUNE) == 2
+    check_one_line(capsys.readouterr(), expected)
+    assert sorted(folder.rglob("*")) == before
+
+
+BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "tune without a configuration": (["tune", "train.py"], ["tune", "--deepspeed_config FILE"]),
+    "a configuration that is not there": (
+        ["tune", "train.py", "--deepspeed_config", "no.json"],
+        ["no.json", "no such file"],
+    ),
+    "a script that is not there": (["asha", "--", "no.py"], ["no.py"]),
+    "two configurations that disagree": (
+        ["asha", "--ds-config", "other.json", "--", *TUNE[1:]],
+        ["--ds-config other.json", "ds_config.json", "Make both the same"],
+    ),
+    "an option's configuration that is not there": (
+        ["asha", "--ds-config", "no.json", "--", "train.py"],
+        ["--ds-config no.json", "no such file"],
+    ),
+    "a mapping to a flag that the script does not get": (
+        ["asha", "--arg-mapping", "train_micro_batch_size_per_gpu=--batch", "--", *TUNE[1:]],
+        ["--arg-mapping", "--batch"],
+    ),
+    "more ranks than slots": (
+        ["asha", "--slots", "1", "--", "deepspeed", "--num_gpus", "2", *TUNE[1:]],
+        ["2 ranks", "1 slots"],
+    ),
+    "another machine": (
+        ["tune", "-H", "hosts", *TUNE[1:]],
+        ["--hostfile", "CUDA_VISIBLE_DEVICES"],
+    ),
+    "a list of words among the micro batches": (
+        ["asha", "--ds-config", "listed.json", "--", "train.py"],
+        ["listed.json: train_micro_batch_size_per_gpu", "'four'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMMANDS)
+def test_bad_commands(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, expected = BAD_COMMANDS[case]
+    shutil.copy(folder / "ds_config.json", folder / "other.json")
+    listed = {"train_micro_batch_size_per_gpu": [2, "four"]}
+    (folder / "listed.json").write_text(json.dumps(listed))
+    assert cli.main(argv) == 2
+    check_one_line(capsys.readouterr(), expected)
+
+
 USAGE_ERRORS = [
     [],
     ["model", "deepspeed.yaml", "."],
@@ -278,6 +389,27 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     assert told["plan"]["own_batch"] == {"train_batch_size": 8, "micro_batch": 4, "gas": 1}
     assert told["first_trial"]["kind"] == "profile"
     assert told["command"][-1] == "train.py"
+
+
+def test_auto_stands_for_the_trainers_flags(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    (folder / "ds_config.json").write_text(json.dumps(auto))
+    argv = ["asha", "deepspeed.yaml", ".", "--dry-run", "--json"]
+    command = "deepspeed train.py --deepspeed ds_config.json --output_dir out"
+    for flags, micro_batch, gas in (
+        ("", 8, 1),
+        ("--per-device-train-batch-size=3 --gradient_accumulation_steps 2", 3, 2),
+    ):
+        with_yaml(entrypoint=f"{command} {flags}")(folder)
+        assert cli.main(argv) == 0
+        own = json.loads(capsys.readouterr().out)["plan"]["own_batch"]
+        assert own == {
+            "train_batch_size": micro_batch * gas * 2,
+            "micro_batch": micro_batch,
+            "gas": gas,
+        }
 
 
 def test_in_a_process_of_its_own(folder: Folder) -> None:

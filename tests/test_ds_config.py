@@ -119,6 +119,7 @@ def test_a_batch_size_must_be_given(total: object, micro: object, gas: object) -
         resolve_batch(config, 2, where="ds.json")
     assert caught.value.where == "ds.json"
     assert "train_micro_batch_size_per_gpu" in caught.value.hint
+    assert ("auto" in caught.value.hint) is ("auto" in (total, micro, gas))
 
 
 @pytest.mark.parametrize(

@@ -84,31 +84,39 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             script("--", "rest", one_thread=True),
         ),
         # deepspeed
-        ("deepspeed train.py", script(passes_local_rank=True)),
-        ("deepspeed train.py --num_gpus 2", script("--num_gpus", "2", passes_local_rank=True)),
+        ("deepspeed train.py", script(passes_local_rank=True, takes_all_slots=True)),
+        (
+            "deepspeed train.py --num_gpus 2",
+            script("--num_gpus", "2", passes_local_rank=True, takes_all_slots=True),
+        ),
         ("deepspeed --num_gpus 2 train.py --x", script("--x", passes_local_rank=True, slots=2)),
         ("deepspeed --num_gpus=2 train.py", script(passes_local_rank=True, slots=2)),
         ("deepspeed --num_accelerators 4 train.py", script(passes_local_rank=True, slots=4)),
-        ("deepspeed --num_gpus -1 train.py", script(passes_local_rank=True)),
-        ("deepspeed --no_local_rank train.py", script()),
-        ("deepspeed -q --save_pid train.py --x", script("--x", passes_local_rank=True)),
+        ("deepspeed --num_gpus -1 train.py", script(passes_local_rank=True, takes_all_slots=True)),
+        ("deepspeed --no_local_rank train.py", script(takes_all_slots=True)),
+        (
+            "deepspeed -q --save_pid train.py --x",
+            script("--x", passes_local_rank=True, takes_all_slots=True),
+        ),
         (
             "deepspeed --master_addr localhost --master_port=29501 train.py",
-            script(passes_local_rank=True),
+            script(passes_local_rank=True, takes_all_slots=True),
         ),
         (
             "deepspeed --module package.train -x",
-            Entrypoint(module="package.train", args=("-x",), passes_local_rank=True),
+            Entrypoint(
+                module="package.train", args=("-x",), passes_local_rank=True, takes_all_slots=True
+            ),
         ),
         (
             "deepspeed --no_python --no_local_rank python3 train.py",
-            script(),
+            script(takes_all_slots=True),
         ),
         (
             "python3 -m deepspeed.launcher.runner --num_gpus 2 train.py",
             script(passes_local_rank=True, slots=2),
         ),
-        ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True)),
+        ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True, takes_all_slots=True)),
         # torchrun
         ("torchrun train.py", script(one_thread=True)),
         ("torchrun --nproc_per_node 2 train.py --x", script("--x", one_thread=True, slots=2)),
@@ -309,6 +317,38 @@ def test_finds_and_replaces_the_configuration(
     assert program.config_path == path
     assert program.with_config_path("NEW") == script(*replaced)
     assert program.args == args
+
+
+# -- the arguments of a trial
+
+HF = "train.py --deepspeed ds.json --output_dir out"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("parser = HfArgumentParser(TrainingArguments)", ("--per_device_train_batch_size", "4")),
+        ("parser = argparse.ArgumentParser()  # refuses what it does not know", ()),
+    ],
+)
+def test_flags_are_added_where_the_script_surely_knows_them(
+    tmp_path: Path, source: str, expected: tuple[str, ...]
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    program = parse(f"python3 {HF}", tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 4}
+    found = program.for_config("/t/ds_config.json", config, {}, {})
+    assert found.args == ("--deepspeed", "/t/ds_config.json", "--output_dir", "out", *expected)
+
+
+def test_the_users_own_flags_follow_the_trial(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    program = parse("python3 train.py --bs 1 --ckpt", tmp_path)
+    mappings = {"train_micro_batch_size_per_gpu": "--bs", "gradient_checkpointing": "--ckpt"}
+    config = {"train_micro_batch_size_per_gpu": 4}
+    found = program.for_config("x.json", config, {"gradient_checkpointing": False}, mappings)
+    assert found.args == ("--bs", "4")
+    assert program.for_config("x.json", config, {}, {}).args == ("--bs", "1", "--ckpt")
 
 
 # -- the command for people

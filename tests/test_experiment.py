@@ -11,7 +11,7 @@ import yaml
 
 from dsat import experiment
 from dsat.errors import UserInputError
-from dsat.experiment import Experiment
+from dsat.experiment import Experiment, trial_hparams
 
 DS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
 DATA: dict[str, Any] = {
@@ -177,10 +177,10 @@ def test_slots(value: Any) -> None:
     refused(where, "must be a positive integer", resources={"slots_per_trial": value})
 
 
-@pytest.mark.parametrize("stage", [4, -1, "2", None, [1], True])
+@pytest.mark.parametrize("stage", [4, -1, "2", None, {"a": 1}, True])
 def test_zero_stages(stage: Any) -> None:
     """In the configuration's own file, inline, and in the overrides."""
-    problem = f"must be 0, 1, 2 or 3, not {stage!r}"
+    problem = f'must be 0, 1, 2, 3 or "all", or a list of them, not {stage!r}'
     bad = {"zero_optimization": {"stage": stage}}
     hparams = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": bad}
     overwrite = f"{HPARAMS}.overwrite_deepspeed_args: zero_optimization.stage"
@@ -192,13 +192,45 @@ def test_zero_stages(stage: Any) -> None:
     refused("model/ds.json: zero_optimization.stage", problem)
 
 
-@pytest.mark.parametrize("zero", ["all", 2, [1], None, True])
+@pytest.mark.parametrize("zero", ["most", 2, [1], None, True])
 def test_zero_sections(zero: Any) -> None:
     bad = {"zero_optimization": zero}
     where = f"{HPARAMS}.deepspeed_config: zero_optimization"
     refused(where, "must be a mapping", hyperparameters={"deepspeed_config": bad})
     Path("model/ds.json").write_text(json.dumps(bad))
     refused("model/ds.json: zero_optimization", "must be a mapping")
+
+
+def test_lists_are_what_may_be_searched() -> None:
+    """Of the configuration's own file and of the overrides, in either form of a list."""
+    file = {
+        "train_micro_batch_size_per_gpu": [2, 4],
+        "zero_optimization": {"stage": "all", "overlap_comm": [True, False]},
+    }
+    Path("model/ds.json").write_text(json.dumps(file))
+    vals = {"type": "categorical", "vals": [5e8, 1e6]}
+    overrides = {"zero_optimization": {"stage": [3, 1], "reduce_bucket_size": vals}}
+    hparams = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": overrides}
+    found = read(hyperparameters=hparams)
+    assert found.choices == {
+        "train_micro_batch_size_per_gpu": [2, 4],
+        "stage": [3, 1],
+        "overlap_comm": [True, False],
+        "reduce_bucket_size": [5 * 10**8, 10**6],
+    }
+    assert found.base_config == {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": 5 * 10**8,
+        },
+    }
+    # The script must not read the lists from the file.
+    assert trial_hparams(found, {})["deepspeed_config"] == {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
+    }
 
 
 @pytest.mark.parametrize("value", ["single", [1], 3])

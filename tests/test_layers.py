@@ -20,7 +20,7 @@ EVERYTHING = "*"
 MAY_IMPORT = {
     "errors": "",
     "trial": "",
-    "arguments": "errors",
+    "arguments": "ds_config errors",
     "ds_config": "errors trial",
     "choices": "ds_config errors",
     "autotuning": "choices ds_config errors",

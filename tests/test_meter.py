@@ -186,6 +186,26 @@ def test_all_micro_steps_of_a_step_count(clock: Clock) -> None:
     assert metrics.throughput == pytest.approx(4 * 4 * 2 / 0.034)
 
 
+def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
+    """At the end of an epoch a Trainer makes a step of what is left, and says so to the engine."""
+    engine = FakeEngine(clock, gas=2)
+    meter = attach(engine, replace(SPEC, gas=2))
+    inputs = torch.zeros(4, 2)
+
+    def loop() -> None:
+        for step in range(1, 200):
+            for _ in range(1 if step % 2 else 2):
+                engine.backward(engine.forward(inputs))
+            engine.micro_steps = 1  # the engine is told that this is the boundary
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    measured = complete.value.measurement
+    assert measured.step_ms == pytest.approx((18, 18, 18))
+    assert meter.steps_seen == 8
+
+
 def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock: Clock) -> None:
     engine = FakeEngine(clock, gas=2)
     attach(engine, replace(SPEC, gas=2))
@@ -530,6 +550,18 @@ def test_warns_of_a_loader_that_ignores_the_micro_batch(
     assert len(measured.warnings) == warns
     if warns:
         assert "train_micro_batch_size_per_gpu is 4" in measured.warnings[0]
+
+
+def test_other_warnings_do_not_hide_that_of_the_micro_batch(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    meter = attach(engine)
+    for _ in range(2):
+        meter.warn("look")
+    measured = train(engine, inputs=torch.zeros(3, 2))
+    assert measured is not None
+    assert measured.warnings[0] == "look"
+    assert "train_micro_batch_size_per_gpu is 4" in measured.warnings[1]
+    assert len(measured.warnings) == 2
 
 
 def test_measures_the_first_engine_that_trains(

@@ -70,10 +70,10 @@ def test_a_row_per_stage_without_the_profile() -> None:
         baseline=ran(100),
     )
     rows = summary.stage_rows(run)
-    assert [(r.stage, r.trials, r.out_of_memory, r.failed) for r in rows] == [
-        (0, 1, 0, 0),
-        (1, 3, 1, 0),
-        (3, 2, 1, 1),
+    assert [(r.strategy, r.trials, r.out_of_memory, r.failed) for r in rows] == [
+        ("z0", 1, 0, 0),
+        ("z1", 3, 1, 0),
+        ("z3", 2, 1, 1),
     ]
     assert [r.best.name if r.best else None for r in rows] == ["t1", "t4", None]
     assert run.running_s == 70.0
@@ -182,6 +182,17 @@ def test_plain_progress_lines() -> None:
     assert "approximate largest micro batch" in said
     assert "t2: 150 samples/s" in said
     assert "\x1b" not in said
+
+
+def test_a_warning_is_told_once() -> None:
+    stream = io.StringIO()
+    warned = replace(ran(150), warnings=("look",))
+    run = run_of((1, 8, warned), (1, 9, replace(warned, warnings=("look", "again"))))
+    view = LiveView(stream)
+    for trial in run.trials.values():
+        view.ended(run, trial, run.outcomes[trial.id])
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
+    assert [line.rpartition(": ")[2] for line in lines] == ["look", "again"]
 
 
 @pytest.mark.parametrize(

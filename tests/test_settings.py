@@ -204,7 +204,7 @@ def test_a_command_after_two_dashes() -> None:
     [
         ("tune", "train.py", "deepspeed train.py"),
         ("run", "--num_gpus 2 train.py -z 3", "deepspeed --num_gpus 2 train.py -z 3"),
-        ("tune", "--num_gpus=2 train.py -- x", "deepspeed --num_gpus 2 train.py -- x"),
+        ("tune", "--num_gpus=2 train.py --x", "deepspeed --num_gpus 2 train.py --x"),
         ("tune", "--module a.b --json --cold", "deepspeed --module a.b --json --cold"),
         ("tune", "-i localhost:0 --json train.py", "deepspeed --include localhost:0 train.py"),
     ],

@@ -2,21 +2,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from dsat import ds_config
 from dsat.space import (
     DEFAULT_STAGES,
     KNOBS,
     LARGEST_MICRO_BATCH,
+    SECTIONS,
     Freedom,
     Space,
     allowed_micro_batches,
+    defaults,
     overrides_for,
+    script_args_for,
+    strategy_settings,
 )
-from dsat.strategy import plain
+from dsat.strategy import CPU, NVME, Strategy, of_config, plain
 from dsat.trial import BatchTriple
 
+ONE = BatchTriple(1, 1, 1)
 BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
 
 
@@ -239,6 +246,212 @@ def test_knobs_are_listed_once_and_say_why() -> None:
     listed = [(knob.key, stage) for knob in KNOBS for stage in knob.stages]
     assert len(set(listed)) == len(listed)
     assert all(knob.reason and len(set(knob.values)) > 1 for knob in KNOBS)
+
+
+# -- the whole space: conditions, offloading, and what the user wants
+
+
+def _knobs(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tuple[Any, ...]]:
+    config = freedom.pop("config", {"optimizer": {"type": "Adam"}})
+    space = Space(
+        strategies=[strategy],
+        micro_batches=(1,),
+        slots=slots,
+        freedom=Freedom(**freedom),
+        config=config,
+    )
+    return dict(space.branches[0].knobs)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_copied_in_turn_only_to_a_host_and_by_several(stage: int, slots: int) -> None:
+    both = stage < 3 and slots > 1
+    assert ("round_robin_gradients" in _knobs(Strategy(stage, CPU), slots)) is both
+    assert "round_robin_gradients" not in _knobs(Strategy(stage), slots)
+
+
+def test_stage_3_fetches_parameters_from_other_slots_or_from_the_host() -> None:
+    fetching = {knob.key for knob in KNOBS if knob.key.startswith("stage3_")}
+    assert fetching == {
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    }
+    assert fetching <= set(_knobs(Strategy(3), slots=2))
+    assert fetching <= set(_knobs(Strategy(3, CPU, CPU), slots=1))
+    assert not fetching & set(_knobs(Strategy(3), slots=1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        ({"type": "Adam"}, True),
+        ({"type": "AdamW", "params": {"lr": 1}}, True),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, False),
+        ({"type": "Lion"}, False),
+        (None, False),
+    ],
+)
+def test_only_deepspeeds_own_adam_is_offloaded_in_part(
+    optimizer: dict[str, Any] | None, found: bool
+) -> None:
+    config = {} if optimizer is None else {"optimizer": optimizer}
+    knobs = _knobs(Strategy(3, CPU), config=config)
+    assert ("offload_optimizer.ratio" in knobs) is found
+    assert "offload_optimizer.ratio" not in _knobs(Strategy(2, CPU), config=config)
+    assert "offload_optimizer.ratio" not in _knobs(Strategy(3, NVME), config=config)
+
+
+def test_what_nothing_reads_is_searched_only_when_asked_for() -> None:
+    assert "allgather_partitions" not in _knobs(Strategy(2))
+    assert _knobs(Strategy(2), tune=["allgather_partitions"])["allgather_partitions"] == (
+        *(True, False),
+    )
+
+
+def test_a_freed_setting_begins_with_the_users_own_value() -> None:
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}}
+    fixed = ("overlap_comm", "reduce_bucket_size")
+    knobs = _knobs(Strategy(2), config=config, fixed=fixed, tune=["reduce_bucket_size"])
+    assert "overlap_comm" not in knobs
+    assert knobs["reduce_bucket_size"][0] == 7
+    assert sorted(knobs["reduce_bucket_size"]) == [7, *BUCKETS]
+
+
+def test_listed_values_are_the_only_ones() -> None:
+    listed = {"overlap_comm": [True], "zero_hpz_partition_size": [1, 2], "reduce_bucket_size": [9]}
+    knobs = _knobs(Strategy(2), choices=listed)
+    assert {key: knobs[key] for key in listed} == {
+        "overlap_comm": (True,),
+        "zero_hpz_partition_size": (1, 2),
+        "reduce_bucket_size": (9,),
+    }
+    assert "overlap_comm" not in _knobs(Strategy(0), choices=listed)
+    # What cannot matter does not, listed or not.
+    assert "overlap_comm" not in _knobs(Strategy(2), slots=1, choices=listed)
+
+
+def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
+    assert not any(
+        key.startswith("offload_optimizer") for key in _knobs(Strategy(3, CPU), fixed=SECTIONS)
+    )
+    freed = _knobs(Strategy(3, CPU), fixed=SECTIONS, tune=["offload_optimizer.ratio"])
+    assert "offload_optimizer.ratio" in freed
+
+
+def test_an_alias_is_the_same_setting() -> None:
+    for key in ("max_live_parameters", "stage3_max_live_parameters"):
+        assert "stage3_max_live_parameters" not in _knobs(Strategy(3), fixed=[key])
+
+
+def test_gradient_accumulation_may_be_listed() -> None:
+    space = Space(
+        strategies=plain(0),
+        micro_batches=(4,),
+        slots=2,
+        gas=3,
+        freedom=Freedom(choices={"gradient_accumulation_steps": [1, 8]}),
+    )
+    [branch] = space.branches
+    batches = [space.batch(4, branch.settings(n)) for n in range(branch.count)]
+    assert batches == [BatchTriple(8, 4, 1), BatchTriple(64, 4, 8)]
+    assert overrides_for(branch.settings(1), batches[1]) == {
+        "zero_optimization": {"stage": 0},
+        **batches[1].config(),
+    }
+
+
+@pytest.mark.parametrize(("micro_batch", "gas"), [(1, 50), (3, 16), (50, 1)])
+def test_accumulation_fills_the_largest_global_batch(micro_batch: int, gas: int) -> None:
+    space = Space(strategies=plain(0), micro_batches=(1,), slots=2, max_train_batch_size=100, gas=7)
+    assert space.batch(micro_batch) == BatchTriple(2 * micro_batch * gas, micro_batch, gas)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"smallest": 3, "largest": 6}, [3, 4, 5, 6]),
+        ({"smallest": 3, "largest": 12, "divisible_by": 4}, [4, 8, 12]),
+        ({"listed": [16, 2, 4], "largest": 8}, [2, 4]),
+        ({"listed": [1, 2, 3, 4, 6], "train_batch_size": 12}, [1, 2, 3, 6]),
+        ({"smallest": 5, "largest": 4}, []),
+        ({"listed": [2, 4], "smallest": 8}, []),
+    ],
+)
+def test_bounds_and_lists_of_micro_batches(bounds: dict[str, Any], expected: list[int]) -> None:
+    given = {"train_batch_size": None, "divisible_by": 1, **bounds}
+    assert list(allowed_micro_batches(slots=2, **given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy", "expected"),
+    [
+        ({}, Strategy(2), {}),
+        ({}, Strategy(2, CPU), {"offload_optimizer.device": "cpu"}),
+        (
+            {},
+            Strategy(3, NVME, NVME),
+            {
+                "offload_optimizer.device": "nvme",
+                "offload_optimizer.nvme_path": "/nvme",
+                "offload_param.device": "nvme",
+                "offload_param.nvme_path": "/nvme",
+            },
+        ),
+        ({"offload_optimizer": {"device": "cpu"}}, Strategy(2, CPU), {}),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            Strategy(0),
+            {"offload_optimizer.device": "none", "offload_param.device": "none"},
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            Strategy(2, CPU),
+            {"offload_optimizer.ratio": 1.0},
+        ),
+    ],
+)
+def test_settings_that_turn_the_users_configuration_into_a_strategy(
+    zero: dict[str, Any], strategy: Strategy, expected: dict[str, Any]
+) -> None:
+    config = {"optimizer": {"type": "Adam"}, "zero_optimization": zero}
+    found = strategy_settings(strategy, config, "/nvme")
+    assert found == expected
+    merged = ds_config.merge(config, overrides_for({"stage": strategy.stage, **found}, ONE))
+    assert of_config(merged) == strategy
+
+
+def test_sections_of_a_trial_are_nested() -> None:
+    settings = {
+        "stage": 3,
+        "offload_optimizer.device": "cpu",
+        "offload_optimizer.ratio": 0.5,
+        "offload_param": {"device": "cpu"},
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_checkpointing": True,
+    }
+    assert overrides_for(settings, ONE) == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            "offload_param": {"device": "cpu"},
+        },
+        "zero_force_ds_cpu_optimizer": False,
+        **ONE.config(),
+    }
+    assert script_args_for(settings) == {"gradient_checkpointing": True}
+
+
+def test_defaults_are_deepspeeds_own() -> None:
+    """Those that the fields of DeepSpeedZeroConfig have in each stage."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for stage in (1, 2, 3):
+        own = DeepSpeedZeroConfig(stage=stage)
+        for key, value in defaults(stage).items():
+            assert getattr(own, key.removeprefix("stage3_")) == value, (stage, key)
 
 
 def test_overrides_of_a_trial() -> None:

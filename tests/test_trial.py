@@ -92,6 +92,7 @@ def test_an_outcome_survives_the_journal(outcome: Outcome) -> None:
             lineage=3,
             note={"rung": 1},
             flops_per_sample=1.5e12,
+            script_args={"gradient_checkpointing": True},
         ),
     ],
 )
@@ -115,6 +116,11 @@ def test_a_plan_survives_the_journal() -> None:
     again = Plan.from_json(_through_json(plan.to_json()))
     assert again == plan
     assert plan.difference(again) is None
+
+
+def test_what_is_left_to_the_trainer_is_not_fixed() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": False}
+    assert plan_of(base_config={"zero_optimization": zero}).fixed == ("overlap_comm",)
 
 
 def test_the_number_of_trials_is_no_difference_between_plans() -> None:

@@ -244,6 +244,79 @@ def test_a_failed_profile_ends_the_run(kind: OutcomeKind) -> None:
     assert journal.events[-1]["reason"] == f"the profile trial failed: {kind.value}: it broke"
 
 
+def _climbing(**changes: Any) -> Plan:
+    """Slots with memory of their own, on which the user trains in stage 1."""
+    base = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam"}}
+    return plan_of(**{"base_config": base, "offload_helps": True, "slots_per_trial": 2, **changes})
+
+
+def test_a_model_that_does_not_fit_climbs_the_ladder() -> None:
+    tuner, journal = _tuner(_climbing(max_trials=30))
+    profiles = []
+    for kind in ("OOM", "OOM", "ERROR"):  # an operator may not compile: that is no reason to stop
+        (trial,) = tuner.next_trials(2)
+        profiles.append(trial)
+        tuner.record(trial.id, failed(kind))
+    (last,) = tuner.next_trials(2)
+    assert [trial.kind for trial in [*profiles, last]] == [TrialKind.PROFILE] * 4
+    climbed = [trial.strategy for trial in [*profiles, last]]
+    assert climbed == ["z1", "z2", "z2_offload", "z2_offload"]
+    assert [trial.batch.micro_batch for trial in [*profiles, last]] == [1, 1, 1, 4]
+    buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    assert last.overrides["zero_optimization"] == {"stage": 2, **offload, **buckets}
+    tuner.record(last.id, profiled(weightless(15)))
+    drive(tuner, World(), slots=2)
+    kinds = [trial.kind for trial in tuner.run.trials.values()]
+    assert TrialKind.BASELINE not in kinds, "it is known not to fit"
+    searched = {t.strategy for t in tuner.run.trials.values() if t.kind is TrialKind.SEARCH}
+    assert searched == {"z2_offload", "z3_offload", "z3_offload_param"}
+    assert tuner.run.best is not None
+    resumed, _ = _tuner(tuner.plan, journal.events)
+    assert resumed.run.trials.keys() == tuner.run.trials.keys()
+
+
+def test_the_top_of_the_ladder_ends_the_run() -> None:
+    tuner, _ = _tuner(_climbing(own_batch=BatchTriple(1, 1, 1)))
+    while trials := tuner.next_trials(2):
+        tuner.record(trials[0].id, failed("OOM", "too large"))
+    assert [trial.strategy for trial in tuner.run.trials.values()] == [
+        *("z1", "z2", "z2_offload", "z3_offload", "z3_offload_param")
+    ]
+    assert tuner.failed
+    assert tuner.stop_reason == "the profile trial failed: OOM: too large"
+
+
+def test_a_timeout_is_no_reason_to_climb() -> None:
+    tuner, _ = _tuner(_climbing())
+    tuner.next_trials(2)
+    tuner.record(0, failed("TIMEOUT"))
+    assert tuner.failed
+
+
+def test_a_scripts_own_optimizer_may_be_offloaded() -> None:
+    base = {"zero_optimization": {"stage": 2}}
+    tuner, _ = _tuner(_climbing(base_config=base))
+    tuner.next_trials(2)
+    tuner.record(0, failed("OOM"))
+    (trial,) = tuner.next_trials(2)
+    assert trial.overrides["zero_force_ds_cpu_optimizer"] is False
+    assert trial.overrides["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+def test_switches_of_the_script_are_part_of_a_trial() -> None:
+    changes = {**ONE_LINEAGE, "switches": {"gradient_checkpointing": False}}
+    tuner, _ = _begun(plan_of(**changes, own_batch=BatchTriple(8, 8, 1)))
+    trials = tuner.next_trials(9)
+    assert {t.kind: t.script_args for t in [tuner.run.trials[0], trials[0]]} == {
+        TrialKind.PROFILE: {"gradient_checkpointing": False},
+        TrialKind.BASELINE: {"gradient_checkpointing": False},
+    }
+    # The same configuration without checkpointing is the baseline, with it another trial.
+    assert [t.script_args for t in trials[1:]] == [{"gradient_checkpointing": True}]
+    assert "gradient_checkpointing" not in json.dumps(trials[1].overrides)
+
+
 def test_a_profile_that_reported_nothing_ends_the_run() -> None:
     tuner, _ = _tuner(plan_of())
     tuner.next_trials(1)

@@ -23,9 +23,9 @@ _OUT_OF_MEMORY = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 @dataclass(frozen=True)
 class StageRow:
-    """One ZeRO stage's line in the summary."""
+    """One ZeRO stage's line in the summary, with its offloading (`z2_offload`)."""
 
-    stage: int
+    strategy: str
     trials: int
     out_of_memory: int
     failed: int
@@ -37,14 +37,14 @@ def stage_rows(run: Run) -> list[StageRow]:
     assert run.plan is not None
     objective = run.plan.objective
     rows = []
-    for stage in sorted({trial.stage for trial in _tried(run)}):
-        trials = [trial for trial in _tried(run) if trial.stage == stage]
+    for strategy in sorted({trial.strategy for trial in _tried(run)}):
+        trials = [trial for trial in _tried(run) if trial.strategy == strategy]
         kinds = [run.outcomes[trial.id].kind for trial in trials]
         ran = [(value, trial) for trial in trials if (value := run.value(trial)) is not None]
         best = min(ran, key=lambda pair: objective.loss(pair[0]))[1] if ran else None
         lost = sum(kind in _OUT_OF_MEMORY for kind in kinds)
         other = sum(kind not in _OUT_OF_MEMORY and kind is not OutcomeKind.OK for kind in kinds)
-        rows.append(StageRow(stage, len(trials), lost, other, best))
+        rows.append(StageRow(strategy, len(trials), lost, other, best))
     return rows
 
 
@@ -79,7 +79,13 @@ def verdict(run: Run) -> list[str]:
     assert value is not None
     lines = [f"Best: {run.best.name}, {fmt.outcome(run.outcomes[run.best.id], name)}."]
     own_value = None if baseline is None else run.value(baseline)
-    if baseline is None or baseline.id not in run.outcomes:
+    own = next(iter(run.trials.values()))
+    if baseline is None and run.outcomes[own.id].kind in _OUT_OF_MEMORY:
+        lines.append(
+            f"Your own configuration does not fit: {own.strategy} ran out of memory at micro batch "
+            f"{own.batch.micro_batch}."
+        )
+    elif baseline is None or baseline.id not in run.outcomes:
         lines.append("Your own configuration was not measured.")
     elif own_value is None:
         outcome = run.outcomes[baseline.id]
@@ -149,7 +155,7 @@ def stage_cells(run: Run) -> list[tuple[str, ...]]:
     assert run.plan is not None
     return [
         (
-            str(row.stage),
+            row.strategy.removeprefix("z").replace("_", " "),
             str(row.trials),
             str(row.out_of_memory),
             str(row.failed),

@@ -38,7 +38,9 @@ MODULES_FILE = "modules.json"
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
 # Variables that torch, DeepSpeed and what they load set by themselves.
-_SET_BY_LIBRARIES = ("CUDA_", "DS_", "KMP_", "NCCL_", "PYTORCH_", "TORCH", "TRITON_", "CROSS_")
+_SET_BY_LIBRARIES = tuple(
+    "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
+)
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def _data_bytes() -> int:
 
 
 def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
-    """Installed packages that the program imported, if they may be imported before it starts.
+    """Modules of installed packages, in the order in which the program came to import them, if they
+    may be imported before it starts. Some packages import most of theirs only when they are used.
 
     Not if the program set environment variables, which may be for them, and not if one of them took
     `deepspeed.initialize` for itself, which the meter could then no longer replace.
@@ -242,16 +245,16 @@ def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     changed = {key for key, value in os.environ.items() if before.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
         return []
-    found = set()
-    for name in set(sys.modules) - known:
-        module = sys.modules.get(name)
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in known or name == "__main__":
+            continue
         names = list(getattr(module, "__dict__", {}).values())
-        if name != "__main__" and any(value is deepspeed.initialize for value in names):
+        if any(value is deepspeed.initialize for value in names):
             return []
-        path = str(getattr(module, "__file__", "") or "")
-        if "." not in name and "site-packages" in path:
-            found.add(name)
-    return sorted(found)
+        if "site-packages" in str(getattr(module, "__file__", "") or ""):
+            found.append(name)
+    return found
 
 
 def _write_failure(

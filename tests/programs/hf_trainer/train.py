@@ -21,17 +21,16 @@ from transformers import (
 class DataArguments:
     """The script's own arguments, beside the Trainer's."""
 
-    samples: int = field(default=256)
-    length: int = field(default=16)
+    samples: int = field(default=1024)
     record: str = field(default="", metadata={"help": "file for what the model saw"})
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Random tokens, the same in every process."""
 
-    def __init__(self, samples: int, length: int) -> None:
+    def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(0, 128, (samples, length), generator=generator)
+        self.tokens = torch.randint(0, 128, (samples, 16), generator=generator)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,7 +43,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
     """Writes down what the model was given by the end of the first optimizer step."""
 
     def __init__(self, model: GPT2LMHeadModel, path: str) -> None:
-        self.path = path
+        self.path = os.path.join(os.environ.get("DSAT_TRIAL_DIR", "."), path) if path else ""
         self.shapes: list[list[int]] = []
         model.register_forward_pre_hook(self.look, with_kwargs=True)
 
@@ -52,38 +51,28 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.shapes.append(list(kwargs["input_ids"].shape))
         self.checkpointing = model.transformer.gradient_checkpointing
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **more: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self.path and state.global_step == 1 and state.is_world_process_zero:
             with open(self.path, "w") as file:
                 json.dump({"shapes": self.shapes, "checkpointing": self.checkpointing}, file)
 
 
+def make_model() -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
 def main() -> None:
     parser = HfArgumentParser((DataArguments, TrainingArguments))
     data, args = parser.parse_args_into_dataclasses()
-    config = GPT2Config(
-        vocab_size=128,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config)
-    sentences = Sentences(data.samples, data.length)
-    record = os.path.join(os.environ.get("DSAT_TRIAL_DIR", "."), data.record) if data.record else ""
+    model = make_model()
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=sentences,
-        eval_dataset=sentences,
-        callbacks=[Record(model, record)],
+        train_dataset=Sentences(data.samples),
+        callbacks=[Record(model, data.record)],
     )
     trainer.train()
-    print("trained to step", trainer.state.global_step)
 
 
 if __name__ == "__main__":
