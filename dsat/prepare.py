@@ -79,6 +79,8 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
         user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
         program = entrypoints.parse(user.entrypoint, user.model_dir)
         _check_config_path(user, program)
+        if chosen.run_full_experiment and program.trial_class:
+            _check_full_length(user)
         slots = chosen.slots or user.slots_per_trial
         _check_ranks(program, slots)
         machine = find_machine()
@@ -87,6 +89,18 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
     _check_slots(chosen, machine, slots)
     plan = _plan(chosen, user, program, machine, slots)
     return [Prepared(words, chosen, user, program, machine, plan)]
+
+
+def _check_full_length(user: Experiment) -> None:
+    """Raise UserInputError if Determined's harness could not train a Trial class to its end."""
+    searcher = user.config.get("searcher") or {}
+    for key, example in (("metric", "metric: loss"), ("max_length", "max_length: {batches: 100}")):
+        if key not in searcher:
+            raise UserInputError(
+                "is missing, and a full-length run of a Trial class needs it",
+                where=f"{user.path}: searcher.{key}",
+                hint=f"Add one, for example {example}.",
+            )
 
 
 def _of_command(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine, int]:

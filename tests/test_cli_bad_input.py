@@ -419,3 +419,18 @@ def test_in_a_process_of_its_own(folder: Folder) -> None:
     assert process.returncode == 2
     assert process.stderr.startswith("dsat: error: ds_config.json: is not valid JSON")
     assert len(process.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["metric", "max_length"])
+def test_a_trial_class_cannot_be_trained_to_no_end(
+    folder: Folder, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 9}}
+    del searcher[key]
+    with_yaml(
+        entrypoint="python3 -m determined.launch.deepspeed --trial model_def:Mine",
+        searcher=searcher,
+    )(folder)
+    assert cli.main(["asha", "deepspeed.yaml", ".", "--run-full-experiment"]) == 2
+    check_one_line(capsys.readouterr(), [f"deepspeed.yaml: searcher.{key}", "full-length run"])
+    assert cli.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0
