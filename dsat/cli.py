@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TextIO
 
 from dsat import folders, messages, settings
+from dsat.engines import remembered
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
 from dsat.errors import DsatError, UserInputError
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dsat: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except DsatError as error:
-        print(f"dsat: error: {error}", file=sys.stderr)
+        detail = getattr(error, "detail", "")
+        print(f"{detail}dsat: error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
@@ -57,8 +59,10 @@ def _tune(ready: Prepared) -> int:
     if chosen.dry_run:
         messages.print_plan(ready)
         return EXIT_OK
+    known: dict[str, Outcome] = {}
     if ready.native is not None:
         folder = folders.of_results(ready.native)
+        known = remembered.outcomes(folders.earlier_runs(folder, ready.plan), ready.plan)
     else:
         folder = folders.of_run(chosen, ready.experiment.name)
     with Journal(folder / FILE_NAME) as journal:
@@ -69,7 +73,7 @@ def _tune(ready: Prepared) -> int:
         view.say(*(f"note: {note}" for note in messages.notes(ready)))
         engine = _engine(ready, run, folder) if _has_work(ready, tuner) else None
         try:
-            interrupted = not _search(ready, tuner, engine, view)
+            interrupted = not _search(ready, tuner, engine, known, view)
             _write_files(ready, run, folder)
             if chosen.json:
                 print(json.dumps(summary.to_json(run, folder), indent=2), flush=True)
@@ -119,7 +123,13 @@ def _has_work(ready: Prepared, tuner: Tuner) -> bool:
     return ready.chosen.run_full_experiment and tuner.run.best is not None
 
 
-def _search(ready: Prepared, tuner: Tuner, engine: LocalEngine | None, view: LiveView) -> bool:
+def _search(
+    ready: Prepared,
+    tuner: Tuner,
+    engine: LocalEngine | None,
+    known: dict[str, Outcome],
+    view: LiveView,
+) -> bool:
     """Runs the trials; False if it was interrupted, and nothing runs any more."""
     if engine is None:
         return True
@@ -127,7 +137,7 @@ def _search(ready: Prepared, tuner: Tuner, engine: LocalEngine | None, view: Liv
         with view:
             drive(
                 tuner,
-                engine,
+                remembered.RememberingEngine(engine, known, ready.plan.base_config),
                 view,
                 max_slots=ready.chosen.max_slots,
                 max_concurrent_trials=ready.chosen.max_concurrent_trials,

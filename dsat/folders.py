@@ -7,9 +7,11 @@ from pathlib import Path
 
 from dsat.autotuning import Autotuning
 from dsat.errors import UserInputError
-from dsat.journal import FILE_NAME
+from dsat.journal import FILE_NAME, read_events
+from dsat.plan import Plan
 from dsat.prepare import Prepared
 from dsat.report import native
+from dsat.run import Run
 from dsat.settings import Settings
 
 RUNS_FOLDER = Path("dsat_runs")
@@ -71,6 +73,22 @@ def of_results(section: Autotuning) -> Path:
         _delete(section.exps_dir, "exps_dir", ("*.json",))
     section.results_dir.mkdir(parents=True, exist_ok=True)
     return section.results_dir
+
+
+def earlier_runs(folder: Path, plan: Plan) -> list[Run]:
+    """The runs in a folder of results, none of which a run of another plan continues.
+
+    The journal of a run that was made for another plan is put aside.
+    """
+    journal = folder / FILE_NAME
+    if journal.exists():
+        run = Run(read_events(journal))
+        if run.plan is not None and plan.difference(run.plan) is not None:
+            number = 1
+            while (aside := folder / f"{journal.stem}-{number}.jsonl").exists():
+                number += 1
+            journal.rename(aside)
+    return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
 
 
 def _delete(folder: Path, key: str, marks: tuple[str, ...]) -> None:

@@ -253,7 +253,7 @@ def _plan(
             "program": ds_config.fingerprint(
                 {
                     "entrypoint": user.entrypoint,
-                    "hparams": dict(user.hparams),
+                    "hparams": _other_hparams(user),
                     "arg_mappings": dict(user.arg_mappings),
                 }
             ),
@@ -262,6 +262,13 @@ def _plan(
     )
     _check_micro_batches(plan)
     return plan
+
+
+def _other_hparams(user: Experiment) -> dict[str, Any]:
+    """The hyperparameters but for the DeepSpeed configuration, which is in the plan by itself."""
+    inline = not isinstance(user.hparams[ds_config.CONFIG_KEY], str)
+    left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
+    return {name: value for name, value in user.hparams.items() if name not in left_out}
 
 
 def _check_micro_batches(plan: Plan) -> None:

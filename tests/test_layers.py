@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "script_api": "arguments ds_config errors journal meter",
     "": "errors script_api",
     "engines": "errors trial",
+    "engines.remembered": "ds_config engines plan run trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
         "arguments ds_config engines errors experiment failures hf injection journal meter trial"
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "options": "space trial",
     "settings": "options space",
     "prepare": EVERYTHING,
-    "folders": "autotuning errors journal prepare report.* settings",
+    "folders": "autotuning errors journal plan prepare report.* run settings",
     "messages": "ladder live prepare report.* run trial tuner",
     "cli": EVERYTHING,
     "__main__": "cli",
