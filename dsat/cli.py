@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -15,7 +16,7 @@ from dsat.engines import remembered
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
 from dsat.errors import DsatError, UserInputError
-from dsat.journal import FILE_NAME, Journal
+from dsat.journal import FILE_NAME, Journal, read_events
 from dsat.live import LiveView
 from dsat.loop import drive
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
@@ -33,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         runs = prepare(chosen, words)
-        # Several are the same search on different numbers of slots.
-        return max(_tune(ready) for ready in runs)
+        status = max(_tune(ready) for ready in runs)
+        if len(runs) > 1 and not chosen.dry_run:
+            _compare(runs)
+        return status
     except UserInputError as error:
         print(f"dsat: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -105,6 +108,30 @@ class _View(LiveView):
         if trial is run.best:
             _write_files(self._ready, run, self._folder)
         super().ended(run, trial, outcome)
+
+
+def _compare(runs: Sequence[Prepared]) -> None:
+    """The same search on different numbers of slots: which of them is best, and its files."""
+    found = []
+    for ready in runs:
+        assert ready.native is not None
+        folder = ready.native.results_dir
+        run = Run(read_events(folder / FILE_NAME))
+        if run.best_value is not None:
+            found.append((ready, run, run.best_value))
+    objective = runs[0].plan.objective
+    found.sort(key=lambda entry: objective.loss(entry[2]))
+    for ready, run, _ in found:
+        print(f"{ready.plan.slots_per_trial} slots: {' '.join(summary.verdict(run)[:1])}")
+    if found:
+        ready, run, _ = found[0]
+        assert ready.native is not None
+        above = replace(
+            ready.native,
+            results_dir=ready.native.results_dir.parent,
+            exps_dir=ready.native.exps_dir.parent,
+        )
+        _write_files(replace(ready, native=above), run, above.results_dir)
 
 
 def _write_files(ready: Prepared, run: Run, folder: Path) -> None:

@@ -177,8 +177,11 @@ def _native(chosen: Settings, words: list[str]) -> list[Prepared]:
     chosen = _as_the_section_says(chosen, section, user)
     runs = []
     for slots in counts:
-        mine = replace(section, results_dir=section.results_dir / f"num_gpus_{slots}")
-        native = section if len(counts) == 1 else mine
+        native = section
+        if len(counts) > 1:
+            results, exps = section.results_dir, section.exps_dir
+            below = f"num_gpus_{slots}"
+            native = replace(section, results_dir=results / below, exps_dir=exps / below)
         plan = _plan(chosen, user, program, machine, slots)
         here = replace(program, slots=slots)
         runs.append(Prepared(words, chosen, user, here, machine, plan, native))
