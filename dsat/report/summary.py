@@ -98,6 +98,10 @@ def verdict(run: Run) -> list[str]:
             f"Your own configuration: {baseline.name}, "
             f"{fmt.outcome(run.outcomes[baseline.id], name)}. The best is {gain:.2f} times as good."
         )
+    changed = {k: v for k, v in run.best.script_args.items() if run.plan.switches.get(k) != v}
+    if changed:
+        said = ", ".join(f"{key}={value}" for key, value in changed.items())
+        lines.append(f"The best needs other arguments of the script than yours: {said}.")
     return lines + learning_rate_advice(run)
 
 
@@ -213,6 +217,8 @@ def _trial_json(run: Run, trial: Trial | None) -> dict[str, Any] | None:
         "kind": trial.kind.value,
         "stage": trial.stage,
         **trial.batch.config(),
+        "overrides": trial.overrides,
+        "script_args": trial.script_args,
         "outcome": None if outcome is None else outcome.kind.value,
         "message": "" if outcome is None else outcome.message,
         "metrics": outcome.metrics.to_json() if outcome and outcome.metrics else None,
