@@ -214,7 +214,8 @@ def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> 
     spelled = {}
     for setting, flag in mappings.items():
         found = given.get(_plain(flag))
-        if found is None and _plain(flag) not in known:
+        # A switch that is off is not there.
+        if found is None and _plain(flag) not in known and setting != CHECKPOINTING:
             raise UserInputError(
                 f"maps {setting} to {flag}, which the training script does not get",
                 where=where,
@@ -262,8 +263,11 @@ def for_trial(
         add: also give the flags of TrainingArguments that the user did not.
     """
     mappings = mappings_for(args, given)
-    values = {key: setting(config, key) for key in mappings}
-    return rewrite(args, {**values, **script_args}, mappings, add=add)
+    values = {**{key: setting(config, key) for key in mappings}, **script_args}
+    found = rewrite(args, values, mappings, add=add)
+    if CHECKPOINTING in given:  # the user says that there is such a switch, given or not
+        found = rewrite(found, values, {CHECKPOINTING: given[CHECKPOINTING]}, add=True)
+    return found
 
 
 def batch_from_args(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.arguments import CHECKPOINTING
 from dsat.choices import distinct, listed_values, whole_number
 from dsat.ds_config import TOP_LEVEL_KEYS, ZERO_KEYS, did_you_mean
 from dsat.errors import UserInputError
@@ -267,7 +268,7 @@ def _arg_mappings(config: Mapping[str, Any], section: _Section) -> dict[str, str
             f"must be a mapping from settings to flags, not {given!r}",
             where=section.at("arg_mappings"),
         )
-    settings = {*TOP_LEVEL_KEYS, *ZERO_KEYS, *_all_keys(config)}
+    settings = {*TOP_LEVEL_KEYS, *ZERO_KEYS, *_all_keys(config), CHECKPOINTING}
     mappings: dict[str, str] = {}
     for raw_setting, raw_flag in given.items():
         setting = str(raw_setting).strip()

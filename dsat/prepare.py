@@ -183,9 +183,21 @@ def _native(chosen: Settings, words: list[str]) -> list[Prepared]:
             below = f"num_gpus_{slots}"
             native = replace(section, results_dir=results / below, exps_dir=exps / below)
         plan = _plan(chosen, user, program, machine, slots)
+        plan = _with_smallest_batch(plan, section.min_train_batch_size)
         here = replace(program, slots=slots)
         runs.append(Prepared(words, chosen, user, here, machine, plan, native))
     return runs
+
+
+def _with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
+    """The plan without micro batches whose global batch would be smaller than asked for."""
+    if plan.max_train_batch_size is not None or plan.train_batch_size is not None:
+        return plan  # the global batch is filled
+    step = plan.own_batch.gas * plan.slots_per_trial
+    smallest = max(plan.min_micro_batch, -(-min_train_batch_size // step))
+    plan = replace(plan, min_micro_batch=smallest)
+    _check_micro_batches(plan)
+    return plan
 
 
 def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment) -> Settings:

@@ -230,3 +230,21 @@ def test_a_mapping_to_a_flag_that_the_script_does_not_get(
     assert str(caught.value) == (
         f"ds.json: maps {MICRO} to {flag}, which the training script does not get. {hint}"
     )
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted", "expected"),
+    [
+        ([], True, ["--ckpt"]),
+        ([], False, []),
+        (["--ckpt"], False, []),
+        (["--ckpt", "--x"], True, ["--ckpt", "--x"]),
+    ],
+)
+def test_a_switch_that_the_user_maps_is_given_or_taken_away(
+    args: list[str], wanted: bool, expected: list[str]
+) -> None:
+    given = arguments.checked({arguments.CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
+    values = {arguments.CHECKPOINTING: wanted}
+    assert list(arguments.for_trial(args, {}, values, given, add=False)) == expected
+    assert arguments.is_on(args, "--ckpt") is ("--ckpt" in args)

@@ -273,6 +273,11 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
     ),
+    "no micro batch for the smallest batch": (
+        {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
+        {},
+        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
+    ),
     "results that are the current folder": (
         {"results_dir": ".", "overwrite": True},
         {},

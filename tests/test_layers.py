@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "arguments": "ds_config errors",
     "ds_config": "errors trial",
     "choices": "ds_config errors",
-    "autotuning": "choices ds_config errors",
+    "autotuning": "arguments choices ds_config errors",
     "experiment": "choices ds_config errors",
     "strategy": "",
     "space": "ds_config strategy trial",
