@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__, arguments, autotuning, ds_config, experiment
+from dsat.arguments import CHECKPOINTING
 from dsat.autotuning import Autotuning
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local import entrypoint as entrypoints
@@ -17,9 +18,10 @@ from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import UserInputError
 from dsat.experiment import Experiment
 from dsat.options import RUN, TUNE
+from dsat.overrides import GAS
 from dsat.plan import Plan
 from dsat.settings import Settings
-from dsat.space import DEFAULT_STAGES, GAS, GRADIENT_CHECKPOINTING, KNOB_NAMES
+from dsat.space import DEFAULT_STAGES, KNOB_NAMES
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -305,10 +307,10 @@ def _check_micro_batches(plan: Plan) -> None:
 
 def _switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
     """The script's own switches that can be searched, and how the user has them."""
-    flag = arguments.mappings_for(program.args, given).get(GRADIENT_CHECKPOINTING)
+    flag = arguments.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
         return {}
-    return {GRADIENT_CHECKPOINTING: arguments.is_on(program.args, flag)}
+    return {CHECKPOINTING: arguments.is_on(program.args, flag)}
 
 
 def _nvme_path(config: Mapping[str, Any]) -> str | None:

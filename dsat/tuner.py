@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from dsat import ds_config, ladder
 from dsat.errors import JournalMismatch
 from dsat.journal import SCHEMA_VERSION
+from dsat.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.plan import Plan
 from dsat.run import (
     EVENT_BUDGET,
@@ -25,15 +26,7 @@ from dsat.run import (
     Run,
 )
 from dsat.search import SEARCHES, Search
-from dsat.space import (
-    Freedom,
-    Space,
-    defaults,
-    overrides_for,
-    script_args_for,
-    smallest_buckets,
-    strategy_settings,
-)
+from dsat.space import Freedom, Space, defaults, smallest_buckets
 from dsat.strategy import Strategy, of_config
 from dsat.trial import (
     BatchTriple,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dsat import ds_config
+from dsat.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space import (
     DEFAULT_STAGES,
     KNOBS,
@@ -16,9 +17,6 @@ from dsat.space import (
     Space,
     allowed_micro_batches,
     defaults,
-    overrides_for,
-    script_args_for,
-    strategy_settings,
 )
 from dsat.strategy import CPU, NVME, Strategy, of_config, plain
 from dsat.trial import BatchTriple
