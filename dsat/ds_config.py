@@ -177,8 +177,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def clean_for_use(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as `deepspeed.initialize` takes it: nothing of any autotuner in it."""
-    return {key: copy.deepcopy(value) for key, value in config.items() if key != "autotuning"}
+    """The configuration as everything takes it: nothing of any autotuner in it, and a ZeRO section.
+
+    DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
+    """
+    cleaned = {key: copy.deepcopy(value) for key, value in config.items() if key != "autotuning"}
+    return {**cleaned, "zero_optimization": cleaned.get("zero_optimization") or {"stage": 0}}
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from dsat.options import RUN, TUNE
 from dsat.overrides import GAS
 from dsat.plan import Plan
 from dsat.settings import Settings
-from dsat.space import DEFAULT_STAGES, KNOB_NAMES
+from dsat.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -209,8 +209,10 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
         options["num_micro_batches"] = section.num_micro_batches
     if method == "asha":
         options = {}
-    own_stage = ds_config.zero_stage(user.ds_config)
-    stages = tuple(user.choices.get("stage", (own_stage,)))
+    zero = user.ds_config.get("zero_optimization") or {}
+    # Without a stage all are meant (deepspeed/autotuning/README.md).
+    own_stage = (zero["stage"],) if "stage" in zero else STAGES
+    stages = tuple(user.choices.get("stage", own_stage))
     largest = section.max_micro_batch
     return replace(
         chosen,
