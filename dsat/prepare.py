@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -146,12 +147,14 @@ def _capture(
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
     options = LocalOptions(trial_timeout_s=chosen.trial_timeout_s, cold=True)
-    with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        engine = LocalEngine(user, program, machine, Path(folder), options, slots_per_trial=slots)
-        try:
-            return engine.capture_config()
-        finally:
-            engine.close()
+    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+    engine = LocalEngine(user, program, machine, folder, options, slots_per_trial=slots)
+    try:
+        config = engine.capture_config()
+    finally:
+        engine.close()
+    shutil.rmtree(folder)  # of a script that failed it holds the log
+    return config
 
 
 def _native(chosen: Settings, words: list[str]) -> list[Prepared]:
