@@ -23,6 +23,8 @@ JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
 RUNNER_MODULE = "dsat.engines.determined.runner"
+SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
+RESULT_MARK = "[dsat-result] "  # in front of its result, as JSON
 RUNNER_LENGTH = 100  # its progress is in percent
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")

@@ -22,18 +22,18 @@ class RemoteCluster:
     """The custom experiment's trials, by dsat's numbers.
 
     Args:
-        experiment_id: tells the custom experiment, once it exists.
         say: prints a line.
         sleep: waits for so many seconds.
+
+    Attributes:
+        experiment_id: of the custom experiment, once there is one.
     """
 
+    experiment_id: int | None = None
+
     def __init__(
-        self,
-        experiment_id: Callable[[], int],
-        say: Callable[[str], None],
-        sleep: Callable[[float], None] = time.sleep,
+        self, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._experiment_id = experiment_id
         self._say = say
         self._sleep = sleep
 
@@ -56,7 +56,8 @@ class RemoteCluster:
             patiently(trial.kill, self._say)
 
     def _trial(self, trial_id: int) -> Any:
-        experiment = client.get_experiment(self._experiment_id())
+        assert self.experiment_id is not None
+        experiment = client.get_experiment(self.experiment_id)
         for trial in experiment.iter_trials():
             named = (trial.hparams or {}).get(DSAT_TRIAL_KEY)
             if isinstance(named, Mapping) and named.get("id") == trial_id:

@@ -40,15 +40,13 @@ from dsat.engines.determined.engine import (
     ClusterEngine,
     Operation,
 )
-from dsat.engines.determined.job import Job
-from dsat.engines.determined.patience import is_away, patiently
+from dsat.engines.determined.job import RESULT_MARK, SAID, Job
+from dsat.engines.determined.patience import patiently
 from dsat.engines.determined.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.journal import FILE_NAME, read_events, write_atomically
 from dsat.report import summary
 from dsat.run import Run
 
-SAID = "[dsat] "  # in front of every line that is for the person who waits
-RESULT_MARK = "[dsat-result] "
 _BY_USER = ("USER_CANCELED", "USER_REQUESTED_STOP")
 
 
@@ -183,7 +181,7 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         self._say = say
         self._saved: tuple[Any, int] = (None, 0)
         self._paused = False
-        self._reported = -1
+        self._reported = 0
 
     @property
     def experiment_id(self) -> int:
@@ -218,9 +216,8 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         self._report()
         if self.context.preempt.should_preempt():
             raise Preempted
-        events = patiently(
-            lambda: super(Runner, self).get_events(session, experiment_id), self._say
-        )
+        ask = super().get_events
+        events = patiently(lambda: ask(session, experiment_id), self._say)
         inactive = bool(events) and any(event.experimentInactive for event in events)
         if self._paused and not inactive:
             self._say(f"experiment {experiment_id} goes on")
@@ -238,19 +235,21 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
     def post_operations(
         self, session: Any, experiment_id: int, event: Any, operations: Any
     ) -> None:
+        post, ask = super().post_operations, super().get_events
+
         def pending() -> bool:
-            events = super(Runner, self).get_events(session, experiment_id) or []
+            events = ask(session, experiment_id) or []
             return any(each.id == event.id for each in events)
 
         def attempt() -> None:
             try:
-                super(Runner, self).post_operations(session, experiment_id, event, operations)
+                post(session, experiment_id, event, operations)
             except errors.BadRequestException:
                 # The master may have heard it all the same, now or the first time that it came.
                 if pending():
                     raise
 
-        patiently(attempt, self._say, away=lambda error: is_away(error))
+        patiently(attempt, self._say)
 
     def save_state(self, experiment_id: int, operations: Any) -> None:
         state = (experiment_id, len(self._method.search.journal.events))
@@ -280,22 +279,19 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
     def _report(self) -> None:
         run = self._method.run
         ended = len(run.outcomes)
-        if ended <= self._reported:
+        if ended == self._reported:
             return
-        if self._reported >= 0 or ended:
-            progress = self._method.progress(self.state)
-            patiently(
-                lambda: self._operation.report_progress(progress * jobs.RUNNER_LENGTH), self._say
-            )
-            if run.best_value is not None and run.plan is not None:
-                values = {f"best {run.plan.metric}": run.best_value}
-                patiently(
-                    lambda: self.context.train.report_training_metrics(
-                        steps_completed=ended, metrics=values
-                    ),
-                    self._say,
-                )
         self._reported = ended
+        progress = self._method.progress(self.state) * jobs.RUNNER_LENGTH
+        patiently(lambda: self._operation.report_progress(progress), self._say)
+        if run.best_value is not None and run.plan is not None:
+            values = {f"best {run.plan.metric}": run.best_value}
+            patiently(
+                lambda: self.context.train.report_training_metrics(
+                    steps_completed=ended, metrics=values
+                ),
+                self._say,
+            )
 
     def note(self, event: dict[str, Any]) -> None:
         """Keeps something in the journal, durably."""
