@@ -41,12 +41,30 @@ MAY_IMPORT = {
     "checks": "errors",
     "meter": "checks errors gauges profiler trial",
     "hf": "",
-    "script_api": "arguments ds_config errors journal meter",
+    "task": "ds_config failures meter trial",
+    "script_api": "arguments ds_config errors journal meter task",
     "": "errors script_api",
     "engines": "errors trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
         "arguments ds_config engines errors experiment failures hf injection journal meter trial"
+    ),
+    "engines.determined": "",
+    "engines.determined.verdict": "failures task trial",
+    "engines.determined.engine": (
+        "ds_config engines.determined.verdict errors experiment meter task trial"
+    ),
+    "engines.determined.patience": "",
+    "engines.determined.where": "",
+    "engines.determined.master": "ds_config engines.determined.patience task",
+    "engines.determined.job": "ds_config engines.determined.engine experiment plan",
+    "engines.determined.context": "engines.determined.job errors",
+    "engines.determined.client": "engines.determined.job engines.determined.patience errors",
+    # What follows are programs of the cluster, with an engine and a tuner in them.
+    "engines.determined.search": "engines.determined.engine plan report.* run trial tuner",
+    "engines.determined.runner": (
+        "engines.determined.engine engines.determined.job engines.determined.master "
+        "engines.determined.patience engines.determined.search journal report.* run"
     ),
     "loop": "engines errors run trial tuner",
     "report.*": "ds_config errors journal ladder memory plan run trial",
@@ -56,6 +74,7 @@ MAY_IMPORT = {
     "prepare": EVERYTHING,
     "folders": "autotuning errors journal prepare report.* settings",
     "messages": "ladder live prepare report.* run trial tuner",
+    "cluster": EVERYTHING,
     "cli": EVERYTHING,
     "__main__": "cli",
 }
@@ -145,6 +164,8 @@ def test_searches_and_engines_know_nothing_of_each_other() -> None:
 
     assert {"search", "space", "trial"} <= reachable("search")
     assert not {"engines", "loop", "cli"} & reachable("search")
+    for program in ("engines.determined.search", "engines.determined.runner"):
+        del graph[program]
     assert "trial" in reachable("engines")
     assert not {"search", "tuner", "cli"} & reachable("engines")
 

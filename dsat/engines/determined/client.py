@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import re
-import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ def connect(master: str) -> Client:
         raise EngineError(
             f"the installed determined has no custom searchers (0.28 to 0.37 have). {LOCAL}"
         )
-    from determined.common.experimental.determined import Determined
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of determined about itself
+        from determined.experimental import Determined
 
     with _explained(master):
         client = Client(Determined(master=master))
@@ -91,8 +94,8 @@ class Client:
         Args:
             folder: its context.
         """
-        # What determined prints while it reads the files is no result.
-        with _explained(self.address), contextlib.redirect_stdout(sys.stderr):
+        # determined draws a progress bar of its own.
+        with _explained(self.address), contextlib.redirect_stdout(io.StringIO()):
             made = self._determined.create_experiment(config=dict(config), model_dir=folder)
         return int(made.id)
 

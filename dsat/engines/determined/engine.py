@@ -136,7 +136,13 @@ class ClusterEngine:
         return [] if self._closed else told
 
     def cancel(self, trial_id: int) -> None:
-        if trial_id in self._running:
+        if trial_id not in self._running:
+            return
+        posted = [o for o in self._operations if o.trial_id != trial_id]
+        if len(posted) < len(self._operations):  # the master does not know it yet
+            self._operations = posted
+            self._end(trial_id, verdict.canceled())
+        else:
             self._cluster.kill(trial_id)
 
     def close(self, *, failure: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +96,8 @@ def find_or_create(
         known = _find(tag)
         if known is not None:
             return known
-        made = client.create_experiment(dict(config), str(model_dir), [str(p) for p in includes])
+        with contextlib.redirect_stdout(io.StringIO()):  # determined draws a progress bar
+            made = client.create_experiment(dict(config), str(model_dir), list(map(str, includes)))
         return int(made.id)
 
     return patiently(attempt, say)

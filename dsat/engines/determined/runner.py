@@ -386,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("job", type=Path)
     path: Path = parser.parse_args(argv).job
     logging.basicConfig(level=logging.INFO, format=determined.LOG_FORMAT)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="determined|dsat")
+    warnings.simplefilter("ignore", FutureWarning)  # of determined about custom searchers
     run(Job.read(path), path.resolve().parent)
 
 
