@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def patch_experiment(master: Master, request: Request) -> Answer:
     experiment = master.cluster.experiment(request.id())
     changes = {key: value for key, value in request.body.items() if value is not None}
     experiment.notes = changes.get("notes", experiment.notes)
-    known = {key: changes[key] for key in ("name", "description", "labels") if key in changes}
-    experiment.config.update(known)
+    for key in ("name", "description", "labels"):
+        experiment.config[key] = changes.get(key, experiment.config[key])
     return {"experiment": views.experiment(master.cluster, experiment)}
 
 
@@ -326,16 +327,15 @@ def _log_rows(
         yield {"result": view(number + 1, line)}
     while request.flag("follow") and not master.stopping:
         with master.changed:
+            master.wait(partial(snapshot, seen), 0.5)
             ended = master.cluster.trial_of_task(task_id).state.is_terminal
-            fresh, seen_before = snapshot(seen), seen
-            seen = seen_before + len(fresh)
+            fresh = snapshot(seen)
+        seen += len(fresh)
         for number, line in fresh:
             if wanted(line):
                 yield {"result": view(number + 1, line)}
         if ended:
             return
-        with master.changed:
-            master.wait(lambda: bool(snapshot(seen)), 0.5)
 
 
 _STOPPED = (State.COMPLETED, State.CANCELED, State.ERROR)

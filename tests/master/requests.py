@@ -84,7 +84,7 @@ class Master:
         self._drive()
         self.changed.notify_all()
 
-    def wait(self, holds: Callable[[], bool], timeout_s: float) -> None:
+    def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:
         """Waits, without the lock, until something holds; at most a while."""
         deadline = time.monotonic() + timeout_s
         while not self.stopping and not holds():
