@@ -187,13 +187,14 @@ def numbers(outcome: Outcome) -> dict[str, float]:
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
     """An outcome for the trial's log: one line, not too long, the end of its detail kept."""
-    detail = outcome.detail
+    detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         data = {**replace(outcome, detail=detail).to_json(), "run": run, "ended": ended}
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line
-        detail = detail[max(1, len(line) - _LONGEST_LINE_BYTES) :]
+        # JSON writes a character as at most twelve.
+        detail = detail[max(1, (len(line) - _LONGEST_LINE_BYTES) // 12) :]
 
 
 def _rank() -> int:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import dsat
 from dsat.engines.determined.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
 
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
+_OURS = Path(__file__).resolve().parents[2]  # this package
 _HELPERS = re.compile(r"^\s*(?:import|from)\s+dsat\b", re.MULTILINE)
 _ANCESTOR = re.compile(r"determined\.pytorch\.dsat|from determined\.pytorch import .*\bdsat\b")
 
@@ -89,9 +90,8 @@ def _check_names(model_dir: Path, includes: Sequence[Path], found: Sequence[Entr
                 where=f"--include {include}",
                 hint="Rename one of them.",
             )
-    ours = Path(dsat.__file__).resolve().parent
     for entry in found:
-        if str(entry.target) in (PACKAGE_FOLDER, "dsat.py") and entry.source.resolve() != ours:
+        if str(entry.target) in (PACKAGE_FOLDER, "dsat.py") and entry.source.resolve() != _OURS:
             raise UserInputError(
                 f"{entry.target} would hide the package dsat in the trials",
                 where=str(model_dir),
@@ -151,9 +151,8 @@ def stage(found: Sequence[Entry], job: str, folder: Path) -> None:
         folder: empty.
     """
     (folder / MODEL_FOLDER).mkdir()
-    ours = Path(dsat.__file__).resolve().parent
     for entry in found:
-        if entry.source != ours and ours not in entry.source.parents:
+        if entry.source != _OURS and _OURS not in entry.source.parents:
             _copy(entry, folder / MODEL_FOLDER)
     (folder / PACKAGE_FOLDER).mkdir()
     for entry in _package():
@@ -162,12 +161,11 @@ def stage(found: Sequence[Entry], job: str, folder: Path) -> None:
 
 
 def _package() -> list[Entry]:
-    ours = Path(dsat.__file__).resolve().parent
 
     def ignore(root: Path) -> Ignore:
         return lambda parent, names: {name for name in names if name == "__pycache__"}
 
-    return list(_walk(ours, Path(), ignore))
+    return list(_walk(_OURS, Path(), ignore))
 
 
 def _copy(entry: Entry, folder: Path) -> None:
@@ -185,7 +183,9 @@ def detignore() -> Callable[[Path], Ignore]:
     from determined.common import detignore as determined_ignore
 
     def ignore(root: Path) -> Ignore:
-        found: Ignore = determined_ignore.make_shutil_ignore(root)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of pathspec about determined
+            found: Ignore = determined_ignore.make_shutil_ignore(root)
         return found
 
     return ignore
