@@ -77,6 +77,7 @@ class StandIn:
         self.accounts = Accounts(self.users)
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
+        self._closed = False
         self._master = Master(self.cluster, self.accounts, version, poll_s, self._drive)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
@@ -96,6 +97,8 @@ class StandIn:
         self.close()
 
     def close(self) -> None:
+        with self._master.changed:
+            self._closed = True
         self.http.stop()
         for timer in self._timers:
             timer.cancel()
@@ -142,9 +145,10 @@ class StandIn:
             return sorted(trials, key=lambda trial: trial.id)
 
     def log(self, trial_id: int) -> str:
-        """The whole log of a trial, as the client prints it."""
+        """The whole log of a trial, as the client prints it; empty if there is no such trial."""
         with self._master.changed:
-            lines = self.cluster.logs.get(self.cluster.trial(trial_id).task_id, [])
+            tasks = [each.task_id for each in self.cluster.all_trials() if each.id == trial_id]
+            lines = [line for task_id in tasks for line in self.cluster.logs.get(task_id, [])]
             return "".join(line.message for line in lines)
 
     def metrics(self, trial_id: int, group: str = "validation") -> list[Json]:
@@ -248,6 +252,8 @@ class StandIn:
     # The effects of requests.
 
     def _drive(self) -> None:
+        if self._closed:
+            return
         for effect in self.cluster.take_effects():
             if isinstance(effect, StartContainers):
                 self._processes.start(effect.allocation, self._launch(effect.allocation))
