@@ -47,6 +47,7 @@ class StandIn:
         projects: Pairs of a workspace and a project in it.
         preempts_closed_trials: See `Cluster`.
         preemption_timeout_s: See `Cluster`.
+        grace_s: How long launchers wait after the end of their workers; 5 s in reality.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StandIn:
         projects: Sequence[tuple[str, str]] = (),
         preempts_closed_trials: bool = True,
         preemption_timeout_s: float = 3600.0,
+        grace_s: float = 0.2,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(str(folder))
@@ -78,6 +80,7 @@ class StandIn:
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
         self._closed = False
+        self._grace_s = grace_s
         self._master = Master(self.cluster, self.accounts, version, poll_s, self._drive)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
@@ -307,7 +310,7 @@ class StandIn:
             **_user_variables(experiment.config),
         }
         storage = experiment.config["checkpoint_storage"]
-        return Launch(environment, storage.get("host_path"))
+        return Launch(environment, storage.get("host_path"), self._grace_s)
 
 
 def _user_variables(config: Mapping[str, Any]) -> dict[str, str]:
