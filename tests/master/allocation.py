@@ -140,11 +140,7 @@ class Allocation:
                 "resources failed with non-zero exit code: container failed with "
                 f"non-zero exit code: {exit_code} (exit code {exit_code})"
             )
-        reason = "a container exited"
-        if failed:
-            self.kill(reason)
-        else:
-            self._try_exit(reason)
+        self._try_exit("a container exited")
 
     def _try_exit(self, reason: str) -> bool:
         if self.ended:

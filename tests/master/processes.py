@@ -42,10 +42,12 @@ class Launch:
     Attributes:
         environment: The variables of the task.
         shared: The host's folder that is mounted at `/determined_shared_fs`; None for none.
+        grace_s: How long launchers wait between the end of the workers and their own.
     """
 
     environment: Mapping[str, str]
     shared: str | None
+    grace_s: float
 
 
 @dataclass
@@ -135,8 +137,7 @@ class Processes:
                 process.kill()
         for reader in readers:
             reader.join(timeout=10)
-        for path in Path("/tmp").glob(f"tensorboard-{running.allocation.id}-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        _clean_up(running.allocation.id)
         with self._lock:
             del self._running[running.container.resources_id]
         exit_code = 128 - status if status < 0 else status
@@ -170,6 +171,16 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def _clean_up(allocation_id: str) -> None:
+    """Removes what the SDK leaves in the machine's `/tmp`, which is no container's own."""
+    for pattern in (f"tensorboard-{allocation_id}-*", f"hostfile-{allocation_id}.txt*"):
+        for path in Path("/tmp").glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def _kill(running: Running) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.process.pid, signal.SIGKILL)
@@ -197,7 +208,7 @@ def _start(
         "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports[0]),
         "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports[1]),
         "DTRAIN_SSH_PORT": str(ports[2]),
-        "DLTS_MASTER_PORT": str(ports[3]),
+        "HOSTNAME_CONTAINER_MASTER_PORT": str(ports[3]),
         **launch.environment,
         "DET_AGENT_ID": f"agent-{container.node}",
         "DET_CONTAINER_ID": container.container_id,
@@ -208,6 +219,8 @@ def _start(
         "HOSTNAME": f"node-{container.node}",
         FOLDER_VARIABLE: str(folder),
         "HOSTNAME_CONTAINER_TMP": str(tmp),
+        "HOSTNAME_CONTAINER_ADDRESS": container.address,
+        "HOSTNAME_CONTAINER_GRACE_S": str(launch.grace_s),
     }
     user_paths = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(IMAGE), *([user_paths] if user_paths else [])])

@@ -47,6 +47,7 @@ class StandIn:
         projects: Pairs of a workspace and a project in it.
         preempts_closed_trials: See `Cluster`.
         preemption_timeout_s: See `Cluster`.
+        grace_s: How long launchers wait after the end of their workers; 5 s in reality.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StandIn:
         projects: Sequence[tuple[str, str]] = (),
         preempts_closed_trials: bool = True,
         preemption_timeout_s: float = 3600.0,
+        grace_s: float = 0.2,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(str(folder))
@@ -77,6 +79,8 @@ class StandIn:
         self.accounts = Accounts(self.users)
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
+        self._closed = False
+        self._grace_s = grace_s
         self._master = Master(self.cluster, self.accounts, version, poll_s, self._drive)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
@@ -96,6 +100,8 @@ class StandIn:
         self.close()
 
     def close(self) -> None:
+        with self._master.changed:
+            self._closed = True
         self.http.stop()
         for timer in self._timers:
             timer.cancel()
@@ -142,9 +148,10 @@ class StandIn:
             return sorted(trials, key=lambda trial: trial.id)
 
     def log(self, trial_id: int) -> str:
-        """The whole log of a trial, as the client prints it."""
+        """The whole log of a trial, as the client prints it; empty if there is no such trial."""
         with self._master.changed:
-            lines = self.cluster.logs.get(self.cluster.trial(trial_id).task_id, [])
+            tasks = [each.task_id for each in self.cluster.all_trials() if each.id == trial_id]
+            lines = [line for task_id in tasks for line in self.cluster.logs.get(task_id, [])]
             return "".join(line.message for line in lines)
 
     def metrics(self, trial_id: int, group: str = "validation") -> list[Json]:
@@ -248,6 +255,8 @@ class StandIn:
     # The effects of requests.
 
     def _drive(self) -> None:
+        if self._closed:
+            return
         for effect in self.cluster.take_effects():
             if isinstance(effect, StartContainers):
                 self._processes.start(effect.allocation, self._launch(effect.allocation))
@@ -301,7 +310,7 @@ class StandIn:
             **_user_variables(experiment.config),
         }
         storage = experiment.config["checkpoint_storage"]
-        return Launch(environment, storage.get("host_path"))
+        return Launch(environment, storage.get("host_path"), self._grace_s)
 
 
 def _user_variables(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Makes a container's folder what `/run/determined` and others are in a real container.
 
 Python imports this at its start, as the folder of this file is first on the path of a container.
-Only defaults and constants of the determined package are changed, none of its code.
+Only paths, ports and waits of the packages are changed, none of what they do.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
-from wrapt import register_post_import_hook
+from wrapt import register_post_import_hook, wrap_function_wrapper
 
 FOLDER = os.environ.get("HOSTNAME_CONTAINER_FOLDER", "")
 TMP = os.environ.get("HOSTNAME_CONTAINER_TMP", "")
 SHARED = os.environ.get("HOSTNAME_CONTAINER_SHARED_FS", "")
+MASTER_PORT = os.environ.get("HOSTNAME_CONTAINER_MASTER_PORT", "")
+GRACE_S = os.environ.get("HOSTNAME_CONTAINER_GRACE_S", "")
 
 
 def inside(path: str) -> str:
@@ -55,9 +58,31 @@ def redirect_links(module: ModuleType) -> None:
 
 
 def redirect_pid_server(module: ModuleType) -> None:
-    """The sockets of launchers, which are named after the allocation, not the container."""
+    """The sockets of launchers, named after the allocation, and their wait before the end."""
     read = module.read_pid_server_addr
     module.read_pid_server_addr = lambda addr: read(inside(addr))  # type: ignore[attr-defined]
+
+    def with_grace(wrapped: Any, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **{**kwargs, "grace_period": float(GRACE_S)})
+
+    wrap_function_wrapper(module, "PIDServer.run_subprocess", with_grace)
+
+
+def redirect_port(module: ModuleType) -> None:
+    """The rendezvous of DeepSpeed's launcher, which containers of one machine must not share."""
+    module.TORCH_DISTRIBUTED_DEFAULT_PORT = int(MASTER_PORT)  # type: ignore[attr-defined]
+
+
+def redirect_sshd(module: ModuleType) -> None:
+    """`/usr/sbin/sshd`, which launchers name by its path."""
+
+    def with_path(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        command, *rest = args
+        if isinstance(command, list) and command[0] == "/usr/sbin/sshd":
+            command = ["sshd", *command[1:]]
+        return wrapped(command, *rest, **kwargs)
+
+    wrap_function_wrapper(module, "Popen.__init__", with_path)
 
 
 def hide_dsat() -> None:
@@ -77,5 +102,7 @@ if FOLDER:
         ("determined.common.constants", redirect_shared_fs),
         ("determined.util", redirect_links),
         ("determined.ipc", redirect_pid_server),
+        ("deepspeed.constants", redirect_port),
+        ("subprocess", redirect_sshd),
     ):
         register_post_import_hook(redirect, target)

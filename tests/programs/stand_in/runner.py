@@ -7,21 +7,22 @@ import json
 import logging
 import pathlib
 import uuid
+from typing import Any
 
 import determined as det
 from determined import core, searcher
 
 
-class Behaviours(searcher.SearchMethod):
+class Behaviours(searcher.SearchMethod):  # type: ignore[misc]
     """Closes every trial after its first report; stops when all are closed."""
 
-    def __init__(self, behaviours: list) -> None:
+    def __init__(self, behaviours: list[str]) -> None:
         self.behaviours = behaviours
-        self.events: list = []
-        self.names: dict = {}
+        self.events: list[Any] = []
+        self.names: dict[str, str] = {}
 
-    def initial_operations(self, _: searcher.SearcherState) -> list:
-        operations: list = []
+    def initial_operations(self, _: searcher.SearcherState) -> list[Any]:
+        operations: list[Any] = []
         for behaviour in self.behaviours:
             request_id = uuid.uuid4()
             self.names[str(request_id)] = behaviour
@@ -30,12 +31,12 @@ class Behaviours(searcher.SearchMethod):
             operations.append(searcher.ValidateAfter(request_id, 2))
         return operations
 
-    def on_trial_created(self, _: searcher.SearcherState, request_id: uuid.UUID) -> list:
+    def on_trial_created(self, _: searcher.SearcherState, request_id: uuid.UUID) -> list[Any]:
         return self._note("created", request_id)
 
     def on_validation_completed(
         self, _: searcher.SearcherState, request_id: uuid.UUID, metric: object, train_length: int
-    ) -> list:
+    ) -> list[Any]:
         self._note("completed", request_id, metric, train_length)
         return [searcher.Close(request_id)]
 
@@ -44,10 +45,10 @@ class Behaviours(searcher.SearchMethod):
         _: searcher.SearcherState,
         request_id: uuid.UUID,
         exited_reason: searcher.ExitedReason,
-    ) -> list:
+    ) -> list[Any]:
         return self._note("exited", request_id, exited_reason.value)
 
-    def on_trial_closed(self, state: searcher.SearcherState, request_id: uuid.UUID) -> list:
+    def on_trial_closed(self, state: searcher.SearcherState, request_id: uuid.UUID) -> list[Any]:
         self._note("closed", request_id)
         if len(state.trials_closed) < len(self.behaviours):
             return []
@@ -64,7 +65,7 @@ class Behaviours(searcher.SearchMethod):
         state = json.loads((path / "method.json").read_text())
         self.events, self.names = state["events"], state["names"]
 
-    def _note(self, kind: str, request_id: uuid.UUID, *more: object) -> list:
+    def _note(self, kind: str, request_id: uuid.UUID, *more: object) -> list[Any]:
         self.events.append([kind, self.names[str(request_id)], *more])
         return []
 

@@ -18,6 +18,9 @@ def main(context: core.Context, info: det.ClusterInfo) -> None:
         raise det.InvalidHP("no such thing")
     if behaviour == "leaves silently":
         return
+    where = [context.distributed.rank, info.container_rank, info.agent_id, os.environ["HOSTNAME"]]
+    everywhere = context.distributed.allgather(where)
+    print(f"meets {everywhere}", flush=True)
     for op in context.searcher.operations():
         while behaviour == "waits":
             time.sleep(0.05)
@@ -25,6 +28,8 @@ def main(context: core.Context, info: det.ClusterInfo) -> None:
                 return
         if behaviour == "hangs":
             time.sleep(600)
+        if context.distributed.rank > 0:
+            continue
         op.report_progress(op.length / 2)
         metrics = {"loss": 1.0 / op.length, "pid": os.getpid()}
         context.train.report_validation_metrics(op.length, metrics)
@@ -37,5 +42,6 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     cluster_info = det.get_cluster_info()
     assert cluster_info is not None
-    with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
+    ranks = core.DistributedContext.from_deepspeed() if "RANK" in os.environ else None
+    with core.init(distributed=ranks, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
         main(core_context, cluster_info)
