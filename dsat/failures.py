@@ -33,7 +33,8 @@ _OUT_OF_MEMORY = (
 def classify(error: BaseException) -> OutcomeKind:
     """OOM, HOST_OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
     chain = list(_chain(error))
-    if any(isinstance(link, InvalidTrial) for link in chain):
+    # determined.InvalidHP by name: a script's own refusal.
+    if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
         return OutcomeKind.INVALID
     if any(_is_out_of_memory(link) for link in chain):
         return OutcomeKind.OOM

@@ -147,6 +147,30 @@ def test_a_command_that_leaves_does_not_end_the_search(tmp_path: Path) -> None:
         there.until_reported(3)
 
 
+def test_how_trials_end(tmp_path: Path) -> None:
+    """What they do, by their number; the first is the profile, the second the user's own."""
+    expected = {
+        "runs": (OutcomeKind.OK, ""),
+        "crashes": (OutcomeKind.ERROR, "KeyError: 'no such thing'"),
+        "runs out of memory": (OutcomeKind.OOM, "out of memory, by its log"),
+        "rejects": (OutcomeKind.INVALID, "the script raised InvalidHP"),
+        "leaves": (OutcomeKind.INVALID, "the trial ended without a report"),
+        "leaves with a status": (OutcomeKind.ERROR, "the trial failed"),
+        "is killed": (OutcomeKind.HOST_OOM, "a rank was killed with SIGKILL"),
+        "reports its own": (OutcomeKind.INVALID, "the script reported its own searcher metric, 0"),
+    }
+    behaviours = ["runs", *expected]
+    program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
+    with cluster(tmp_path) as there:
+        told = there.search(program, *OPTIONS[2:], "--max-trials", len(behaviours))
+        assert told.status == 0, told
+        found = list(there.outcomes().values())
+        for behaviour, outcome in zip(behaviours, found, strict=True):
+            kind, message = expected[behaviour]
+            assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour
+        assert all(trial.restarts == 0 for trial in there.master.trials(SEARCH))
+
+
 def client_of(there: OnCluster) -> Any:
     """Determined's own client, as another user of the cluster."""
     with warnings.catch_warnings():

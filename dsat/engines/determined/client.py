@@ -47,8 +47,7 @@ def connect(master: str) -> Client:
         raise EngineError(
             f"the installed determined has no custom searchers (0.28 to 0.37 have). {LOCAL}"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of determined about itself
+    with _quietly():
         from determined.experimental import Determined
 
     with _explained(master):
@@ -94,8 +93,7 @@ class Client:
         Args:
             folder: its context.
         """
-        # determined draws a progress bar of its own.
-        with _explained(self.address), contextlib.redirect_stdout(io.StringIO()):
+        with _explained(self.address), _quietly():
             made = self._determined.create_experiment(config=dict(config), model_dir=folder)
         return int(made.id)
 
@@ -139,6 +137,15 @@ class Client:
                     if found:
                         lines.append(line[min(found) :].removeprefix(SAID))
         return lines
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without determined's progress bar, and without warnings about its own code."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextlib.contextmanager
