@@ -243,7 +243,11 @@ def test_a_search_and_all_the_ways_in_which_a_trial_may_end(master: StandIn) -> 
     assert str(master.experiment(2).state) == "STATE_COMPLETED"
     assert master.experiment(2).progress == 1.0
     # The state that was saved before every POST of operations, and once before all.
-    assert len(master.checkpoint_paths(1)) == 1 + len(master.posted(2))
+    assert len(master.cluster.checkpoints) == 1 + len(master.posted(2))
+    [latest] = master.checkpoint_paths(1)
+    # Beside it is the folder of the events for TensorBoard.
+    assert [path.parent for path in master.checkpoint_folder.glob("*/method.json")] == [latest]
+    assert len(json.loads((latest / "method.json").read_text())["events"]) == 10
 
 
 def test_restarts_of_trials(master: StandIn) -> None:

@@ -38,6 +38,7 @@ class Bench:
         self.started: list[Allocation] = []
         self.killed: list[Allocation] = []
         self.timers: list[Later] = []
+        self.deleted: list[str] = []
         config = {
             "entrypoint": "true",
             "searcher": searcher,
@@ -58,8 +59,10 @@ class Bench:
                 self.started.append(effect.allocation)
             elif isinstance(effect, KillContainers):
                 self.killed.append(effect.allocation)
-            else:
+            elif isinstance(effect, Later):
                 self.timers.append(effect)
+            else:
+                self.deleted.append(effect.folder.as_posix())
 
     def post(self, *operations: dict[str, Any], event: int | None = None) -> None:
         """Acknowledges all events, or those up to one, with operations."""
@@ -546,6 +549,38 @@ def test_a_killed_single_trial_cancels_its_experiment() -> None:
     bench.cluster.kill_trial(trial.id)
     bench.exits(trial, 137)
     assert bench.experiment.state is State.CANCELED
+
+
+@pytest.mark.parametrize(
+    ("storage", "kept"),
+    [
+        ({}, {"b", "d"}),
+        ({"save_trial_best": 0}, {"d"}),
+        ({"save_trial_best": 0, "save_trial_latest": 2}, {"c", "d"}),
+        ({"save_trial_best": 0, "save_trial_latest": 0, "save_experiment_best": 2}, {"b", "c"}),
+    ],
+)
+def test_the_end_deletes_checkpoints_that_are_not_to_be_kept(
+    storage: dict[str, int], kept: set[str]
+) -> None:
+    bench = Bench(SINGLE)
+    bench.experiment.config["checkpoint_storage"].update(storage)
+    [trial] = bench.experiment.trials.values()
+    for steps, (uuid, loss) in enumerate({"a": 3.0, "b": 1.0, "c": 2.0, "d": None}.items()):
+        bench.cluster.report_checkpoint(
+            {
+                "uuid": uuid,
+                "taskId": trial.task_id,
+                "state": "STATE_COMPLETED",
+                "metadata": {"steps_completed": steps},
+            }
+        )
+        if loss is not None:
+            report = {"stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": loss}}}
+            bench.cluster.report_metrics(trial, "validation", report)
+    bench.exits(trial)
+    assert {each["uuid"] for each in bench.cluster.checkpoints_of(trial)} == kept
+    assert bench.deleted == [f"/checkpoints/{uuid}" for uuid in "abcd" if uuid not in kept]
 
 
 # Several containers.

@@ -6,7 +6,6 @@ import io
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tests.master import archive, views
@@ -224,13 +223,9 @@ def get_checkpoint(master: Master, request: Request) -> Answer:
 
 def download_checkpoint(master: Master, request: Request) -> Answer:
     """The archive of a checkpoint on the cluster's file system."""
-    checkpoint = _checkpoint(master, request)
-    trial = master.cluster.trial_of_task(checkpoint["taskId"])
-    storage = master.cluster.experiments[trial.experiment_id].config["checkpoint_storage"]
-    folder = Path(storage.get("host_path") or storage["container_path"])
+    root = master.cluster.checkpoint_path(_checkpoint(master, request))
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as opened:
-        root = folder / storage.get("storage_path", "") / checkpoint["uuid"]
         for path in sorted(root.rglob("*")):
             opened.add(path, path.relative_to(root).as_posix(), recursive=False)
     return buffer.getvalue()

@@ -10,11 +10,12 @@ import datetime
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.master import config as configs
 from tests.master.allocation import Allocation, Exit
-from tests.master.effects import Effect, KillContainers, Later, StartContainers
+from tests.master.effects import DeleteCheckpoint, Effect, KillContainers, Later, StartContainers
 from tests.master.errors import INTERNAL, ApiError, invalid, not_found
 from tests.master.experiment import Experiment
 from tests.master.logs import LogLine
@@ -104,6 +105,42 @@ class Cluster:
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
         self.logs.setdefault(task_id, []).append(line)
+
+    def collect_garbage(self, experiment: Experiment) -> None:
+        """Deletes the checkpoints that the configuration of an ended experiment does not keep."""
+        storage = experiment.config["checkpoint_storage"]
+        ranked = []
+        kept: set[str] = set()
+        for trial in experiment.all_trials.values():
+            checkpoints = self.checkpoints_of(trial)
+            latest = int(storage.get("save_trial_latest", 1))
+            kept.update(each["uuid"] for each in checkpoints[len(checkpoints) - latest :])
+            best = sorted(
+                (value, each["uuid"])
+                for each in checkpoints
+                if (value := self._searcher_metric(experiment, trial, each)) is not None
+            )
+            kept.update(uuid for _, uuid in best[: int(storage.get("save_trial_best", 1))])
+            ranked += best
+        best_of_all = sorted(ranked)[: int(storage.get("save_experiment_best", 0))]
+        kept.update(uuid for _, uuid in best_of_all)
+        for trial in experiment.all_trials.values():
+            for checkpoint in self.checkpoints_of(trial):
+                if checkpoint["uuid"] not in kept:
+                    checkpoint["state"] = "STATE_DELETED"
+                    self.effects.append(DeleteCheckpoint(self.checkpoint_path(checkpoint)))
+
+    def _searcher_metric(
+        self, experiment: Experiment, trial: Trial, checkpoint: Json
+    ) -> float | None:
+        """The searcher's metric at a checkpoint, the smaller the better; None without one."""
+        searcher = experiment.config["searcher"]
+        steps = checkpoint["metadata"].get("steps_completed")
+        for report in self.metrics.get(trial.id, []):
+            value = report["metrics"].get(searcher["metric"])
+            if (report["group"], report["steps"]) == ("validation", steps) and value is not None:
+                return float(value if searcher["smaller_is_better"] else -value)
+        return None
 
     # What requests do.
 
@@ -210,6 +247,13 @@ class Cluster:
             for checkpoint in self.checkpoints.values()
             if checkpoint["taskId"] == trial.task_id and checkpoint["state"] == "STATE_COMPLETED"
         ]
+
+    def checkpoint_path(self, checkpoint: Json) -> Path:
+        """The folder of a checkpoint on the cluster's file system."""
+        trial = self.trial_of_task(checkpoint["taskId"])
+        storage = self.experiments[trial.experiment_id].config["checkpoint_storage"]
+        root = Path(storage.get("host_path") or storage["container_path"])
+        return root / str(storage.get("storage_path", "")) / str(checkpoint["uuid"])
 
     def latest_checkpoint(self, trial: Trial) -> Json | None:
         """The one that a restarted trial begins with."""

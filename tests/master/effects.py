@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.master.allocation import Allocation
 
@@ -30,4 +31,11 @@ class Later:
     call: Callable[[], None]
 
 
-Effect = StartContainers | KillContainers | Later
+@dataclass(frozen=True)
+class DeleteCheckpoint:
+    """Removes the files of a checkpoint."""
+
+    folder: Path
+
+
+Effect = StartContainers | KillContainers | Later | DeleteCheckpoint

@@ -26,6 +26,8 @@ class Host(trials.Host, Protocol):
 
     def now(self) -> str: ...
 
+    def collect_garbage(self, experiment: Experiment) -> None: ...
+
 
 class EventQueue:
     """The events of a custom searcher that nobody acknowledged yet."""
@@ -285,6 +287,7 @@ class Experiment:
             self.end_time = self._host.now()
             if self.state is State.COMPLETED:
                 self.progress = 1.0
+            self._host.collect_garbage(self)
 
 
 def _validate_after(request_id: str, length: int) -> Json:

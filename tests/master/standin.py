@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from tests.master import archive
 from tests.master.accounts import Accounts
 from tests.master.allocation import Allocation
 from tests.master.cluster import Cluster
-from tests.master.effects import KillContainers, StartContainers
+from tests.master.effects import DeleteCheckpoint, KillContainers, StartContainers
 from tests.master.experiment import Experiment
 from tests.master.faults import Fault
 from tests.master.logs import LogLine
@@ -161,13 +162,14 @@ class StandIn:
             return [each["metrics"] for each in reports if each["group"] == group]
 
     def checkpoint_paths(self, trial_id: int) -> list[Path]:
-        """The folders of a trial's checkpoints, oldest first."""
+        """The folders of a trial's checkpoints, oldest first.
+
+        The end of an experiment deletes those that its `checkpoint_storage` does not keep: all but
+        the latest of a trial, and its best.
+        """
         with self._master.changed:
-            trial = self.cluster.trial(trial_id)
-            uuids = [each["uuid"] for each in self.cluster.checkpoints_of(trial)]
-            storage = self.cluster.experiments[trial.experiment_id].config["checkpoint_storage"]
-        root = Path(storage.get("host_path") or storage["container_path"])
-        return [root / storage.get("storage_path", "") / uuid for uuid in uuids]
+            checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
+            return [self.cluster.checkpoint_path(each) for each in checkpoints]
 
     def context_files(self, experiment_id: int) -> list[str]:
         """The paths that were uploaded."""
@@ -202,9 +204,13 @@ class StandIn:
     def wait_ended(self, experiment_id: int, timeout_s: float = 60.0) -> str:
         """The terminal state of an experiment."""
         experiment = self.experiment(experiment_id)
-        self.wait_until(
-            lambda: experiment.state.is_terminal, f"the end of {experiment_id}", timeout_s
-        )
+
+        def ended() -> bool:
+            # With the lock: what its end brings about has happened, too.
+            with self._master.changed:
+                return experiment.state.is_terminal
+
+        self.wait_until(ended, f"the end of experiment {experiment_id}", timeout_s)
         return str(experiment.state)
 
     # What tests do to it.
@@ -262,6 +268,8 @@ class StandIn:
                 self._processes.start(effect.allocation, self._launch(effect.allocation))
             elif isinstance(effect, KillContainers):
                 self._processes.kill(effect.allocation)
+            elif isinstance(effect, DeleteCheckpoint):
+                shutil.rmtree(effect.folder, ignore_errors=True)
             else:
                 timer = threading.Timer(effect.delay_s, self._call, (effect.call,))
                 timer.daemon = True
