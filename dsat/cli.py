@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from dsat import folders, messages, settings
+from dsat import cluster, folders, messages, settings
 from dsat.engines import remembered
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        where = cluster.where(chosen)
+        if where.master is not None:
+            return cluster.tune(chosen, where)
         runs = prepare(chosen, words)
         status = max(_tune(ready) for ready in runs)
         if len(runs) > 1 and not chosen.dry_run:

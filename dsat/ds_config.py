@@ -15,6 +15,7 @@ from dsat.trial import BatchTriple
 CONFIG_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 DSAT_MODE_KEY = "_use_dsat_mode"
+DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: what the trial is to measure
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"

@@ -13,6 +13,7 @@ import yaml
 from dsat import choices, ds_config
 from dsat.ds_config import CONFIG_KEY, OVERWRITE_KEY
 from dsat.errors import UserInputError
+from dsat.trial import BatchTriple
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,15 @@ def trial_hparams(experiment: Experiment, overrides: Mapping[str, Any]) -> dict[
         **experiment.hparams,
         OVERWRITE_KEY: ds_config.merge(experiment.overrides, overrides),
     }
+
+
+def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
+    """A searcher operation long enough for so many optimizer steps, in the script's unit."""
+    searcher = config.get("searcher")
+    length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
+    if isinstance(length, Mapping) and "records" in length:
+        return steps * batch.train_batch_size
+    return steps * batch.gas
 
 
 def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import runpy
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from dsat.errors import InvalidTrial
 from dsat.trial import OutcomeKind
@@ -29,7 +33,8 @@ _OUT_OF_MEMORY = (
 def classify(error: BaseException) -> OutcomeKind:
     """OOM, HOST_OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
     chain = list(_chain(error))
-    if any(isinstance(link, InvalidTrial) for link in chain):
+    # determined.InvalidHP by name: a script's own refusal.
+    if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
         return OutcomeKind.INVALID
     if any(_is_out_of_memory(link) for link in chain):
         return OutcomeKind.OOM
@@ -49,6 +54,28 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {int(size[1]) / 2**20:,.1f} MiB"
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+
+
+def of_text(text: str) -> OutcomeKind:
+    """The same of what a process left in its log, for want of the exception: OOM or ERROR."""
+    marks = ("OutOfMemoryError", *_OUT_OF_MEMORY)
+    return OutcomeKind.OOM if any(mark in text for mark in marks) else OutcomeKind.ERROR
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback as if the user's program had been started directly."""
+    ours = f"{Path(__file__).resolve().parent}{os.sep}"
+    skipped = (ours, "<frozen runpy>", runpy.__file__)
+    kept: list[str] = []
+    skipping = False
+    for line in "".join(traceback.format_exception(error)).splitlines(keepends=True):
+        if line.startswith('  File "'):
+            skipping = any(f'"{path}' in line for path in skipped)
+        elif not line.startswith("    "):
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "".join(kept)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

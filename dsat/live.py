@@ -12,9 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dsat import ladder, memory
 from dsat.report import format as fmt
-from dsat.report import summary
+from dsat.report import narration, summary
 from dsat.run import Run
 from dsat.trial import Outcome, Trial, TrialKind
 
@@ -58,24 +57,15 @@ class LiveView:
 
     def started(self, run: Run, trial: Trial) -> None:
         if self._live is None and trial.kind is TrialKind.PROFILE:
-            self.say(f"trial {trial.name}: counting parameters, FLOPs and activations")
+            self.say(narration.of_start(trial))
         self.waited(run)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        assert run.plan is not None
-        for warning in outcome.warnings:
-            if warning not in self._warned:
-                self.say(f"warning: {trial.name}: {warning}")
-        self._warned.update(outcome.warnings)
+        self.say(*narration.warnings(trial, outcome, self._warned))
         if trial.kind is TrialKind.PROFILE and run.profile is not None:
-            strategies = ladder.searched_after(run.plan, trial.strategy)
-            self.say(*memory.describe(run.profile, strategies, run.plan.slots_per_trial))
+            self.say(*narration.of_profile(run, trial))
         elif self._live is None:
-            best = f"; best {run.best.name}" if run.best is not None else ""
-            count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
-            line = fmt.outcome(outcome, run.plan.metric)
-            took = fmt.duration(outcome.duration_s)
-            self.say(f"{count} {trial.name}: {line}, took {took}{best}")
+            self.say(narration.of_trial(run, trial, outcome))
         self.waited(run)
 
     def waited(self, run: Run) -> None:

@@ -19,7 +19,7 @@ from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
 from dsat.gauges import Clock, MemoryWatch, clock_for
 from dsat.profiler import ModelProfiler
-from dsat.trial import MemoryUse, Metrics, ModelProfile
+from dsat.trial import MemoryUse, Metrics, ModelProfile, Trial, TrialKind
 
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02
@@ -66,6 +66,39 @@ class MeterSpec:
     profile: bool = False
     flops_per_sample: float | None = None
     slot_memory_bytes: int | None = None
+
+    @classmethod
+    def of_trial(
+        cls,
+        trial: Trial,
+        *,
+        start_step: int,
+        end_step: int,
+        max_steps: int,
+        slots: int,
+        own_micro_batch: int | None = None,
+        host_slots: int = 1,
+        slot_memory_bytes: int | None = None,
+    ) -> MeterSpec:
+        """What to measure in a trial."""
+        profile = trial.kind is TrialKind.PROFILE
+        if profile:
+            # It is not compared with anything: one step after the first is enough.
+            start_step, end_step, max_steps = 2, 2, 1
+        return cls(
+            start_step=start_step,
+            end_step=end_step,
+            max_steps=max_steps,
+            micro_batch=trial.batch.micro_batch,
+            gas=trial.batch.gas,
+            stage=trial.stage,
+            slots=slots,
+            own_micro_batch=own_micro_batch,
+            host_slots=host_slots,
+            profile=profile,
+            flops_per_sample=trial.flops_per_sample,
+            slot_memory_bytes=slot_memory_bytes,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -163,6 +196,16 @@ class Meter:
         """Adds what a person should know although the trial runs."""
         if text not in self._warnings:
             self._warnings.append(text)
+
+    @property
+    def shortfall(self) -> str:
+        """Why nothing was measured, if the script came to its own end."""
+        if not self.watches:
+            return "the script ended without calling deepspeed.initialize with an optimizer"
+        return (
+            f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
+            f"{self.spec.end_step} are measured: give it more data or lower --end-profile-step"
+        )
 
     def watch(self, engine: Any) -> None:
         """Starts measuring an engine at its first training step, if it is the first to make one.

@@ -369,7 +369,8 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         "--engine",
         choices=("auto", "local", "determined"),
         default="auto",
-        help="where trials run: on this machine, or on a Determined cluster",
+        help="where trials run: on this machine, or on a Determined cluster (auto: there if "
+        "DET_MASTER is set or `det user login` was used)",
     )
     add(
         "--run-dir",
@@ -396,6 +397,11 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         default=5,
         metavar="N",
         help="restarts of the search runner",
+    )
+    cluster.add_argument(
+        "--detach",
+        action="store_true",
+        help="return as soon as the search is submitted",
     )
     return parser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,12 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
         UserInputError: something of it is wrong.
         EngineError: the machine's accelerators cannot be found.
     """
-    if chosen.engine == "determined":
-        raise UserInputError(
-            "this version tunes on the local machine only",
-            where="--engine determined",
-            hint="Use --engine local.",
-        )
     if chosen.search_runner_config is not None:
-        experiment.read_mapping(chosen.search_runner_config)
+        raise UserInputError(
+            "is for a Determined cluster, and trials run on this machine",
+            where=f"--search-runner-config {chosen.search_runner_config}",
+            hint="Leave it out, or use --engine determined.",
+        )
     if chosen.method in (TUNE, RUN):
         return _native(chosen, words)
     if chosen.command:
@@ -81,11 +79,11 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
         assert chosen.config is not None and chosen.model_dir is not None
         user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
         program = entrypoints.parse(user.entrypoint, user.model_dir)
-        _check_config_path(user, program)
+        check_config_path(user, program)
         if chosen.run_full_experiment and program.trial_class:
             _check_full_length(user)
         slots = chosen.slots or user.slots_per_trial
-        _check_ranks(program, slots)
+        check_ranks(program, slots)
         machine = find_machine()
     mappings = arguments.checked(chosen.arg_mappings, program.args, where="--arg-mapping")
     user = replace(user, arg_mappings=mappings)
@@ -114,7 +112,7 @@ def _of_command(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine, int]
     user = experiment.of_command(chosen.command, _name(program), folder, config)
     machine = find_machine()
     slots = _slots_of_command(chosen.slots, program, machine)
-    _check_ranks(program, slots)
+    check_ranks(program, slots)
     _check_slots(chosen, machine, slots)
     if config is None and not program.trial_class:
         captured = _capture(chosen, user, program, machine, slots)
@@ -239,8 +237,37 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
 def _plan(
     chosen: Settings, user: Experiment, program: Entrypoint, machine: Machine, slots: int
 ) -> Plan:
+    return plan_of(
+        chosen,
+        user,
+        slots,
+        args=program.args,
+        switches=_switches(program, user.arg_mappings),
+        offload_helps=not machine.is_cpu,
+    )
+
+
+def plan_of(
+    chosen: Settings,
+    user: Experiment,
+    slots: int,
+    *,
+    args: Sequence[str],
+    switches: Mapping[str, bool],
+    offload_helps: bool,
+) -> Plan:
+    """What to tune, as the user has it.
+
+    Args:
+        slots: of a trial.
+        args: of the script, which may hold batch sizes.
+        switches, offload_helps: see `Plan`.
+
+    Raises:
+        UserInputError: nothing is left to tune.
+    """
     base = user.base_config
-    sizes = arguments.batch_from_args(base, program.args, user.arg_mappings)
+    sizes = arguments.batch_from_args(base, args, user.arg_mappings)
     own_batch = ds_config.resolve_batch(sizes, slots, where=user.ds_config_name)
     listed = dict(user.choices)
     stages = listed.pop("stage", DEFAULT_STAGES)
@@ -267,8 +294,8 @@ def _plan(
         tune=chosen.tune,
         fix=chosen.fix,
         choices=listed,
-        switches=_switches(program, user.arg_mappings),
-        offload_helps=not machine.is_cpu,
+        switches=switches,
+        offload_helps=offload_helps,
         nvme_path=chosen.nvme_path or _nvme_path(base),
         measured={
             # A digest, because an entrypoint or a hyperparameter may be a credential.
@@ -337,7 +364,7 @@ def _slots_of_command(given: int | None, program: Entrypoint, machine: Machine) 
     return given or program.slots or (machine.num_slots if program.takes_all_slots else 1)
 
 
-def _check_ranks(program: Entrypoint, slots: int) -> None:
+def check_ranks(program: Entrypoint, slots: int) -> None:
     if program.slots not in (None, slots):
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {slots} slots",
@@ -346,7 +373,7 @@ def _check_ranks(program: Entrypoint, slots: int) -> None:
         )
 
 
-def _check_config_path(user: Experiment, program: Entrypoint) -> None:
+def check_config_path(user: Experiment, program: Entrypoint) -> None:
     given, known = program.config_path, user.hparams[ds_config.CONFIG_KEY]
     if given is None or not isinstance(known, str):
         return
@@ -359,6 +386,14 @@ def _check_config_path(user: Experiment, program: Entrypoint) -> None:
         )
 
 
+def check_max_slots(chosen: Settings, slots: int) -> None:
+    """Raise UserInputError if a trial needs more slots than may be used at once."""
+    if chosen.max_slots is not None and chosen.max_slots < slots:
+        raise UserInputError(
+            f"{chosen.max_slots} is less than the {slots} slots of one trial", where="--max-slots"
+        )
+
+
 def _check_slots(chosen: Settings, machine: Machine, slots: int) -> None:
     if slots > machine.num_slots:
         raise UserInputError(
@@ -366,10 +401,7 @@ def _check_slots(chosen: Settings, machine: Machine, slots: int) -> None:
             where="--slots" if chosen.command else "resources.slots_per_trial",
             hint=f"Use --slots {machine.num_slots} or another machine.",
         )
-    if chosen.max_slots is not None and chosen.max_slots < slots:
-        raise UserInputError(
-            f"{chosen.max_slots} is less than the {slots} slots of one trial", where="--max-slots"
-        )
+    check_max_slots(chosen, slots)
     if chosen.slot_memory_bytes is not None and not machine.is_cpu:
         if chosen.slot_memory_bytes > machine.memory_bytes:
             raise UserInputError(

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsat import arguments, ds_config
-from dsat.ds_config import CONFIG_KEY, OVERWRITE_KEY
+from dsat.ds_config import CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
 from dsat.errors import UserInputError
 from dsat.journal import write_atomically
+
+if TYPE_CHECKING:
+    from dsat.task import Task
 
 _HF_CONFIG_FLAG = "--deepspeed"
 _TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
@@ -42,6 +46,7 @@ def get_ds_config_from_hparams(
             where="get_ds_config_from_hparams",
             hint="Add it to `hyperparameters` in the experiment configuration.",
         )
+    _attach(hparams)
     base = hparams[CONFIG_KEY]
     if not isinstance(base, Mapping):
         base = _read_config(Path(base_dir) / base)
@@ -64,6 +69,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     Raises:
         UserInputError: the arguments name no DeepSpeed configuration, or it cannot be read.
     """
+    _attach(hparams)
     overrides = hparams.get(OVERWRITE_KEY)
     if not overrides:
         return list(args)
@@ -100,17 +106,50 @@ def dsat_reporting_context(
     """
     from dsat.meter import TrialComplete
 
+    task = _attach(_hparams_of_this_task())
+    steps = op.length if steps_completed is None else steps_completed
+    if task is not None:
+        task.follow(core_context, op, steps)
     try:
         yield
     except TrialComplete as complete:
-        if core_context.distributed.rank == 0:
+        if task is not None:
+            task.report(core_context, op, task.ended(), steps)
+            if core_context.distributed.rank == 0:
+                # Else the master takes the exit for that of a script which lost its way.
+                core_context.searcher.acknowledge_out_of_ops()
+        elif core_context.distributed.rank == 0:
             metrics = complete.measurement.metrics.to_json()
-            core_context.train.report_validation_metrics(
-                steps_completed=op.length if steps_completed is None else steps_completed,
-                metrics=metrics,
-            )
+            core_context.train.report_validation_metrics(steps_completed=steps, metrics=metrics)
             op.report_completed(metrics)
         raise
+    except BaseException as error:
+        if task is not None:
+            task.report_failure(core_context, op, error, steps)
+        raise
+
+
+def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
+    """On a cluster, makes this process a rank of the trial that the hyperparameters name."""
+    if not hparams or DSAT_TRIAL_KEY not in hparams:
+        return None
+    from dsat import task
+
+    attached = task.attach(hparams)
+    # DeepSpeedTrial calls the one that it was born with, which knows less of outcomes.
+    ancestor: Any = sys.modules.get("determined.pytorch.dsat")
+    if attached is not None and ancestor is not None:
+        ancestor.dsat_reporting_context = dsat_reporting_context
+    return attached
+
+
+def _hparams_of_this_task() -> Mapping[str, Any] | None:
+    determined: Any = sys.modules.get("determined")
+    info = None if determined is None else determined.get_cluster_info()
+    if info is None or info.task_type != "TRIAL":
+        return None
+    hparams: Mapping[str, Any] = info.trial.hparams
+    return hparams
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Settings:
     random_seed: int
     search_runner_config: Path | None
     max_search_runner_restarts: int
+    detach: bool
     train_batch_size: int | None
     max_train_batch_size: int | None
     min_micro_batch: int

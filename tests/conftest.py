@@ -16,6 +16,14 @@ def _operators_compiled_once() -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A master that whoever runs the tests has configured is none of theirs."""
+    for variable in ("DET_MASTER", "DET_MASTER_ADDR", "DET_USER", "DET_PASS"):
+        os.environ.pop(variable, None)
+    os.environ["DET_DEBUG_CONFIG_PATH"] = str(tmp_path_factory.mktemp("determined"))
+
+
 @pytest.fixture(scope="session")
 def this_machine() -> Machine:
     return find_machine()

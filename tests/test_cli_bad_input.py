@@ -206,10 +206,9 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["asha", "deepspeed.yaml", ".", "--resume", "--run-dir", "empty"],
         ["empty", "no run"],
     ),
-    "the cluster": (["asha", "deepspeed.yaml", ".", "--engine", "determined"], ["--engine"]),
-    "runner config is missing": (
-        ["asha", "deepspeed.yaml", ".", "--search-runner-config", "no.yaml"],
-        ["no.yaml"],
+    "a runner's configuration on this machine": (
+        ["asha", "deepspeed.yaml", ".", "--search-runner-config", "r.yaml"],
+        ["--search-runner-config r.yaml", "Determined cluster"],
     ),
 }
 

@@ -46,6 +46,7 @@ CPU_ALLOCATOR = RuntimeError(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "HOST_OOM"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "HOST_OOM"),
         (InvalidTrial("no engine"), "INVALID"),
+        (type("InvalidHP", (Exception,), {})("not these"), "INVALID"),
         (raised(RuntimeError("wrapped"), InvalidTrial("no engine")), "INVALID"),
         # Words alone do not make it one.
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "ERROR"),

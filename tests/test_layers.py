@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "ds_config": "errors trial",
     "choices": "ds_config errors",
     "autotuning": "arguments choices ds_config errors",
-    "experiment": "choices ds_config errors",
+    "experiment": "choices ds_config errors trial",
     "strategy": "",
     "overrides": "arguments strategy trial",
     "space": "ds_config overrides strategy trial",
@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "checks": "errors",
     "meter": "checks errors gauges profiler trial",
     "hf": "",
-    "script_api": "arguments ds_config errors journal meter",
+    "task": "ds_config failures meter trial",
+    "script_api": "arguments ds_config errors journal meter task",
     "": "errors script_api",
     "engines": "errors trial",
     "engines.remembered": "ds_config engines plan run trial",
@@ -50,14 +51,32 @@ MAY_IMPORT = {
     "engines.local.*": (
         "arguments ds_config engines errors experiment failures hf injection journal meter trial"
     ),
+    "engines.determined": "",
+    "engines.determined.verdict": "failures task trial",
+    "engines.determined.engine": (
+        "ds_config engines.determined.verdict errors experiment meter task trial"
+    ),
+    "engines.determined.patience": "",
+    "engines.determined.where": "",
+    "engines.determined.master": "ds_config engines.determined.patience task",
+    "engines.determined.job": "ds_config engines.determined.engine experiment plan",
+    "engines.determined.context": "engines.determined.job errors",
+    "engines.determined.client": "engines.determined.job engines.determined.patience errors",
+    # What follows are programs of the cluster, with an engine and a tuner in them.
+    "engines.determined.search": "engines.determined.engine plan report.* run trial tuner",
+    "engines.determined.runner": (
+        "engines.determined.engine engines.determined.job engines.determined.master "
+        "engines.determined.patience engines.determined.search journal report.* run"
+    ),
     "loop": "engines errors run trial tuner",
-    "report.*": "ds_config errors journal memory plan run trial",
-    "live": "errors journal ladder memory plan report.* run trial",
+    "report.*": "ds_config errors journal ladder memory plan run trial",
+    "live": "report.* run trial",
     "options": "space trial",
     "settings": "options space",
     "prepare": EVERYTHING,
     "folders": "autotuning errors journal plan prepare report.* run settings",
     "messages": "ladder live prepare report.* run trial tuner",
+    "cluster": EVERYTHING,
     "cli": EVERYTHING,
     "__main__": "cli",
 }
@@ -147,6 +166,8 @@ def test_searches_and_engines_know_nothing_of_each_other() -> None:
 
     assert {"search", "space", "trial"} <= reachable("search")
     assert not {"engines", "loop", "cli"} & reachable("search")
+    for program in ("engines.determined.search", "engines.determined.runner"):
+        del graph[program]
     assert "trial" in reachable("engines")
     assert not {"search", "tuner", "cli"} & reachable("engines")
 

@@ -21,7 +21,7 @@ from dsat.engines.local.entrypoint import Entrypoint
 from dsat.engines.local.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, RankSpec
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError, ScriptFailed
-from dsat.experiment import Experiment, trial_hparams
+from dsat.experiment import Experiment, length_in_units, trial_hparams
 from dsat.journal import write_atomically
 from dsat.meter import MeterSpec
 from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
@@ -143,23 +143,16 @@ class LocalEngine:
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
-        spec = MeterSpec(
+        spec = MeterSpec.of_trial(
+            trial,
             start_step=self._options.start_step,
             end_step=self._options.end_step,
             max_steps=self._options.max_steps,
-            micro_batch=trial.batch.micro_batch,
-            gas=trial.batch.gas,
-            stage=trial.stage,
             slots=self._slots_per_trial,
             own_micro_batch=self._options.own_micro_batch,
             host_slots=self._machine.num_slots,
-            profile=trial.kind is TrialKind.PROFILE,
-            flops_per_sample=trial.flops_per_sample,
             slot_memory_bytes=self._options.slot_memory_bytes,
         )
-        if spec.profile:
-            # The profile is not compared with anything: one step after the first is enough.
-            spec = replace(spec, start_step=2, end_step=2, max_steps=1)
         self._start(trial, self._trials / trial.name, spec)
 
     def train(self, trial: Trial) -> Path:
@@ -310,7 +303,7 @@ class LocalEngine:
         length = _max_length(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
-            length = _length_in_units(meter.longest, config, trial)
+            length = length_in_units(meter.longest, config, trial.batch)
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
         is_cpu = self._machine.is_cpu
         return RankSpec(
@@ -504,12 +497,3 @@ def _max_length(config: Mapping[str, Any]) -> int:
     if isinstance(length, Mapping):
         length = next(iter(length.values()), 1)
     return int(length)
-
-
-def _length_in_units(steps: int, config: Mapping[str, Any], trial: Trial) -> int:
-    """A searcher operation long enough for so many optimizer steps, in the script's unit."""
-    searcher = config.get("searcher")
-    length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
-    if isinstance(length, Mapping) and "records" in length:
-        return steps * trial.batch.train_batch_size
-    return steps * trial.batch.gas

@@ -16,7 +16,6 @@ import runpy
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -201,13 +200,7 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
             text = json.dumps(meter.partial.to_json(), indent=1)
             write_atomically(folder / METRICS_FILE, text)
         _leave(0)
-    if not meter.watches:
-        problem = "the script ended without calling deepspeed.initialize with an optimizer"
-    else:
-        problem = (
-            f"the script ended after {meter.steps_seen} optimizer steps, but steps up to "
-            f"{meter.spec.end_step} are measured: give it more data or lower --end-profile-step"
-        )
+    problem = meter.shortfall
     too_short = meter.watches
     _write_failure(folder, rank, InvalidTrial(problem), problem, smaller_may_run=too_short)
     _leave(FAILED)
@@ -266,8 +259,7 @@ def _write_failure(
     smaller_may_run: bool = False,
 ) -> None:
     kind = failures.classify(error)
-    detail = "".join(traceback.format_exception(error)) if kind is not OutcomeKind.INVALID else ""
-    detail = _without_our_frames(detail)
+    detail = failures.user_traceback(error) if kind is not OutcomeKind.INVALID else ""
     sys.stderr.write(detail or message + "\n")
     result = {
         "kind": kind.value,
@@ -277,22 +269,6 @@ def _write_failure(
         "time": time.time(),
     }
     write_atomically(folder / result_file(rank), json.dumps(result))
-
-
-def _without_our_frames(detail: str) -> str:
-    """The traceback as if the user's program had been started directly."""
-    ours = str(Path(__file__).resolve().parents[2]) + os.sep
-    skipped = (ours, "<frozen runpy>", runpy.__file__)
-    kept: list[str] = []
-    skipping = False
-    for line in detail.splitlines(keepends=True):
-        if line.startswith('  File "'):
-            skipping = any(f'"{path}' in line for path in skipped)
-        elif not line.startswith("    "):
-            skipping = False
-        if not skipping:
-            kept.append(line)
-    return "".join(kept)
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,0 +1,54 @@
+"""Requests to a master that may be away for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT_S = 1800.0
+_LONGEST_PAUSE_S = 30.0
+_AWAY = (502, 503, 504)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the master, or the way to it, is gone rather than of another opinion."""
+    from determined.common.api import errors
+
+    if isinstance(error, errors.APIException):
+        return error.status_code in _AWAY
+    refused = (errors.ForbiddenException, errors.UnauthenticatedException)
+    if isinstance(error, errors.BadRequestException):
+        return not isinstance(error, refused)
+    return isinstance(error, OSError)  # requests' own exceptions are such
+
+
+def patiently(
+    call: Callable[[], T],
+    say: Callable[[str], None],
+    *,
+    limit_s: float = LIMIT_S,
+    sleep: Callable[[float], None] = time.sleep,
+    away: Callable[[BaseException], bool] = is_away,
+) -> T:
+    """What a request answers, after waiting for a master that is away.
+
+    Args:
+        call: makes the request; must do no harm if it is made twice.
+        say: prints a line, the first time that the master is away.
+        limit_s: how long to wait; then the last error is raised.
+    """
+    waited_s, pause_s = 0.0, 1.0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not away(error) or waited_s >= limit_s:
+                raise
+            if waited_s == 0:
+                say(f"the master does not answer ({error}); trying again")
+        sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,82 @@
+"""Whether to tune on a cluster or here, and on which cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_MASTER_VARIABLES = ("DET_MASTER", "DET_MASTER_ADDR")
+_DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where trials run.
+
+    Attributes:
+        master: its address; None for this machine.
+        reason: why, for people.
+    """
+
+    master: str | None
+    reason: str
+
+
+def choose(engine: str, env: Mapping[str, str], logins: Mapping[str, str], *, fits: bool) -> Choice:
+    """Decides by the option, then by what is configured.
+
+    Args:
+        engine: `auto`, `local` or `determined`.
+        env: environment variables.
+        logins: users by the master that they are logged in to (`logins_of`).
+        fits: whether the command can be one for a cluster.
+    """
+    if engine == "local":
+        return Choice(None, "--engine local")
+    configured = _configured(env, logins)
+    if engine == "determined":
+        master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
+        return Choice(master, "--engine determined")
+    if configured is None or not fits:
+        return Choice(None, "no Determined master is configured")
+    return configured
+
+
+def _configured(env: Mapping[str, str], logins: Mapping[str, str]) -> Choice | None:
+    for variable in _MASTER_VARIABLES:
+        if env.get(variable):
+            return Choice(env[variable], f"{variable} is set")
+    elsewhere = {
+        master: user
+        for master, user in logins.items()
+        if not any(master.endswith(f"//{host}") for host in _DEFAULT_HOSTS)
+    }
+    if len(elsewhere) != 1:  # with several nobody knows which is meant
+        return None
+    [(master, user)] = elsewhere.items()
+    return Choice(master, f"`det user login` of {user}")
+
+
+def logins_of(path: Path) -> dict[str, str]:
+    """Who is logged in where, by determined's own file; nobody if it cannot be read."""
+    try:
+        masters = json.loads(path.read_text(encoding="utf-8")).get("masters", {})
+        return {
+            str(master): str(entry["active_user"])
+            for master, entry in masters.items()
+            if entry.get("active_user") in entry.get("tokens", {})
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def auth_file(env: Mapping[str, str] | None = None) -> Path:
+    """Where determined keeps logins (`determined.common.util.get_config_path`, on Linux)."""
+    env = os.environ if env is None else env
+    if env.get("DET_DEBUG_CONFIG_PATH"):
+        return Path(env["DET_DEBUG_CONFIG_PATH"]) / "auth.json"
+    config = env.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "determined" / "auth.json"

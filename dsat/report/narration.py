@@ -1,0 +1,37 @@
+"""What is said of a run while it goes on, line by line."""
+
+from __future__ import annotations
+
+from dsat import ladder, memory
+from dsat.report import format as fmt
+from dsat.run import Run
+from dsat.trial import Outcome, Trial
+
+
+def of_start(trial: Trial) -> str:
+    """At the beginning of the profile trial."""
+    return f"trial {trial.name}: counting parameters, FLOPs and activations"
+
+
+def warnings(trial: Trial, outcome: Outcome, said: set[str]) -> list[str]:
+    """The outcome's warnings that are not among those `said` already, and now are."""
+    new = [text for text in outcome.warnings if text not in said]
+    said.update(new)
+    return [f"warning: {trial.name}: {text}" for text in new]
+
+
+def of_profile(run: Run, trial: Trial) -> list[str]:
+    """What the profile trial found."""
+    assert run.plan is not None and run.profile is not None
+    strategies = ladder.searched_after(run.plan, trial.strategy)
+    return memory.describe(run.profile, strategies, run.plan.slots_per_trial)
+
+
+def of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
+    """What came of a trial, and which is the best so far."""
+    assert run.plan is not None
+    count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
+    line = fmt.outcome(outcome, run.plan.metric)
+    took = fmt.duration(outcome.duration_s)
+    best = "" if run.best is None else f"; best {run.best.name}"
+    return f"{count} {trial.name}: {line}, took {took}{best}"

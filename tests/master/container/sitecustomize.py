@@ -1,0 +1,108 @@
+"""Makes a container's folder what `/run/determined` and others are in a real container.
+
+Python imports this at its start, as the folder of this file is first on the path of a container.
+Only paths, ports and waits of the packages are changed, none of what they do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from wrapt import register_post_import_hook, wrap_function_wrapper
+
+FOLDER = os.environ.get("HOSTNAME_CONTAINER_FOLDER", "")
+TMP = os.environ.get("HOSTNAME_CONTAINER_TMP", "")
+SHARED = os.environ.get("HOSTNAME_CONTAINER_SHARED_FS", "")
+MASTER_PORT = os.environ.get("HOSTNAME_CONTAINER_MASTER_PORT", "")
+GRACE_S = os.environ.get("HOSTNAME_CONTAINER_GRACE_S", "")
+
+
+def inside(path: str) -> str:
+    """Where a path of the container is on this machine."""
+    for root, folder in (("/run/determined/workdir", "workdir"), ("/run/determined", "run")):
+        if path.startswith(root):
+            return f"{FOLDER}/{folder}{path[len(root) :]}"
+    if path.startswith("/tmp/"):
+        return f"{TMP}{path[len('/tmp') :]}"
+    return path
+
+
+def redirect_info(module: ModuleType) -> None:
+    """The info files, whose paths are defaults of arguments."""
+    for name in ("RendezvousInfo", "TrialInfo", "ResourcesInfo", "ClusterInfo"):
+        owner = getattr(module, name)
+        for function in (owner._to_file, owner._from_file.__func__):
+            function.__defaults__ = tuple(map(inside, function.__defaults__))
+
+
+def redirect_constants(module: ModuleType) -> None:
+    for name in ("CONTAINER_STDOUT", "CONTAINER_STDERR", "MANAGED_TRAINING_MODEL_COPY"):
+        setattr(module, name, inside(getattr(module, name)))
+
+
+def redirect_shared_fs(module: ModuleType) -> None:
+    """The mount point of the cluster's file system."""
+    if SHARED:
+        module.SHARED_FS_CONTAINER_PATH = SHARED  # type: ignore[attr-defined]
+
+
+def redirect_links(module: ModuleType) -> None:
+    """`/tmp/tensorboard`, a link that every container makes."""
+    force = module.force_create_symlink
+    module.force_create_symlink = lambda src, dst: force(  # type: ignore[attr-defined]
+        inside(src), inside(dst)
+    )
+
+
+def redirect_pid_server(module: ModuleType) -> None:
+    """The sockets of launchers, named after the allocation, and their wait before the end."""
+    read = module.read_pid_server_addr
+    module.read_pid_server_addr = lambda addr: read(inside(addr))  # type: ignore[attr-defined]
+
+    def with_grace(wrapped: Any, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **{**kwargs, "grace_period": float(GRACE_S)})
+
+    wrap_function_wrapper(module, "PIDServer.run_subprocess", with_grace)
+
+
+def redirect_port(module: ModuleType) -> None:
+    """The rendezvous of DeepSpeed's launcher, which containers of one machine must not share."""
+    module.TORCH_DISTRIBUTED_DEFAULT_PORT = int(MASTER_PORT)  # type: ignore[attr-defined]
+
+
+def redirect_sshd(module: ModuleType) -> None:
+    """`/usr/sbin/sshd`, which launchers name by its path."""
+
+    def with_path(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        command, *rest = args
+        if isinstance(command, list) and command[0] == "/usr/sbin/sshd":
+            command = ["sshd", *command[1:]]
+        return wrapped(command, *rest, **kwargs)
+
+    wrap_function_wrapper(module, "Popen.__init__", with_path)
+
+
+def hide_dsat() -> None:
+    """The image has no dsat: it comes with the experiment, or not at all."""
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if not getattr(finder, "__module__", "").startswith("__editable___dsat")
+    ]
+
+
+if FOLDER:
+    hide_dsat()
+    for target, redirect in (
+        ("determined._info", redirect_info),
+        ("determined.constants", redirect_constants),
+        ("determined.common.constants", redirect_shared_fs),
+        ("determined.util", redirect_links),
+        ("determined.ipc", redirect_pid_server),
+        ("deepspeed.constants", redirect_port),
+        ("subprocess", redirect_sshd),
+    ):
+        register_post_import_hook(redirect, target)
