@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.local import PROGRAMS, is_alive
+from tests.local import PROGRAMS, is_alive, wait_until
 from tests.master import StandIn
 
 with warnings.catch_warnings():
@@ -410,3 +412,31 @@ def test_nothing_is_left_when_the_master_goes(tmp_path: Path) -> None:
     assert not [process for process in processes if is_alive(process.pid)]
     with pytest.raises(errors.MasterNotFoundException):
         Determined(url, "nobody", "x")
+
+
+def test_nothing_is_left_when_a_test_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.master import StandIn\n"
+        "import yaml\n"
+        "master = StandIn(Path(sys.argv[1]))\n"
+        "config = {'entrypoint': 'setsid sleep 600 & sleep 600; true', 'searcher':"
+        " {'name': 'single', 'metric': 'x', 'max_length': 1}}\n"
+        "master.cluster.create_experiment(yaml.safe_dump(config), b'', 'tester')\n"
+        "master._drive()\n"
+        "master.wait_until(lambda: len(master.processes(1)) >= 4)\n"
+        "print(*(each.pid for each in master.processes(1)), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(pids) >= 4, "the entrypoint, a shell and two that sleep"
+    wait_until(lambda: not any(map(is_alive, pids)), "the end of the container", 20)

@@ -26,11 +26,14 @@ DET_USER, DET_PASS and a folder for the token cache.
   (nothing done), `drop_answer` (done, then dropped), `delay`; `signal(trial_id)` (SIGKILL to all
   processes of a container), `freeze`/`thaw`, `redeliver(id, event)`, `restart(down_s)`,
   `expire_tokens()`.
-- *Time:* a long poll lasts `poll_s` (2 s) where the real one lasts 60.
+- *Time:* a long poll lasts `poll_s` (2 s) where the real one lasts 60; launchers wait `grace_s`
+  (0.2 s) after their workers' end, in reality 5.
 
 A container is a folder under `<folder>/containers/<allocation id>-<rank>`: `workdir`, `home`,
 and `run` for `/run/determined`. It has the interpreter of the tests with their packages, but
-no dsat: what a trial imports of it must be in the experiment's context. Slots are CPUs.
+no dsat: what a trial imports of it must be in the experiment's context. Slots are CPUs; `nodes`
+are their numbers on each agent, all of them on this machine (pdsh, sshd and pkill of a container
+are in `container/`). Containers end with the process that holds the stand-in.
 
 From the inside out: `states`, `allocation`, `trial`, `experiment`, `scheduler`, `cluster` are a
 pure state machine (after the master's Go sources, named in each); `requests`, `client_api`,

@@ -137,6 +137,8 @@ class Processes:
                 process.kill()
         for reader in readers:
             reader.join(timeout=10)
+        assert running.process.stdin is not None
+        running.process.stdin.close()
         _clean_up(running.allocation.id)
         with self._lock:
             del self._running[running.container.resources_id]
@@ -230,7 +232,7 @@ def _start(
         [sys.executable, str(IMAGE / "entrypoint.py")],
         cwd=folder / "workdir",
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,

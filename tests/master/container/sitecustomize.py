@@ -1,7 +1,7 @@
 """Makes a container's folder what `/run/determined` and others are in a real container.
 
 Python imports this at its start, as the folder of this file is first on the path of a container.
-Only paths, ports and waits of the packages are changed, none of what they do.
+Only paths, ports, waits and the device of the packages are changed, none of what they do.
 """
 
 from __future__ import annotations
@@ -85,6 +85,18 @@ def redirect_sshd(module: ModuleType) -> None:
     wrap_function_wrapper(module, "Popen.__init__", with_path)
 
 
+def put_on_cpu(module: ModuleType) -> None:
+    """The device of a DeepSpeedTrial, which refuses a node without GPUs."""
+
+    def _init_device(context: Any) -> None:
+        import torch
+
+        context.n_gpus = len(context.env.slot_ids)
+        context.device = torch.device("cpu")
+
+    module.DeepSpeedTrialContext._init_device = _init_device
+
+
 def hide_dsat() -> None:
     """The image has no dsat: it comes with the experiment, or not at all."""
     sys.meta_path[:] = [
@@ -102,6 +114,7 @@ if FOLDER:
         ("determined.common.constants", redirect_shared_fs),
         ("determined.util", redirect_links),
         ("determined.ipc", redirect_pid_server),
+        ("determined.pytorch.deepspeed._deepspeed_context", put_on_cpu),
         ("deepspeed.constants", redirect_port),
         ("subprocess", redirect_sshd),
     ):
