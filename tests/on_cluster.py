@@ -98,6 +98,11 @@ class OnCluster:
 
         self.master.wait_until(enough, f"{count} reports")
 
+    def until_said(self, text: str) -> None:
+        """Waits until the runner's log has a text."""
+        self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
+        self.master.wait_until(lambda: text in self.master.log(self.runner), text)
+
     def kill_runner(self) -> None:
         """Kills the runner with SIGKILL, as soon as it works on the search."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
@@ -146,11 +151,11 @@ def words_of(program: str | Path, method: str) -> list[object]:
     return [method, folder / "deepspeed.yaml", folder, "--metric", "throughput"]
 
 
-def changed(program: str, folder: Path, **changes: Any) -> Path:
+def changed(program: str | Path, folder: Path, **changes: Any) -> Path:
     """A copy of a program with other values in its experiment configuration."""
-    target = folder / program
-    target.mkdir(parents=True)
-    for path in (PROGRAMS / program).iterdir():
+    source, target = PROGRAMS / program, folder / "changed"
+    target.mkdir()
+    for path in source.iterdir():
         if path.is_file():
             (target / path.name).write_text(path.read_text())
     data: Mapping[str, Any] = yaml.safe_load((target / "deepspeed.yaml").read_text())

@@ -16,7 +16,7 @@ from tests.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 pytestmark = pytest.mark.slow
 
 TRIALS = 6
-OPTIONS = ("--max-trials", TRIALS, "--max-concurrent-trials", 2, "--max-micro-batch", 32)
+OPTIONS = ("--max-trials", TRIALS, "--max-concurrent-trials", 2, "--max-micro-batch", 16)
 
 
 def is_whole(there: OnCluster) -> None:
@@ -95,9 +95,9 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
         )[0]
         user.get_trial(victim.id).kill()
         user.get_experiment(SEARCH).pause()
-        there.master.wait_until(lambda: "is paused; waiting" in there.master.log(there.runner))
+        there.until_said("is paused; waiting")
         user.get_experiment(SEARCH).activate()
-        there.master.wait_until(lambda: "goes on" in there.master.log(there.runner))
+        there.until_said("goes on")
         user.get_experiment(RUNNER).pause()
         runner = there.master.trials(RUNNER)[0]
         there.master.wait_until(lambda: runner.allocation is None, "the runner's leave")
@@ -112,7 +112,7 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
 def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         process = there.begin_search("pretend", *OPTIONS)
-        there.until_reported(3)
+        there.until_said("; best ")
         client_of(there).get_experiment(RUNNER).cancel()
         told = ended(process)
         assert told.status == 1, told
@@ -123,7 +123,7 @@ def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> N
 def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         process = there.begin_search("pretend", *OPTIONS)
-        there.until_reported(3)
+        there.until_said("; best ")
         client_of(there).get_experiment(SEARCH).kill()
         told = ended(process)
         assert told.status == 1, told
@@ -168,7 +168,7 @@ def test_how_trials_end(tmp_path: Path) -> None:
         for behaviour, outcome in zip(behaviours, found, strict=True):
             kind, message = expected[behaviour]
             assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour
-        assert all(trial.restarts == 0 for trial in there.master.trials(SEARCH))
+        assert there.master.experiment(SEARCH).config["max_restarts"] == 0
 
 
 def client_of(there: OnCluster) -> Any:

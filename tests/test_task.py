@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,7 @@ from dsat.errors import InvalidTrial
 from dsat.meter import Measurement, Meter, MeterSpec
 from dsat.task import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
 from dsat.trial import MemoryUse, Outcome, OutcomeKind
+from tests.conftest import ROOT
 from tests.helpers import ran, weightless
 
 SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
@@ -173,3 +176,40 @@ def _detached() -> Iterator[None]:
 )
 def test_other_trials_are_left_alone(hparams: Any) -> None:
     assert task.attach(hparams) is None
+
+
+SCRIPT = """
+import sys, time
+from dsat.meter import Meter, MeterSpec
+from dsat.task import Task
+
+spec = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
+meter = Meter(spec, print)
+Task(meter, {timeout_s}).watch()
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "ended"),
+    [
+        ("time.sleep(30)", 1, "TIMEOUT", False),
+        ("raise KeyError('x')", 1, "ERROR", False),
+        ("raise MemoryError", 1, "OOM", False),
+        ("meter.watches = True", 0, "INVALID", True),
+        ("sys.exit(3)", 3, "INVALID", True),
+    ],
+)
+def test_a_process_says_in_its_log_why_it_ends(
+    body: str, status: int, kind: str, ended: bool
+) -> None:
+    code = SCRIPT.format(timeout_s=0.3 if "sleep" in body else 60.0, body=body)
+    env = {**os.environ, "RANK": "1", "DET_ALLOCATION_ID": "7.a.0"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == status, process.stderr
+    [line] = [text for text in process.stderr.splitlines() if LOG_MARK in text]
+    data = json.loads(line.partition(LOG_MARK)[2])
+    assert (data["kind"], data["ended"], data["run"]) == (kind, ended, "7.a.0")
+    assert Outcome.from_json(data).smaller_may_run == (body == "meter.watches = True")
