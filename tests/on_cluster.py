@@ -19,7 +19,7 @@ from dsat.journal import FILE_NAME, read_events
 from dsat.run import Run
 from dsat.trial import Outcome, OutcomeKind
 from tests.command import Told
-from tests.local import PROGRAMS
+from tests.local import PATIENCE_S, PROGRAMS
 from tests.master import StandIn
 
 RUNNER, SEARCH = 1, 2  # the experiments of the first search on a fresh master
@@ -96,12 +96,12 @@ class OnCluster:
                 return False
             return sum(bool(self.master.metrics(t.id)) for t in self.master.trials(SEARCH)) >= count
 
-        self.master.wait_until(enough, f"{count} reports")
+        self.master.wait_until(enough, f"{count} reports", PATIENCE_S)
 
     def until_said(self, text: str) -> None:
         """Waits until the runner's log has a text."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
-        self.master.wait_until(lambda: text in self.master.log(self.runner), text)
+        self.master.wait_until(lambda: text in self.master.log(self.runner), text, PATIENCE_S)
 
     def kill_runner(self) -> None:
         """Kills the runner with SIGKILL, as soon as it works on the search."""
