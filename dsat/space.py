@@ -311,6 +311,8 @@ class Space:
         freedom: what of the settings may be chosen.
         config: the user's DeepSpeed configuration.
         num_params: sizes that the model could never fill are left out.
+        roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
+            of a branch have no larger one, whatever DeepSpeed's default.
     """
 
     def __init__(
@@ -325,6 +327,7 @@ class Space:
         freedom: Freedom = Freedom(),
         config: Mapping[str, Any] | None = None,
         num_params: int | None = None,
+        roomy_bucket: int | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self.slots = slots
@@ -332,7 +335,8 @@ class Space:
         self._train_batch_size = train_batch_size
         self._max_train_batch_size = max_train_batch_size
         self.branches = tuple(
-            _branch(strategy, slots, freedom, config or {}, num_params) for strategy in strategies
+            _branch(strategy, slots, freedom, config or {}, num_params, roomy_bucket)
+            for strategy in strategies
         )
 
     @property
@@ -379,6 +383,7 @@ def _branch(
     freedom: Freedom,
     config: Mapping[str, Any],
     num_params: int | None,
+    roomy_bucket: int | None,
 ) -> Branch:
     zero = config.get("zero_optimization") or {}
     situation = Situation(strategy, slots, _makes_cpu_adam(config))
@@ -392,7 +397,7 @@ def _branch(
         if not (asked_for or knob.condition.holds(situation)):
             continue
         listed = freedom.choices.get(knob.key)
-        values = tuple(listed) if listed else _useful_values(knob, num_params)
+        values = tuple(listed) if listed else _useful_values(knob, num_params, roomy_bucket)
         own = zero.get(knob.key)
         if not listed and own is not None and own != ds_config.AUTO:
             values = (own, *(value for value in values if value != own))
@@ -427,9 +432,18 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
     return kind in ("adam", "adamw") and not parameters.get("torch_adam", False)
 
 
-def _useful_values(knob: Knob, num_params: int | None) -> tuple[Any, ...]:
+def _useful_values(knob: Knob, num_params: int | None, roomy_bucket: int | None) -> tuple[Any, ...]:
     """A size beyond the model is like any other beyond it: the smallest of them is enough."""
-    if not knob.elements or num_params is None:
+    values = knob.values if num_params is None else _within_model(knob, num_params)
+    if knob.values is _BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
+        roomy = [value for value in values if value <= roomy_bucket]
+        first = max(roomy) if roomy else min(values)
+        values = (first, *(value for value in values if value != first))
+    return values
+
+
+def _within_model(knob: Knob, num_params: int) -> tuple[Any, ...]:
+    if not knob.elements:
         return knob.values
     enough = min((value for value in knob.values if value >= num_params), default=None)
     kept = [value for value in knob.values if value < num_params or value == enough]

@@ -30,6 +30,7 @@ from dsat.space import Freedom, Space, defaults, smallest_buckets
 from dsat.strategy import Strategy, of_config
 from dsat.trial import (
     BatchTriple,
+    ModelProfile,
     Outcome,
     OutcomeKind,
     Proposal,
@@ -243,7 +244,7 @@ class Tuner:
                 "kernels?). Use --metric throughput"
             )
             return
-        self._space = make_space(self.plan, num_params=profile.num_params, rung=self._rung)
+        self._space = make_space(self.plan, profile, rung=self._rung)
         self._search = SEARCHES[self.plan.method](
             profile,
             self.plan.objective,
@@ -383,11 +384,11 @@ class Tuner:
             self.plan = plan
 
 
-def make_space(plan: Plan, num_params: int | None = None, rung: int = -1) -> Space:
+def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
     """The space that a plan searches; what the user set by hand is not part of it.
 
     Args:
-        num_params: of the model, once it is known.
+        profile: of the model, once it is known.
         rung: of the ladder, if the user's own strategy does not fit.
     """
     return Space(
@@ -405,8 +406,14 @@ def make_space(plan: Plan, num_params: int | None = None, rung: int = -1) -> Spa
             nvme_path=plan.nvme_path,
         ),
         config=plan.base_config,
-        num_params=num_params,
+        num_params=None if profile is None else profile.num_params,
+        roomy_bucket=None if profile is None else _roomy_bucket(profile),
     )
+
+
+def _roomy_bucket(profile: ModelProfile) -> int:
+    """Elements of a bucket that takes a sixteenth of a slot's memory."""
+    return profile.slot_memory_bytes // (16 * profile.param_bytes)
 
 
 def _with_room(plan: Plan, max_trials: int) -> Plan:

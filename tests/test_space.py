@@ -227,6 +227,35 @@ def test_one_bucket_that_holds_the_whole_model_is_enough(
     assert _space(num_params=num_params).branches[2].count == count**2 * 2**3, "flags stay"
 
 
+@pytest.mark.parametrize(
+    ("roomy", "num_params", "first"),
+    [
+        (None, None, 5 * 10**8),
+        (10**9, None, 5 * 10**8),
+        (10**8, None, 10**8),
+        (99 * 10**6, None, 5 * 10**7),
+        (10**5, None, 10**6),
+        (10**8, 3 * 10**6, 5 * 10**6),
+        (2 * 10**6, 3 * 10**6, 10**6),
+    ],
+)
+def test_the_first_bucket_does_not_crowd_a_slot(
+    roomy: int | None, num_params: int | None, first: int
+) -> None:
+    space = Space(
+        strategies=plain(1),
+        micro_batches=(1,),
+        slots=2,
+        num_params=num_params,
+        roomy_bucket=roomy,
+    )
+    knobs = dict(space.branches[0].knobs)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        assert knobs[key][0] == first
+        assert len(set(knobs[key])) == len(knobs[key])
+        assert set(knobs[key]) <= set(BUCKETS)
+
+
 def test_only_the_stages_asked_for() -> None:
     space = _space(stages=DEFAULT_STAGES)
     assert space.strategies == plain(1, 2, 3)

@@ -76,7 +76,8 @@ class Search(abc.ABC):
         Args:
             branches: the numbers of the branches to draw from; by default all.
 
-        The first of every branch are DeepSpeed's defaults (or what the user chose).
+        The first of every branch are DeepSpeed's defaults (or what the user chose), but for buckets
+        that would crowd a slot.
         """
         candidates = range(len(self._undrawn)) if branches is None else branches
         open_branches = [number for number in candidates if self._undrawn[number].count]
