@@ -62,6 +62,8 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
         UserInputError: something of it is wrong.
         EngineError: the machine's accelerators cannot be found.
     """
+    if chosen.search_runner_config is not None:
+        experiment.read_mapping(chosen.search_runner_config)
     if chosen.method in (TUNE, RUN):
         return _native(chosen, words)
     if chosen.command:
