@@ -206,10 +206,6 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["asha", "deepspeed.yaml", ".", "--resume", "--run-dir", "empty"],
         ["empty", "no run"],
     ),
-    "the cluster": (
-        ["asha", "deepspeed.yaml", ".", "--engine", "determined"],
-        ["localhost:8080", "no Determined master"],
-    ),
     "runner config is missing": (
         ["asha", "deepspeed.yaml", ".", "--search-runner-config", "no.yaml"],
         ["no.yaml"],
