@@ -235,9 +235,8 @@ def test_it_ends_although_another_trial_goes_on(singles: Bench, left: str) -> No
     goes_on = singles.trial("leaves and hangs: daemon")
     singles.engine.launch(goes_on)
     path = singles.path(goes_on)
-    [other] = wait_until(
-        lambda: (path / "left0.json").exists() and read_json(path / "left0.json"), "the daemon"
-    )
+    wait_until((path / "left0.json").exists, "the daemon")
+    [other] = read_json(path / "left0.json")
     trial = singles.trial(f"leaves: {left}")
     outcome = singles.run(trial)
     assert outcome.ok, singles.log(trial)
@@ -319,7 +318,7 @@ def test_trials_side_by_side_have_cores_of_their_own(singles: Bench) -> None:
     for trial in trials:
         singles.engine.launch(trial)
     paths = [singles.path(trial) / "facts0.json" for trial in trials]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in paths), "both trials")
+    wait_until(lambda: all(path.exists() for path in paths), "both trials")
     facts = [read_json(path) for path in paths]
     assert [len(fact["cores"]) for fact in facts] == [1, 1]
     assert facts[0]["cores"] != facts[1]["cores"]

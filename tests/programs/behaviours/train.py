@@ -96,7 +96,14 @@ def leave_processes(how: str) -> None:
             os._exit(0)
         pids.append(int(os.read(end, 32)))
         os.waitpid(between, 0)
-    (FOLDER / f"left{os.environ['RANK']}.json").write_text(json.dumps(pids))
+    write(f"left{os.environ['RANK']}.json", pids)
+
+
+def write(name: str, facts: Any) -> None:
+    """Whole or not at all: the test waits for the file and reads it at once."""
+    part = FOLDER / f"{name}.part"
+    part.write_text(json.dumps(facts))
+    os.replace(part, FOLDER / name)
 
 
 def train_with_workers(config: dict[str, Any]) -> None:
@@ -143,7 +150,7 @@ def main() -> None:
         "arguments": sys.argv,
         "folder": os.getcwd(),
     }
-    (FOLDER / f"facts{rank}.json").write_text(json.dumps(facts))
+    write(f"facts{rank}.json", facts)
     name, on_1_only, _ = behaviour.partition(" on 1")
     if behaviour == "runs":
         train(config)
