@@ -76,9 +76,7 @@ class TestWarmEngine(_LocalContract):
     _tests = itertools.count(1)
 
     @pytest.fixture(autouse=True)
-    def _in_a_folder(  # type: ignore[override]
-        self, tmp_path_factory: pytest.TempPathFactory
-    ) -> None:
+    def _in_a_folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folder = tmp_path_factory.mktemp("warm")
         self.first_id = 100 * next(self._tests)
 
