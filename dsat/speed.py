@@ -208,7 +208,8 @@ class Fit:
 
         Returns:
             The mean of the logarithm of the time and the standard deviation of its difference to
-            that of `reference` (or of itself, if there is none), both (m, s).
+            that of `reference` (or of itself, if there is none), both (m, s). It is that towards
+            shorter times: an unknown floor can only make a step longer, and is left out.
         """
         layout, first = self.layout, self.layout.first_knob
         at = np.full(len(micro_batch), strategy)
@@ -217,6 +218,7 @@ class Fit:
         if reference is not None:
             _, other = layout.predict(self.theta, reference)
             gradient, knobs = gradient - other[:, :first], knobs - other[:, first:]
+        gradient[:, _FLOOR] = 0.0
         covariance = self.covariance
         variance = ((gradient @ covariance[:first, :first]) * gradient).sum(axis=1)[:, None]
         variance = variance + 2 * (gradient @ covariance[:first, first:]) @ knobs.T

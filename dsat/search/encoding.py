@@ -16,11 +16,13 @@ from dsat.speed import KnobPrior
 # Effects on the logarithm of the step time: of a value wherever it is used, of the same value in
 # one strategy, and of a number's size by each power of ten.
 _SHARED_SD, _OWN_SD, _TREND_SD = 0.012, 0.01, 0.01
+_TREND = -0.004  # small buckets and groups need more operations
 # Recomputing the forward pass takes a quarter of the time more, and saves most of the activations.
 _RECOMPUTE_TIME = (0.25, 0.1)
 _RECOMPUTE_OCTAVES = (1.5, 1.0)
 # Effects on the binary logarithm of the largest micro batch.
-_MEMORY_SD = 0.05
+_MEMORY_SD = 0.015
+_MEMORY_TREND_SD = 0.03
 # All of it is meant relative to the first value of a knob, DeepSpeed's default or the user's own.
 
 
@@ -71,8 +73,9 @@ class Encoding:
 
     def speed_prior(self, rng: np.random.Generator) -> KnobPrior:
         """What is believed of effects on time; `rng` decides between knobs that are all alike."""
-        sd = np.array([(_TREND_SD, _SHARED_SD, _OWN_SD)[len(key) - 1] for key in self._columns])
-        mean = 0.05 * sd * rng.standard_normal(self.count)
+        kinds = np.array([len(key) - 1 for key in self._columns], int)
+        sd = np.array((_TREND_SD, _SHARED_SD, _OWN_SD))[kinds]
+        mean = np.where(kinds == 0, _TREND, 0.0) + 0.05 * sd * rng.standard_normal(self.count)
         pooled = np.ones(self.count, bool)
         switch = self._columns.get((GRADIENT_CHECKPOINTING, _text(True)))
         if switch is not None:
@@ -82,7 +85,8 @@ class Encoding:
 
     def memory_prior(self) -> tuple[Array, Array]:
         """Mean and standard deviation of effects on the largest micro batch, in octaves."""
-        mean, sd = np.zeros(self.count), np.full(self.count, _MEMORY_SD)
+        mean = np.zeros(self.count)
+        sd = np.array([_MEMORY_TREND_SD if len(k) == 1 else _MEMORY_SD for k in self._columns])
         switch = self._columns.get((GRADIENT_CHECKPOINTING, _text(True)))
         if switch is not None:
             mean[switch], sd[switch] = _RECOMPUTE_OCTAVES
