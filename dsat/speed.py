@@ -257,11 +257,9 @@ def fit(
         error = log_s - predicted
         noise = np.sqrt(run_sd**2 + own_variance)
         weight = np.minimum(1.0, _OUTLIER * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
-        precision = 1 / layout.prior_sd(knob_scale) ** 2
-        hessian = (gradient.T * weight) @ gradient
-        hessian[np.diag_indices_from(hessian)] += precision
-        covariance = np.linalg.inv(hessian)
-        step = covariance @ (gradient.T @ (weight * error) - precision * (theta - mean))
+        variance = layout.prior_sd(knob_scale) ** 2
+        covariance = _posterior(gradient, weight, variance)
+        step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
         # The formula is far from linear in its few shared parameters.
         largest = float(np.abs(step[1:first]).max())
         theta += step * min(1.0, 1.0 / max(largest, 1e-12))
@@ -270,6 +268,21 @@ def fit(
         if largest < 1e-3:
             break
     return Fit(layout, theta, covariance, run_sd, knob_scale)
+
+
+def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
+    """(diag(1 / variance) + gradient.T @ diag(weight) @ gradient)^-1, by the smaller inverse."""
+    n, count = gradient.shape
+    if n >= count:
+        precision = (gradient.T * weight) @ gradient
+        precision[np.diag_indices(count)] += 1 / variance
+        return np.linalg.inv(precision)
+    scaled = gradient * variance
+    between = scaled @ gradient.T
+    between[np.diag_indices(n)] += 1 / weight
+    covariance = -scaled.T @ np.linalg.solve(between, scaled)
+    covariance[np.diag_indices(count)] += variance
+    return covariance
 
 
 def _run_sd(

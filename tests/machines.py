@@ -50,6 +50,7 @@ class Machine:
         self.micro_step_s = float(whole * 10 ** rng.uniform(-2.5, -0.7))
         self.floor_s = float(whole * 10 ** rng.uniform(-1.5, -0.3))
         self.traffic_s = float(whole * 10 ** rng.uniform(-3, -1.3)) if self.slots > 1 else 0.0
+        self.hidden = float(rng.uniform(0, 0.8))
         self.hook_s = float(whole * 10 ** rng.uniform(-3.5, -1.7))
         self.optimizer_s = float(whole * 10 ** rng.uniform(-2.5, -1))
         self._effects = self._draw_effects(rng)
@@ -74,8 +75,9 @@ class Machine:
         stage, slots = settings["stage"], self.slots
         hooks = (0.0, 0.2, 1.0, 3.0)[stage] * self.hook_s
         compute = np.maximum(self.floor_s, self.micro_step_s + self.sample_s * micro_batch)
-        every = (0.0, 0.0, 1.0, 3.0)[stage] * self.traffic_s + hooks
-        once = (2.0, 2.0, 1.0, 0.0)[stage] * self.traffic_s
+        exposed = 1 - self.hidden * bool(settings.get("overlap_comm"))
+        every = (0.0, 0.0, 1.0, 3.0)[stage] * self.traffic_s * exposed + hooks
+        once = (2.0, 2.0, 1.0, 0.0)[stage] * self.traffic_s * exposed
         once += self.optimizer_s / (slots if stage else 1)
         factor = math.exp(
             sum(self._effects.get((stage, key, _key(value)), 0.0) for key, value in settings.items())
@@ -136,6 +138,8 @@ class Machine:
         for branch in self.space.branches:
             for key, values in branch.knobs:
                 scale = matters.setdefault(key, float(rng.choice([0.0, 0.0, 0.01, 0.03])))
+                if key == "overlap_comm":
+                    continue
                 if key.endswith("bucket_size"):
                     # Small ones need more operations.
                     for value in values:
@@ -143,7 +147,7 @@ class Machine:
                         effects[branch.strategy.stage, key, _key(value)] = cost
                     continue
                 for value in values[1:]:
-                    drawn = shared.setdefault((key, _key(value)), float(rng.normal(0.2, 1.0)))
+                    drawn = shared.setdefault((key, _key(value)), float(rng.normal(0.4, 0.8)))
                     effect = scale * (drawn + 0.3 * float(rng.normal()))
                     effects[branch.strategy.stage, key, _key(value)] = effect
         return effects

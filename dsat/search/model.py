@@ -98,6 +98,7 @@ class ModelSearch(Search):
         self._asked: list[set[int]] = []  # positions of micro batches, by lineage
         self._running: dict[tuple[int, int], _Measured] = {}  # by lineage and micro batch
         self._measured: list[_Measured] = []
+        self._gas_of: dict[tuple[int | None, int], int] = {}
         self._starved: list[tuple[int, int]] = []  # micro batch and gas that wanted more data
         self._first: tuple[Lineage, int] | None = None
         self._second_is_due = True
@@ -185,8 +186,17 @@ class ModelSearch(Search):
         return 0.0 if self.objective.smaller_is_better else np.log(micro_batch * gas)
 
     def _gas(self, branch: int, index: int, micro_batch: int) -> int:
-        settings = self.space.branches[branch].settings(index)
-        return self.space.batch(micro_batch, settings).gas
+        steps: int | None = None
+        for key, values in self.space.branches[branch].knobs:
+            if key == GAS:
+                steps = int(values[index % len(values)])
+                break
+            index //= len(values)
+        known = self._gas_of.get((steps, micro_batch))
+        if known is None:
+            settings = {} if steps is None else {GAS: steps}
+            known = self._gas_of[steps, micro_batch] = self.space.batch(micro_batch, settings).gas
+        return known
 
     def _predicted(self, lineage: Lineage, position: int) -> _Measured:
         branch, index = self._keys[lineage.id]
