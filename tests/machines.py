@@ -137,7 +137,7 @@ class Machine:
         shared: dict[tuple[str, str], float] = {}
         for branch in self.space.branches:
             for key, values in branch.knobs:
-                scale = matters.setdefault(key, float(rng.choice([0.0, 0.0, 0.01, 0.03])))
+                scale = matters.setdefault(key, float(rng.choice([0.0, 0.0, 0.01, 0.02])))
                 if key == "overlap_comm":
                     continue
                 if key.endswith("bucket_size"):

@@ -84,7 +84,8 @@ class ModelSearch(Search):
         self._stop_when = stop_when
         self._early_stopping = early_stopping
         self._encoding = Encoding(self.space)
-        largest = [max(0.5, bound) for bound in self._largest]
+        # What fits is a whole number: in the middle between it and the next, the edge.
+        largest = [bound + 0.5 for bound in self._largest]
         self._feasibility = Feasibility(largest, memory_model, *self._encoding.memory_prior())
         layout = speed.Layout(
             strategies=self.space.strategies,
