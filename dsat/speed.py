@@ -40,7 +40,8 @@ _REST_SD = 0.02
 _SHARPNESS = 6.0  # of the maximum: the p of a p-norm
 
 _RUN_SD = 0.015  # of measurements from run to run
-_PRIOR_WEIGHT = 6.0  # as so many measurements, or knobs
+_PRIOR_WEIGHT = 6.0  # as so many measurements
+_GROUP_WEIGHT = 2.0
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
 _ITERATIONS = 30
 
@@ -70,12 +71,12 @@ class KnobPrior:
 
     Attributes:
         mean, sd: of the logarithm of the factor on time, by feature.
-        pooled: whether the measured size of all pooled effects corrects `sd`.
+        group: features whose measured effects correct `sd` together, from 0 on; -1 for none.
     """
 
     mean: Array
     sd: Array
-    pooled: Array
+    group: Array
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Layout:
             (_SHARED_MEAN, np.zeros(self.first_knob - len(_SHARED_MEAN)), self.knobs.mean)
         )
 
-    def prior_sd(self, knob_scale: float) -> Array:
-        factor = np.where(self.knobs.pooled, knob_scale, 1.0)
+    def prior_sd(self, knob_scales: Array) -> Array:
+        factor = np.append(knob_scales, 1.0)[self.knobs.group]
         return np.concatenate(
             (
                 _SHARED_SD,
@@ -165,14 +166,14 @@ class Fit:
     Attributes:
         covariance: of `theta`.
         run_sd: standard deviation of a measured time from run to run, as a fraction.
-        knob_scale: how much larger the knobs' effects are than was believed.
+        knob_scales: how much larger the knobs' effects are than was believed, by group.
     """
 
     layout: Layout
     theta: Array
     covariance: Array
     run_sd: float
-    knob_scale: float
+    knob_scales: Array
 
     def predict(self, points: Points) -> tuple[Array, Array]:
         """Mean and standard deviation of the logarithm of the time."""
@@ -248,26 +249,27 @@ def fit(
     if len(points):
         mean[_SCALE] = float(np.median(log_s))
     theta = mean.copy() if start is None else start.theta.copy()
-    run_sd, knob_scale = (_RUN_SD, 1.0) if start is None else (start.run_sd, start.knob_scale)
+    run_sd = _RUN_SD if start is None else start.run_sd
+    scales = np.ones(layout.knobs.group.max(initial=-1) + 1) if start is None else start.knob_scales
     own_variance = (ci95 / 1.96) ** 2
     first = layout.first_knob
-    covariance = np.diag(layout.prior_sd(knob_scale) ** 2)
+    covariance = np.diag(layout.prior_sd(scales) ** 2)
     for _ in range(_ITERATIONS if len(points) else 0):
         predicted, gradient = layout.predict(theta, points)
         error = log_s - predicted
         noise = np.sqrt(run_sd**2 + own_variance)
         weight = np.minimum(1.0, _OUTLIER * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
-        variance = layout.prior_sd(knob_scale) ** 2
+        variance = layout.prior_sd(scales) ** 2
         covariance = _posterior(gradient, weight, variance)
         step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
         # The formula is far from linear in its few shared parameters.
         largest = float(np.abs(step[1:first]).max())
         theta += step * min(1.0, 1.0 / max(largest, 1e-12))
         run_sd = _run_sd(error, weight, gradient, covariance, noise, own_variance)
-        knob_scale = _knob_scale(layout.knobs, theta[first:], covariance[first:, first:], knob_scale)
+        scales = _knob_scales(layout.knobs, theta[first:], covariance[first:, first:], scales)
         if largest < 1e-3:
             break
-    return Fit(layout, theta, covariance, run_sd, knob_scale)
+    return Fit(layout, theta, covariance, run_sd, scales)
 
 
 def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
@@ -295,16 +297,17 @@ def _run_sd(
     return math.sqrt(total / (_PRIOR_WEIGHT + len(error)))
 
 
-def _knob_scale(prior: KnobPrior, effects: Array, covariance: Array, scale: float) -> float:
+def _knob_scales(prior: KnobPrior, effects: Array, covariance: Array, scales: Array) -> Array:
     """How large the effects of knobs are, from those that measurements determine."""
-    pooled = prior.pooled
-    if not pooled.any():
-        return scale
-    sd = prior.sd[pooled]
-    off = (effects[pooled] - prior.mean[pooled]) / sd
-    determined = 1 - np.diag(covariance)[pooled] / (scale * sd) ** 2
-    total = _PRIOR_WEIGHT + float((off**2).sum())
-    return math.sqrt(total / (_PRIOR_WEIGHT + float(np.clip(determined, 0.0, 1.0).sum())))
+    grouped = prior.group >= 0
+    group, sd = prior.group[grouped], prior.sd[grouped]
+    off = ((effects - prior.mean)[grouped] / sd) ** 2
+    determined = 1 - np.diag(covariance)[grouped] / (scales[group] * sd) ** 2
+    count = len(scales)
+    total = _GROUP_WEIGHT + np.bincount(group, off, count)
+    weight = _GROUP_WEIGHT + np.bincount(group, np.clip(determined, 0.0, 1.0), count)
+    result: Array = np.sqrt(total / weight)
+    return result
 
 
 def _units(strategy: Strategy, slots: int) -> tuple[float, float]:

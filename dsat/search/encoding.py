@@ -15,8 +15,8 @@ from dsat.speed import KnobPrior
 
 # Effects on the logarithm of the step time: of a value wherever it is used, of the same value in
 # one strategy, and of a number's size by each power of ten.
-_SHARED_SD, _OWN_SD, _TREND_SD = 0.012, 0.01, 0.01
-_TREND = -0.004  # small buckets and groups need more operations
+_SHARED_SD, _OWN_SD, _TREND_SD = 0.02, 0.005, 0.01
+_TREND = -0.006  # small buckets and groups need more operations
 # Recomputing the forward pass takes a quarter of the time more, and saves most of the activations.
 _RECOMPUTE_TIME = (0.25, 0.1)
 _RECOMPUTE_OCTAVES = (1.5, 1.0)
@@ -76,12 +76,13 @@ class Encoding:
         kinds = np.array([len(key) - 1 for key in self._columns], int)
         sd = np.array((_TREND_SD, _SHARED_SD, _OWN_SD))[kinds]
         mean = np.where(kinds == 0, _TREND, 0.0) + 0.05 * sd * rng.standard_normal(self.count)
-        pooled = np.ones(self.count, bool)
+        keys = list(dict.fromkeys(key[0] for key in self._columns))
+        group = np.array([keys.index(key[0]) for key in self._columns], int)
         switch = self._columns.get((GRADIENT_CHECKPOINTING, _text(True)))
         if switch is not None:
             mean[switch], sd[switch] = _RECOMPUTE_TIME
-            pooled[switch] = False
-        return KnobPrior(mean, sd, pooled)
+            group[switch] = -1
+        return KnobPrior(mean, sd, group)
 
     def memory_prior(self) -> tuple[Array, Array]:
         """Mean and standard deviation of effects on the largest micro batch, in octaves."""
