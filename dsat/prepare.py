@@ -201,18 +201,15 @@ def _with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
 
 
 def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment) -> Settings:
-    method = "asha" if section.method == "model" else section.method
     options: dict[str, Any] = {"early_stopping": section.early_stopping}
-    if method == "gridsearch":
+    if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
-    if method == "asha":
-        options = {}
     own_stage = ds_config.zero_stage(user.ds_config)
     stages = tuple(user.choices.get("stage", (own_stage,)))
     largest = section.max_micro_batch
     return replace(
         chosen,
-        method=method,
+        method=section.method,
         search_options=options,
         metric=section.metric,
         max_trials=section.max_trials + 2,  # and the profile, and the user's own

@@ -40,8 +40,8 @@ _REST_SD = 0.02
 _SHARPNESS = 6.0  # of the maximum: the p of a p-norm
 
 _RUN_SD = 0.015  # of measurements from run to run
-_PRIOR_WEIGHT = 6.0  # as so many measurements
-_GROUP_WEIGHT = 2.0
+_PRIOR_WEIGHT = 6.0  # as so many measurements, or values of knobs
+_GROUP_WEIGHT = 2.0  # of what is learned of all knobs for each
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
 _ITERATIONS = 30
 
@@ -298,15 +298,19 @@ def _run_sd(
 
 
 def _knob_scales(prior: KnobPrior, effects: Array, covariance: Array, scales: Array) -> Array:
-    """How large the effects of knobs are, from those that measurements determine."""
+    """How large the effects of knobs are, from those that measurements determine.
+
+    Those of one knob correct each other most, those of all knobs what is believed of each.
+    """
     grouped = prior.group >= 0
     group, sd = prior.group[grouped], prior.sd[grouped]
     off = ((effects - prior.mean)[grouped] / sd) ** 2
     determined = 1 - np.diag(covariance)[grouped] / (scales[group] * sd) ** 2
     count = len(scales)
-    total = _GROUP_WEIGHT + np.bincount(group, off, count)
-    weight = _GROUP_WEIGHT + np.bincount(group, np.clip(determined, 0.0, 1.0), count)
-    result: Array = np.sqrt(total / weight)
+    total = np.bincount(group, off, count)
+    weight = np.bincount(group, np.clip(determined, 0.0, 1.0), count)
+    overall = (_PRIOR_WEIGHT + total.sum()) / (_PRIOR_WEIGHT + weight.sum())
+    result: Array = np.sqrt((_GROUP_WEIGHT * overall + total) / (_GROUP_WEIGHT + weight))
     return result
 
 
