@@ -146,7 +146,7 @@ class Machine:
                         effects[branch.strategy.stage, key, _key(value)] = cost
                     continue
                 for value in values[1:]:
-                    drawn = shared.setdefault((key, _key(value)), float(rng.normal(0.4, 0.8)))
+                    drawn = shared.setdefault((key, _key(value)), float(rng.normal(0.7, 0.7)))
                     effect = scale * (drawn + 0.3 * float(rng.normal()))
                     effects[branch.strategy.stage, key, _key(value)] = max(effect, -0.03)
         return effects

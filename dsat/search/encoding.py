@@ -21,7 +21,7 @@ _TREND = -0.006  # small buckets and groups need more operations
 _RECOMPUTE_TIME = (0.25, 0.1)
 _RECOMPUTE_OCTAVES = (1.5, 1.0)
 # Effects on the binary logarithm of the largest micro batch.
-_MEMORY_SD = 0.015
+_MEMORY_SD = 0.01
 _MEMORY_TREND_SD = 0.03
 # All of it is meant relative to the first value of a knob, DeepSpeed's default or the user's own.
 
