@@ -39,11 +39,14 @@ _OCTAVES = 21
 _REST_SD = 0.02
 _SHARPNESS = 6.0  # of the maximum: the p of a p-norm
 
-_RUN_SD = 0.015  # of measurements from run to run
+_RUN_SD = 0.02  # of measurements from run to run
 _PRIOR_WEIGHT = 6.0  # as so many measurements, or values of knobs
 _GROUP_WEIGHT = 2.0  # of what is learned of all knobs for each
+_MANY = 8
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
-_ITERATIONS = 30
+_ITERATIONS = 40
+_SMALLEST_PART = 1e-3  # of a step
+_SETTLED, _CONVERGED = 0.2, 0.01  # steps below which errors are noise, and below which they are left
 
 
 @dataclass(frozen=True)
@@ -254,20 +257,34 @@ def fit(
     own_variance = (ci95 / 1.96) ** 2
     first = layout.first_knob
     covariance = np.diag(layout.prior_sd(scales) ** 2)
+    # A few measurements cannot tell which of them is the odd one out.
+    outlier = _OUTLIER if len(points) >= _MANY else math.inf
     for _ in range(_ITERATIONS if len(points) else 0):
         predicted, gradient = layout.predict(theta, points)
         error = log_s - predicted
         noise = np.sqrt(run_sd**2 + own_variance)
-        weight = np.minimum(1.0, _OUTLIER * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
+        weight = np.minimum(1.0, outlier * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
         variance = layout.prior_sd(scales) ** 2
         covariance = _posterior(gradient, weight, variance)
         step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
-        # The formula is far from linear in its few shared parameters.
+
+        def misfit(at: Array, noise: Array = noise, variance: Array = variance) -> float:
+            z = np.abs(log_s - layout.predict(at, points)[0]) / noise
+            huber = np.where(z > outlier, outlier * (2 * z - outlier), z**2) if len(z) else z
+            return float(huber.sum() + ((at - mean) ** 2 / variance).sum())
+
         largest = float(np.abs(step[1:first]).max())
-        theta += step * min(1.0, 1.0 / max(largest, 1e-12))
+        part, now = min(1.0, 2.0 / max(largest, 1e-12)), misfit(theta)
+        while part > _SMALLEST_PART and misfit(theta + part * step) > now:
+            part /= 2
+        theta += part * step
+        largest *= part
+        if largest > _SETTLED:
+            continue
+        before = run_sd
         run_sd = _run_sd(error, weight, gradient, covariance, noise, own_variance)
         scales = _knob_scales(layout.knobs, theta[first:], covariance[first:, first:], scales)
-        if largest < 1e-3:
+        if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
             break
     return Fit(layout, theta, covariance, run_sd, scales)
 
