@@ -46,7 +46,10 @@ _MANY = 8
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
 _ITERATIONS = 40
 _SMALLEST_PART = 1e-3  # of a step
-_SETTLED, _CONVERGED = 0.2, 0.01  # steps below which errors are noise, and below which they are left
+_SETTLED, _CONVERGED = (
+    0.2,
+    0.01,
+)  # steps below which errors are noise, and below which they are left
 
 
 @dataclass(frozen=True)

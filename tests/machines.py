@@ -79,7 +79,9 @@ class Machine:
         once = (2.0, 2.0, 1.0, 0.0)[stage] * self.traffic_s * exposed
         once += self.optimizer_s / (slots if stage else 1)
         factor = math.exp(
-            sum(self._effects.get((stage, key, _key(value)), 0.0) for key, value in settings.items())
+            sum(
+                self._effects.get((stage, key, _key(value)), 0.0) for key, value in settings.items()
+            )
         )
         return (gas * (compute + every) + once) * factor
 

@@ -59,7 +59,7 @@ OWN: dict[str, dict[str, Any]] = {
     "binary": {"memory_model": True, "search_range_factor": 1.0},
     "random": {"memory_model": True, "trials_per_config": 5, "early_stopping": None},
     "gridsearch": {"memory_model": True, "num_micro_batches": None, "early_stopping": None},
-    "model": {"memory_model": True, "stop_when": 0.05, "early_stopping": None},
+    "model": {"memory_model": True, "stop_when": 0.2, "early_stopping": None},
 }
 
 

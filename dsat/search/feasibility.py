@@ -11,11 +11,11 @@ from dsat.gaussian import Array, hazard, log_cdf
 
 # How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
 # bad one, and how likely it is good; of all strategies alike, and of each by itself.
-_GOOD, _BAD, _CHANCE_OF_GOOD = (0.04, 0.02), (0.6, 0.3), 0.6
+_GOOD, _BAD, _CHANCE_OF_GOOD = (0.04, 0.02), (0.6, 0.2), 0.6
 _BLUR = 0.01  # octaves between what runs every time and what never does
 # In standard deviations of a hidden quality: a configuration fails for no want of memory in three
 # of a hundred cases, and what does so shares a strategy or a value with others that do.
-_SOUND, _SOUND_SD = 1.9, 0.5
+_SOUND, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB = 2.4, 1.0, 0.4
 
 
 class _Probit:
@@ -79,7 +79,7 @@ class Feasibility:
         if not trusted:
             self._beliefs, self._log_weights = self._beliefs[1:], np.zeros(1)
         sound = np.concatenate(((_SOUND,), np.zeros(count + len(knob_sd))))
-        spread = np.concatenate(((0.2,), np.full(count + len(knob_sd), _SOUND_SD)))
+        spread = np.repeat((0.2, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB), (1, count, len(knob_sd)))
         self._soundness = _Probit(sound, spread, 1.0)
 
     def learn_memory(self, branch: int, knobs: Array, micro_batch: int, fits: bool) -> None:

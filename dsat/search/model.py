@@ -159,7 +159,8 @@ class ModelSearch(Search):
         gas = self._gas(branch, index, micro_batch)
         kind = outcome.kind
         short_of_memory = kind in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
-        if outcome.ok or short_of_memory:
+        if outcome.ok or short_of_memory or outcome.smaller_may_run:
+            # A want of data bounds the micro batch like one of memory does.
             self._feasibility.learn_memory(branch, knobs, micro_batch, fits=outcome.ok)
         if outcome.smaller_may_run:
             self._starved.append((micro_batch, gas))
