@@ -11,7 +11,7 @@ from dsat.gaussian import Array, hazard, log_cdf
 
 # How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
 # bad one, and how likely it is good; of all strategies alike, and of each by itself.
-_GOOD, _BAD, _CHANCE_OF_GOOD = (0.04, 0.02), (0.6, 0.2), 0.6
+_GOOD, _BAD, _CHANCE_OF_GOOD = (0.03, 0.015), (0.6, 0.2), 0.6
 _BLUR = 0.01  # octaves between what runs every time and what never does
 # In standard deviations of a hidden quality: a configuration fails for no want of memory in three
 # of a hundred cases, and what does so shares a strategy or a value with others that do.
