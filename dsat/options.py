@@ -83,6 +83,16 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability below 1")
+    return value
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not where there is none."""
 
@@ -99,12 +109,26 @@ def build_parser() -> argparse.ArgumentParser:
         description="Finds the DeepSpeed configuration with which a training script runs fastest, "
         "by running short trials of it.",
         epilog="Examples: python3 -m dsat asha deepspeed.yaml . | "
-        "python3 -m dsat asha --slots 2 -- train.py --deepspeed_config ds.json | "
+        "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
     methods = parser.add_subparsers(
-        dest="method", required=True, metavar="{asha,binary,random,gridsearch,tune,run}"
+        dest="method", required=True, metavar="{model,asha,binary,random,gridsearch,tune,run}"
     )
+    model = _method(
+        methods,
+        "model",
+        "tries next what models of memory and speed, corrected by every trial, expect most of",
+    )
+    model.add_argument(
+        "--stop-when",
+        type=_probability,
+        default=0.2,
+        metavar="P",
+        help="end the search when no other configuration has a chance over P to be 1 %% better "
+        "than the best so far; 0 for never",
+    )
+    _add_early_stopping(model)
     asha = _method(
         methods,
         "asha",
@@ -148,12 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the most trials of one drawn configuration",
     )
-    random.add_argument(
-        "--early-stopping",
-        type=_at_least(1),
-        metavar="N",
-        help="end the search after N trials without a new best",
-    )
+    _add_early_stopping(random)
     grid = _method(
         methods, "gridsearch", "everything there is, in order: every setting, every micro batch"
     )
@@ -195,6 +214,15 @@ def _native(methods: Any, name: str, what: str) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
+    )
+
+
+def _add_early_stopping(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--early-stopping",
+        type=_at_least(1),
+        metavar="N",
+        help="end the search after N trials without a new best",
     )
 
 
@@ -293,6 +321,13 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         default=[],
         metavar="KNOB",
         help="leave these settings as they are; `all` searches stage and micro batch only",
+    )
+    add(
+        "--memory-model",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="begin from the largest micro batch that memory is predicted to allow; without, from "
+        "the one whose activations alone would fill a slot",
     )
     add(
         "--nvme-path",

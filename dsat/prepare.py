@@ -204,12 +204,9 @@ def _with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
 
 
 def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment) -> Settings:
-    method = "asha" if section.method == "model" else section.method
     options: dict[str, Any] = {"early_stopping": section.early_stopping}
-    if method == "gridsearch":
+    if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
-    if method == "asha":
-        options = {}
     zero = user.ds_config.get("zero_optimization") or {}
     # Without a stage all are meant (deepspeed/autotuning/README.md).
     own_stage = (zero["stage"],) if "stage" in zero else STAGES
@@ -217,7 +214,7 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
     largest = section.max_micro_batch
     return replace(
         chosen,
-        method=method,
+        method=section.method,
         search_options=options,
         metric=section.metric,
         max_trials=section.max_trials + 2,  # and the profile, and the user's own

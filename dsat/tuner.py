@@ -230,8 +230,22 @@ class Tuner:
             return
         assert self._search is not None
         own = [self._proposals.pop(trial_id)] if trial_id in self._proposals else []
-        for proposal in own + self._twins.pop(trial_id, []):
+        proposals = own + self._twins.pop(trial_id, [])
+        for proposal in proposals:
             self._search.tell(proposal, outcome)
+        if not proposals:
+            self._tell_unasked(trial, outcome)
+
+    def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
+        """Lets the search know of the user's own configuration, if it is one of the space."""
+        assert self._search is not None
+        digest = self._fingerprint(trial.overrides, trial.script_args)
+        for number, branch in enumerate(self._space.branches):
+            settings = branch.settings(0)
+            batch = self._space.batch(trial.batch.micro_batch, settings)
+            script_args = script_args_for(settings)
+            if self._fingerprint(overrides_for(settings, batch), script_args) == digest:
+                self._search.learn(number, trial.batch.micro_batch, outcome)
 
     def _begin_search(self, trial: Trial, outcome: Outcome) -> None:
         profile = outcome.profile

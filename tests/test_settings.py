@@ -50,15 +50,17 @@ COMMON: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "asha": {
+        "memory_model": True,
         "max_rungs": 5,
         "min_trials": 3,
         "early_stopping": 0,
         "divisor": 2,
         "search_range_factor": 1.0,
     },
-    "binary": {"search_range_factor": 1.0},
-    "random": {"trials_per_config": 5, "early_stopping": None},
-    "gridsearch": {"num_micro_batches": None, "early_stopping": None},
+    "binary": {"memory_model": True, "search_range_factor": 1.0},
+    "random": {"memory_model": True, "trials_per_config": 5, "early_stopping": None},
+    "gridsearch": {"memory_model": True, "num_micro_batches": None, "early_stopping": None},
+    "model": {"memory_model": True, "stop_when": 0.2, "early_stopping": None},
 }
 
 
@@ -88,7 +90,7 @@ def test_every_option_has_its_type() -> None:
         *("--run-dir", "r", "--resume", "--dry-run", "--json"),
         *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0", "--detach"),
         *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
-        *("--divisor", "4", "--search-range-factor", "1.5"),
+        *("--divisor", "4", "--search-range-factor", "1.5", "--no-memory-model"),
         *("--tune", "overlap_comm", "offload_optimizer", "--fix", "sub_group_size"),
         *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
         *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
@@ -132,6 +134,7 @@ def test_every_option_has_its_type() -> None:
         dry_run=True,
         json=True,
         search_options={
+            "memory_model": False,
             "max_rungs": 3,
             "min_trials": 2,
             "early_stopping": 1,

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dsat import memory
 from dsat.search.lineage import Lineage
 from dsat.space import Space
+from dsat.strategy import Strategy
 from dsat.trial import ModelProfile, Objective, Outcome, Proposal
+
+MemoryModel = Callable[[ModelProfile, Strategy, int], int]
+
+
+def predicted_largest(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
+    """The largest micro batch that memory should allow; 0 if not even one sample should fit."""
+    if memory.required_bytes(profile, strategy, slots, 1) > profile.slot_memory_bytes:
+        return 0
+    return memory.largest_micro_batch(profile, strategy, slots)
+
+
+def _upper_bound(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
+    """The micro batch whose activations alone would fill a slot, if it held nothing else."""
+    return profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
 
 
 class Search(abc.ABC):
@@ -25,6 +40,10 @@ class Search(abc.ABC):
         space: what may be tried.
         seed: of every random choice.
         search_range_factor: multiplies the predicted largest micro batch where a search begins.
+        memory_model: begin from the predicted largest micro batch; otherwise from the one whose
+            activations alone would fill a slot, which no strategy can exceed.
+        predict: predicts the largest micro batch of a strategy on a number of slots; 0 if none
+            fits.
     """
 
     def __init__(
@@ -35,16 +54,19 @@ class Search(abc.ABC):
         *,
         seed: int,
         search_range_factor: float = 1.0,
+        memory_model: bool = True,
+        predict: MemoryModel = predicted_largest,
     ) -> None:
         self.objective = objective
         self.space = space
         self._seed = seed
         self._draws = 0
         self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
-        self._ceilings = [
-            max(1, int(search_range_factor * memory.largest_micro_batch(profile, s, space.slots)))
-            for s in space.strategies
+        bound = predict if memory_model else _upper_bound
+        self._largest = [
+            search_range_factor * bound(profile, s, space.slots) for s in space.strategies
         ]
+        self._ceilings = [max(1, int(largest)) for largest in self._largest]
         self._lineages: list[Lineage] = []
 
     @abc.abstractmethod
@@ -59,6 +81,15 @@ class Search(abc.ABC):
     @abc.abstractmethod
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """What came of a proposal; in any order among those that run at once."""
+
+    def learn(self, branch: int, micro_batch: int, outcome: Outcome) -> None:  # noqa: B027
+        """What came of a trial that the search did not ask for.
+
+        Most searches have no use for it.
+
+        Args:
+            branch: the number of the branch whose first settings it had.
+        """
 
     @property
     def stop_reason(self) -> str | None:
