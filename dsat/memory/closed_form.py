@@ -1,0 +1,2 @@
+from dataclasses import dataclass
+class ModelFacts: pass
