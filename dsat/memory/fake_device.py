@@ -117,20 +117,17 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     Args:
         tracker: knows what is allocated.
-        as_cpu: behave as a CPU does, where device and host share memory and nothing is
-            asynchronous or pinned.
     """
 
-    def __init__(self, tracker: StorageTracker, *, as_cpu: bool) -> None:
+    def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()
         self._name = DEVICE_TYPE
         self._communication_backend_name = "fake"
         self._tracker = tracker
-        self._as_cpu = as_cpu
         self._stream = _Stream()
 
     def is_synchronized_device(self) -> bool:
-        return self._as_cpu
+        return False
 
     def use_host_timers(self) -> bool:
         return True
@@ -152,21 +149,21 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     @property
     def Stream(self) -> Any:
-        return None if self._as_cpu else _Stream
+        return _Stream
 
     @property
     def Event(self) -> Any:
-        return None if self._as_cpu else _Event
+        return _Event
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         yield
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        return None if self._as_cpu else self._stream
+        return self._stream
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        return None if self._as_cpu else self._stream
+        return self._stream
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return self._tracker.current(DEVICE)
@@ -195,16 +192,12 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        if self._as_cpu:
-            return tensor
         return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.pin_memory(tensor)
 
     def _pin_fresh(self, template: torch.Tensor, shape: Any) -> torch.Tensor:
-        if self._as_cpu:
-            return torch.empty(shape, dtype=template.dtype)
         return self._pinned(shape, template.dtype)
 
     def _pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -232,7 +225,7 @@ def register() -> None:
     setup(DEVICE_TYPE, backend_module=_Backend())
 
 
-def install(accelerator: FakeAccelerator) -> None:
+def install(accelerator: CPU_Accelerator) -> None:
     """Makes it DeepSpeed's accelerator; `set_accelerator` would refuse one that it does not know."""
     from deepspeed.accelerator import real_accelerator
 

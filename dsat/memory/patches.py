@@ -32,7 +32,7 @@ class FunctionRules(TorchFunctionMode):
 
     Args:
         adopt: turns a real tensor of the script's into a fake one.
-        as_cpu: attention and dropout as on a CPU.
+        as_cpu: attention as on a CPU.
     """
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], *, as_cpu: bool) -> None:
@@ -41,8 +41,6 @@ class FunctionRules(TorchFunctionMode):
         self._replaced: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: functools.partial(_attention, as_cpu),
         }
-        if as_cpu:
-            self._replaced[torch.dropout] = _dropout_on_cpu
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,18 +92,6 @@ def _attention(
     )[0]
 
 
-def _dropout_on_cpu(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
-    """As aten/src/ATen/native/Dropout.cpp where there is no fused kernel: the mask has the input's
-    type.
-    """
-    if not training or p == 0.0:
-        return input
-    mask = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-    return input.mul_(mask) if inplace else input * mask
-
-
 class _NoOperator:
     """A compiled operator that allocates nothing and returns nothing, as Adam's does."""
 
@@ -113,7 +99,7 @@ class _NoOperator:
         return lambda *args, **kwargs: None
 
 
-def apply(tracker: StorageTracker, device_type: str, *, as_cpu: bool) -> None:
+def apply(tracker: StorageTracker, device_type: str) -> None:
     """Applies the patches; for the rest of the process."""
     from deepspeed.accelerator import get_accelerator
 
@@ -133,9 +119,7 @@ def apply(tracker: StorageTracker, device_type: str, *, as_cpu: bool) -> None:
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: get_accelerator().pin_memory(self)  # type: ignore[method-assign]
     # The functions themselves, for callers that another function stands above; see FunctionRules.
-    functional.scaled_dot_product_attention = functools.partial(_attention, as_cpu)
-    if as_cpu:
-        functional.dropout = _dropout_on_cpu
+    functional.scaled_dot_product_attention = functools.partial(_attention, device_type == "cpu")
     _patch_moves(tracker, device_type)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat.memory import fake_device, patches
@@ -77,9 +78,8 @@ class Simulation:
         self._captured = captured
         self._candidate = candidate
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.tracker = StorageTracker(
-            fake_device.DEVICE_TYPE, **({"block_bytes": 1} if candidate.as_cpu else {})
-        )
+        self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
+        self.tracker = StorageTracker(self._device, **({"block_bytes": 1} if candidate.as_cpu else {}))
         self._modes = (
             FakeTensorMode(allow_non_fake_inputs=True),
             self.tracker,
@@ -94,17 +94,20 @@ class Simulation:
         captured, slots = self._captured, str(self._candidate.slots)
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
-        fake_device.register()
         patches.forget_process_groups()
-        accelerator = fake_device.FakeAccelerator(self.tracker, as_cpu=self._candidate.as_cpu)
-        fake_device.install(accelerator)
-        patches.apply(self.tracker, fake_device.DEVICE_TYPE, as_cpu=self._candidate.as_cpu)
+        if self._candidate.as_cpu:
+            fake_device.install(CPU_Accelerator())
+        else:
+            fake_device.register()
+            fake_device.install(fake_device.FakeAccelerator(self.tracker))
+        patches.apply(self.tracker, self._device)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
-        patches.make_process_group(self._candidate.slots, fake_device.DEVICE_TYPE)
+        patches.make_process_group(self._candidate.slots, self._device)
         for mode in self._modes:
             mode.__enter__()
-        with self.tracker.placing(DEVICE if captured.record.on_device else HOST):
-            fakes = captured.record.put_fakes(fake_device.DEVICE_TYPE)
+        parked = not (captured.record.on_device or self._candidate.as_cpu)
+        with self.tracker.placing(HOST if parked else DEVICE):
+            fakes = captured.record.put_fakes(self._device)
         arguments = {
             **captured.arguments,
             "config": self._config(),
@@ -187,7 +190,7 @@ class Simulation:
         dtype = tensor.dtype
         if dtype.is_floating_point and dtype == self._captured.dtype:
             dtype = self._dtype
-        fake = torch.empty(shape, dtype=dtype, device=fake_device.DEVICE_TYPE)
+        fake = torch.empty(shape, dtype=dtype, device=self._device)
         self._adopted[id(tensor)] = tensor, fake
         return fake
 

@@ -73,7 +73,7 @@ class StorageTracker(TorchDispatchMode):
         """Counts the storage of a fake tensor, if it is not counted yet."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if storage in self._place or size == 0:
+        if storage in self._place or size == 0 or tensor.device.type == "meta":
             return
         place = place or self._forced
         if place is None:
