@@ -67,13 +67,15 @@ class Lender:
         original = torch.distributed.init_process_group
 
         @functools.wraps(original)
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
             from dsat.memory import patches
 
-            if not torch.distributed.is_initialized():
-                torch.distributed.init_process_group = original
+            if backend == patches.FAKE_GROUP:
+                original(backend, *args, **kwargs)
+            elif not torch.distributed.is_initialized():
                 patches.make_process_group(1, "cpu")
-                torch.distributed.init_process_group = init_process_group
+
+        torch.distributed.init_process_group = init_process_group
 
         torch.distributed.init_process_group = init_process_group
 
@@ -103,7 +105,8 @@ class Lender:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
             stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-            stream.write(json.dumps({"model": loan.description(args, kwargs)}) + "\n")
+            hello = {"model": loan.description(args, kwargs), "sizes": loan.sizes()}
+            stream.write(json.dumps(hello) + "\n")
             stream.flush()
             for line in stream:
                 candidate = json.loads(line)

@@ -97,6 +97,10 @@ class Loan:
         settings = getattr(optimizer, "defaults", None)
         return [*self._record.description(), batch, type(optimizer).__qualname__, repr(settings)]
 
+    def sizes(self) -> dict[str, int]:
+        """Of the model, as `ModelFacts` has them."""
+        return self._record.sizes()
+
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulates a candidate up to the forward pass that the script has called.
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from dsat.memory.tracker import StorageTracker
 
 aten = torch.ops.aten
+FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
 
 
 class SimulationUnsupported(Exception):
@@ -171,8 +172,8 @@ def make_process_group(size: int, device_type: str) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import FakeStore
 
-    torch.distributed.Backend.backend_capability["fake"] = ["cpu", "cuda", device_type]
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
+    torch.distributed.init_process_group(FAKE_GROUP, store=FakeStore(), rank=0, world_size=size)
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:

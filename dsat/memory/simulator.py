@@ -17,10 +17,13 @@ from typing import Any, Protocol
 from dsat.journal import write_atomically
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.estimate import CLOSED_FORM, MemoryEstimate
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _VERSIONS = ("torch", "deepspeed", "dsat")
+# Large enough for activations, and not gradients, to decide the peak of the backward pass.
+_MICRO_BATCHES_FOR_SLOPES = (256, 512)
+_MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
 _IGNORED = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 
 
@@ -119,6 +122,28 @@ class Simulator:
             self._facts, config, slots=slots, micro_batch=micro_batch, note=problem
         )
 
+    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
+        """What the closed form needs, from two simulations of stage 0.
+
+        Args:
+            config: of which the types and whatever else activations depend on are taken.
+
+        Raises:
+            SimulationUnavailable: there is no simulation.
+        """
+        plain = {**config, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 1}
+        small, large = (
+            self.estimate(plain, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
+        )
+        if CLOSED_FORM in (small.source, large.source):
+            raise SimulationUnavailable(small.note or large.note)
+        more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
+        return ModelFacts(
+            **self._connected().sizes,
+            forward_bytes_per_sample=(large.forward - small.forward) / more,
+            backward_bytes_per_sample=(large.backward - small.backward) / more,
+        )
+
     def close(self) -> None:
         """Ends the script."""
         if self._connection is not None:
@@ -177,7 +202,9 @@ class _Connection:
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
         self._stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-        self.model = self._receive(timeout_s)["model"]
+        hello = self._receive(timeout_s)
+        self.model: list[Any] = hello["model"]
+        self.sizes: dict[str, int] = hello["sizes"]
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
@@ -231,4 +258,8 @@ def _relevant(config: Mapping[str, Any]) -> dict[str, Any]:
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
     )
-    return {key: value for key, value in config.items() if key not in left_out}
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    gas = "gradient_accumulation_steps"
+    if isinstance(kept.get(gas), int):
+        kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
+    return kept

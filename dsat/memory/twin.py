@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,16 @@ class ModuleRecord:
             for f in self._forms.values()
         ]
         return [names, forms, self.on_device]
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of all parameters, of those that are trained, and of the largest of these."""
+        forms = [form for form in self._forms.values() if form.is_parameter]
+        trained = [math.prod(form.shape) for form in forms if form.requires_grad]
+        return {
+            "num_params": sum(math.prod(form.shape) for form in forms),
+            "trainable_params": sum(trained),
+            "largest_param": max(trained, default=0),
+        }
 
 
 def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:

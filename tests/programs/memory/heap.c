@@ -3,6 +3,7 @@
  * call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@ static struct {
   size_t size;
 } blocks[SLOTS];
 static size_t current, peak;
+static uintptr_t first_of_torch, end_of_torch; /* libc10.so in memory */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int (*real_memalign)(void **, size_t, size_t);
 static void (*real_free)(void *);
@@ -36,9 +38,20 @@ static void remove_slot(unsigned hole) {
   blocks[hole].address = 0;
 }
 
+static int note_range(struct dl_phdr_info *info, size_t size, void *unused) {
+  (void)size, (void)unused;
+  if (!info->dlpi_name || !strstr(info->dlpi_name, "libc10.so")) return 0;
+  first_of_torch = info->dlpi_addr;
+  for (int i = 0; i < info->dlpi_phnum; i++) {
+    uintptr_t end = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr + info->dlpi_phdr[i].p_memsz;
+    if (info->dlpi_phdr[i].p_type == PT_LOAD && end > end_of_torch) end_of_torch = end;
+  }
+  return 1;
+}
+
 static int asked_by_torch(void *caller) {
-  Dl_info info;
-  return dladdr(caller, &info) && info.dli_fname && strstr(info.dli_fname, "libc10.so");
+  if (!end_of_torch) dl_iterate_phdr(note_range, NULL);
+  return (uintptr_t)caller >= first_of_torch && (uintptr_t)caller < end_of_torch;
 }
 
 int posix_memalign(void **result, size_t alignment, size_t size) {
