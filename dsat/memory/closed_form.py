@@ -9,6 +9,7 @@ need the same, those with fewer need less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -177,52 +178,71 @@ def _stage_0(s: _Setup, stage: int) -> _Parts:
 
 def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
-    bucket = s.buckets * s.bucket * size
+    bucket, largest = s.buckets * s.bucket * size, s.facts.largest_param
     if stage == 1 and s.accumulation_bytes > size:
         resident = size * total + 4 * trained + 12 * s.shard
-        flat = size * total + size * trained
-        init = max(flat, resident - 8 * s.shard)
-        return _Parts(init, resident, 0, 0, size * trained, size * trained)
-    own = min(trained, s.shard + 2 * s.facts.largest_param * (s.slots > 1))
+        init = max(size * (total + trained), resident - 8 * s.shard)
+        return _Parts(init, resident, 0, 0, 2 * size * trained, size * trained)
+    # Gradients of parameters that touch the rank's own partition; tied ones are there twice, and
+    # one that no bucket holds is reduced by itself.
+    own = min(trained, s.shard + 3 * largest if s.slots > 1 else trained)
+    copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
+    gradients = bucket + size * (own + copies)
     init = max(size * (total + trained), size * total + 8 * s.shard)
     if s.offload_optimizer:
-        resident = size * total + size * s.facts.largest_param
-        return _Parts(size * (total + trained), resident, 0, bucket, bucket + size * own, 0)
+        resident = size * (total + largest)
+        return _Parts(size * (total + trained), resident, 0, 0, bucket + size * own, 0)
     resident = size * total + 12 * s.shard
     if s.accumulation_bytes > size:
-        step = 4 * s.shard + 8 * min(s.facts.largest_param, s.shard)
         held = 4 * s.shard if s.gas > 1 else 0
-        return _Parts(init, resident, held, bucket, bucket + 4 * s.shard, max(step, 4 * s.shard))
-    held = size * s.shard if stage == 2 and s.gas > 1 else 0
-    if stage == 1 and s.gas > 1:
-        held = size * trained
-    return _Parts(init, resident, held, bucket, bucket + size * own, (2 * size + 4) * s.shard)
+        cast = size * (min(trained, s.bucket) + 2 * largest)
+        step = 4 * s.shard + 8 * min(largest, s.shard)
+        return _Parts(init, resident, held, 0, bucket + 4 * s.shard + cast - held, step)
+    step = (2 * size + 4) * s.shard if size == 2 else 8 * s.shard
+    if s.slots > 1:
+        step = max(step, size * (trained + s.shard))
+    if s.gas == 1:
+        return _Parts(init, resident, 0, 0, gradients, step)
+    held = size * s.shard if stage == 2 else size * trained + bucket
+    return _Parts(init, resident, held, 0, gradients - (held if stage == 1 else 0), step)
 
 
 def _stage_3(s: _Setup, stage: int) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
-    bucket = s.bucket * size
+    bucket, largest = s.bucket * size, s.facts.largest_param
     own = size * total / s.slots
-    gathers = s.slots > 1 or s.offload_param
-    live = size * min(total, s.live) if gathers else 0
+    live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
+    reduced = size * min(trained, s.bucket)
+    if s.offload_param:
+        init = max(bucket + 2 * size * largest, own)
+        return _Parts(init, bucket, live, 0, reduced + 2 * size * largest, 0)
     if s.offload_optimizer:
-        resident = bucket + (0 if s.offload_param else own)
-        return _Parts(resident, resident, live, 0, min(trained, s.bucket) * size, 0)
+        resident = bucket + own
+        gradients = reduced + size * (trained / s.slots + largest)
+        return _Parts(resident + size * largest, resident, live, 0, gradients, 0)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + 12) * s.shard + bucket
-    init = resident - 8 * s.shard
+    init = max(resident - 8 * s.shard + size * largest, own + 8 * s.shard)
     step = (s.accumulation_bytes + 4) * group if size == 2 else 4 * group
     if s.torch_adam:
         step += 8 * group
-    return _Parts(init, resident, live, 0, min(trained, s.bucket) * size, step)
+    return _Parts(init, resident, live, 0, reduced, step)
 
 
 def _host(s: _Setup, stage: int) -> tuple[float, float]:
-    """Pinned and pageable bytes on the host."""
+    """Pinned and pageable bytes on the host; what the script itself holds there is not counted."""
     if not s.offload_optimizer:
         return 0, 0
-    size, total = s.model_bytes, s.facts.num_params
+    size = s.model_bytes
     if stage == 3:
-        pinned = (4 + size) * s.shard + (2 * size * total / s.slots if s.offload_param else 0)
-        return pinned, 12 * s.shard
-    return (4 + 4 + size) * s.shard + size * s.facts.largest_param, 8 * s.shard
+        pinned = [4 * s.shard, size * s.shard]
+        if s.offload_param:
+            pinned.append(size * s.facts.num_params / s.slots)
+        return sum(map(_pinned_block, pinned)), 12 * s.shard
+    pinned = [4 * s.shard, 4 * s.shard, size * s.shard, size * s.facts.largest_param]
+    return sum(map(_pinned_block, pinned)), 8 * s.shard
+
+
+def _pinned_block(size: float) -> int:
+    """torch allocates pinned memory in powers of two (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (math.ceil(size) - 1).bit_length() if size > 0 else 0
