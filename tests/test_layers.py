@@ -28,9 +28,9 @@ MAY_IMPORT = {
     "strategy": "",
     "space": "ds_config strategy trial",
     "plan": "ds_config space trial",
-    "memory": "strategy trial",
-    "ladder": "ds_config memory plan strategy trial",
-    "search.*": "errors memory space trial",
+    "memory.*": "ds_config errors injection journal strategy trial",
+    "ladder": "ds_config memory.* plan strategy trial",
+    "search.*": "errors memory.* space trial",
     "journal": "errors trial",
     "run": "journal plan trial",
     "tuner": "ds_config errors journal ladder plan run search.* space strategy trial",
@@ -46,11 +46,12 @@ MAY_IMPORT = {
     "engines": "errors trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
-        "arguments ds_config engines errors experiment failures hf injection journal meter trial"
+        "arguments ds_config engines errors experiment failures hf injection journal memory.* "
+        "meter trial"
     ),
     "loop": "engines errors run trial tuner",
-    "report.*": "ds_config errors journal memory plan run trial",
-    "live": "errors journal ladder memory plan report.* run trial",
+    "report.*": "ds_config errors journal memory.* plan run trial",
+    "live": "errors journal ladder memory.* plan report.* run trial",
     "options": "space trial",
     "settings": "options space",
     "prepare": EVERYTHING,

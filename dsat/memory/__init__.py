@@ -1,6 +1,6 @@
 """Memory of a configuration before it has run: floor, closed form, simulation, calibration."""
 
-from dsat.memory.estimate import CLOSED_FORM, SIMULATED, MemoryEstimate
+from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.memory.floor import (
     StateBytes,
     describe,
@@ -11,6 +11,7 @@ from dsat.memory.floor import (
 
 __all__ = [
     "CLOSED_FORM",
+    "PHASES",
     "SIMULATED",
     "MemoryEstimate",
     "StateBytes",

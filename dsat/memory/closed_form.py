@@ -21,6 +21,7 @@ from dsat.trial import ModelProfile
 _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
 _DEFAULT_SUB_GROUP = 10**9
 _DEFAULT_LIVE = 10**9
+_DEFAULT_PREFETCH = 5 * 10**7
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -68,6 +69,7 @@ class _Parts:
         backward: added at the beginning of the backward pass, when activations are largest.
         gradients: added towards its end, when they are gone.
         step: added to what is resident in the optimizer step.
+        gather: added to `forward` at the beginning of the pass, when there are no activations.
     """
 
     init: float
@@ -76,6 +78,7 @@ class _Parts:
     backward: float
     gradients: float
     step: float
+    gather: float = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class _Setup:
     buckets: int
     sub_group: int
     live: int
+    prefetch: int
     torch_adam: bool
     offload_optimizer: bool
     offload_param: bool
@@ -117,7 +121,7 @@ def estimate(
     """
     setup, stage = _setup(facts, config, slots), of_config(config).stage
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
-    forward = facts.forward_bytes_per_sample * micro_batch
+    forward = max(facts.forward_bytes_per_sample * micro_batch, parts.gather)
     backward = facts.backward_bytes_per_sample * micro_batch
     held = parts.resident + parts.forward
     pinned, pageable = _host(setup, stage)
@@ -150,6 +154,7 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         buckets=2 if overlap else 1,
         sub_group=int(zero.get("sub_group_size", _DEFAULT_SUB_GROUP)),
         live=int(zero.get("stage3_max_live_parameters", _DEFAULT_LIVE)),
+        prefetch=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
         torch_adam=bool(optimizer.get("torch_adam", False)),
         offload_optimizer=strategy.offload_optimizer != NONE,
         offload_param=strategy.offload_param != NONE,
@@ -183,9 +188,9 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
         return _Parts(init, resident, 0, 0, 2 * size * trained, size * trained)
-    # Gradients of parameters that touch the rank's own partition; tied ones are there twice, and
-    # one that no bucket holds is reduced by itself.
-    own = min(trained, s.shard + 3 * largest if s.slots > 1 else trained)
+    # Gradients of parameters that touch the rank's own partition, whole; tied ones are there twice,
+    # and one that no bucket holds is reduced by itself.
+    own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
     init = max(size * (total + trained), size * total + 8 * s.shard)
@@ -199,8 +204,8 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
         step = 4 * s.shard + 8 * min(largest, s.shard)
         return _Parts(init, resident, held, 0, bucket + 4 * s.shard + cast - held, step)
     step = (2 * size + 4) * s.shard if size == 2 else 8 * s.shard
-    if s.slots > 1:
-        step = max(step, size * (trained + s.shard))
+    if s.shard < 2 * largest and s.slots > 1:
+        step += size * largest
     if s.gas == 1:
         return _Parts(init, resident, 0, 0, gradients, step)
     held = size * s.shard if stage == 2 else size * trained + bucket
@@ -213,20 +218,22 @@ def _stage_3(s: _Setup, stage: int) -> _Parts:
     own = size * total / s.slots
     live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
     reduced = size * min(trained, s.bucket)
+    ahead = min(total, s.prefetch)
+    gather = size * (ahead + ahead / s.slots) if s.slots > 1 else 0
     if s.offload_param:
         init = max(bucket + 2 * size * largest, own)
-        return _Parts(init, bucket, live, 0, reduced + 2 * size * largest, 0)
+        return _Parts(init, bucket, live, 0, reduced + 2 * size * largest, 0, gather)
     if s.offload_optimizer:
         resident = bucket + own
         gradients = reduced + size * (trained / s.slots + largest)
-        return _Parts(resident + size * largest, resident, live, 0, gradients, 0)
+        return _Parts(resident + size * largest, resident, live, 0, gradients, 0, gather)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + 12) * s.shard + bucket
     init = max(resident - 8 * s.shard + size * largest, own + 8 * s.shard)
     step = (s.accumulation_bytes + 4) * group if size == 2 else 4 * group
     if s.torch_adam:
         step += 8 * group
-    return _Parts(init, resident, live, 0, reduced, step)
+    return _Parts(init, resident, live, 0, reduced, step, gather)
 
 
 def _host(s: _Setup, stage: int) -> tuple[float, float]:

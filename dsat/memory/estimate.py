@@ -39,7 +39,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """The largest of the phases."""
-        return max(getattr(self, phase) for phase in PHASES)
+        return max(self.init, self.forward, self.backward, self.step)
 
     @property
     def host(self) -> int:

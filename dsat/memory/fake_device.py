@@ -104,10 +104,10 @@ class _Event:
 
 
 def _maker(dtype: torch.dtype) -> property:
-    def make(*args: Any) -> torch.Tensor:
-        if args and isinstance(args[0], (list, tuple)):
-            return torch.tensor(*args, dtype=dtype, device=DEVICE_TYPE)
-        return torch.empty(*args, dtype=dtype, device=DEVICE_TYPE)
+    def make(*sizes: Any) -> torch.Tensor:
+        if sizes and isinstance(sizes[0], (list, tuple)):
+            return torch.tensor(sizes[0], dtype=dtype, device=DEVICE_TYPE)
+        return torch.empty(sizes, dtype=dtype, device=DEVICE_TYPE)
 
     return property(lambda self: make)
 
@@ -226,7 +226,7 @@ def register() -> None:
 
 
 def install(accelerator: CPU_Accelerator) -> None:
-    """Makes it DeepSpeed's accelerator; `set_accelerator` would refuse one that it does not know."""
+    """Makes it DeepSpeed's accelerator; `set_accelerator` refuses what it does not know."""
     from deepspeed.accelerator import real_accelerator
 
     real_accelerator.ds_accelerator = accelerator

@@ -120,9 +120,7 @@ class Loan:
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = completed(request["config"], self._config)
-        candidate = Candidate(
-            config, request["micro_batch"], request["slots"], request["as_cpu"]
-        )
+        candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)
         engine = simulation.engine

@@ -112,12 +112,12 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     _remove_operators()
     # They compare values, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
-        module = importlib.import_module(f"deepspeed.runtime.{name}")
+        module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     # Fake tensors have no address, and DeepSpeed looks at alignments.
-    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign,assignment]
+    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
     # Only delays when memory is used again.
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: get_accelerator().pin_memory(self)  # type: ignore[method-assign]
     # The functions themselves, for callers that another function stands above; see FunctionRules.
     functional.scaled_dot_product_attention = functools.partial(_attention, device_type == "cpu")
@@ -129,8 +129,8 @@ def for_fake_cpu() -> Iterator[None]:
     """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script."""
     restore = _remove_operators()
     data_ptr, to = torch.Tensor.data_ptr, torch.nn.Module.to
-    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign,assignment]
-    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
+    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -142,7 +142,7 @@ def _remove_operators() -> Callable[[], None]:
     """Operators would be compiled, and would read memory. Returns what undoes it."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    communication = importlib.import_module("deepspeed.comm.torch")
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
     places = ((OpBuilder, "load"), (OpBuilder, "is_compatible"), (communication, "build_shm_op"))
     before = [getattr(place, name) for place, name in places]
     OpBuilder.load = lambda self, verbose=True: _NoOperator()
@@ -188,4 +188,4 @@ def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
                     tensor.data = torch.empty_like(tensor)
         return self if dtype is None else original(self, dtype)
 
-    torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
+    torch.nn.Module.to = to  # type: ignore[assignment,method-assign]

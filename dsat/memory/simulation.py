@@ -79,7 +79,9 @@ class Simulation:
         self._candidate = candidate
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
-        self.tracker = StorageTracker(self._device, **({"block_bytes": 1} if candidate.as_cpu else {}))
+        self.tracker = StorageTracker(
+            self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
+        )
         self._modes = (
             FakeTensorMode(allow_non_fake_inputs=True),
             self.tracker,
@@ -166,7 +168,10 @@ class Simulation:
         tracker = self.tracker
         kind = ALL if self._candidate.as_cpu else DEVICE
         return MemoryEstimate(
-            **{phase: tracker.peak(phase, kind) for phase in PHASES},
+            init=tracker.peak("init", kind),
+            forward=tracker.peak("forward", kind),
+            backward=tracker.peak("backward", kind),
+            step=tracker.peak("step", kind),
             host_pinned=tracker.largest(PINNED, PHASES),
             host_pageable=tracker.largest(HOST, PHASES),
             source=SIMULATED,

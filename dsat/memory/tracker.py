@@ -16,7 +16,7 @@ DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
 _CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that sees every operator on fake tensors.
 
     Parameters that a script built on the host are simulated on the device from the beginning,
@@ -30,7 +30,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str, *, block_bytes: int = _CUDA_BLOCK_BYTES) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._block_bytes = block_bytes
         self._place: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+_Named = dict[str, torch.Tensor | None]
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -57,9 +58,11 @@ class ModuleRecord:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._modules = list(module.modules())
-        self._hooks = [{name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules]
-        self._parameters = [dict(m._parameters) for m in self._modules]
-        self._buffers = [dict(m._buffers) for m in self._modules]
+        self._hooks = [
+            {name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules
+        ]
+        self._parameters: list[_Named] = [dict(m._parameters) for m in self._modules]
+        self._buffers: list[_Named] = [dict(m._buffers) for m in self._modules]
         self._tensors = {
             id(t): t
             for tensors in (*self._parameters, *self._buffers)

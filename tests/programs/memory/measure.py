@@ -16,7 +16,7 @@ parser.add_argument("--config", required=True, type=json.loads)
 args = parser.parse_args()
 
 import deepspeed  # noqa: E402
-import models  # noqa: E402
+import models  # type: ignore[import-not-found]  # noqa: E402
 import torch  # noqa: E402
 
 heap_peak = ctypes.CDLL(None).heap_peak

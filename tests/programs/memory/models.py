@@ -27,7 +27,9 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        wide = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
+        added: torch.Tensor = self.down(wide)
+        return x + added
 
 
 class GPT(nn.Module):
@@ -46,7 +48,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
-        return self.head(self.norm(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Bottleneck(nn.Module):
@@ -83,7 +86,8 @@ class SmallResNet(nn.Module):
         self.head = nn.Linear(inputs, 1000)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        logits: torch.Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return logits
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,9 @@ def _gpt(
 
 def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
     def batch(size: int, dtype: torch.dtype) -> Batch:
-        return torch.zeros(size, 3, pixels, pixels, dtype=dtype), torch.zeros(size, dtype=torch.long)
+        return torch.zeros(size, 3, pixels, pixels, dtype=dtype), torch.zeros(
+            size, dtype=torch.long
+        )
 
     return Task(model, batch)
 
@@ -124,9 +130,10 @@ def _lora() -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    import torchvision
+    import torchvision  # type: ignore[import-untyped]
 
-    return torchvision.models.resnet50()
+    model: nn.Module = torchvision.models.resnet50()
+    return model
 
 
 TASKS = {

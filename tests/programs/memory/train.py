@@ -3,7 +3,7 @@
 import argparse
 
 import deepspeed
-import models
+import models  # type: ignore[import-not-found]
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="gpt")
