@@ -24,7 +24,7 @@ def counting_library(folder: Path) -> Path:
 
 
 def real_peaks(
-    library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 300
+    library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 600
 ) -> dict[str, int]:
     """Peak bytes of rank 0 by phase.
 

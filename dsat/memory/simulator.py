@@ -131,7 +131,9 @@ class Simulator:
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        plain = {**config, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 1}
+        # Types of accumulation are not for stage 0, and activations do not depend on them.
+        plain = {key: value for key, value in config.items() if key != "data_types"}
+        plain.update(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
         small, large = (
             self.estimate(plain, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
         )

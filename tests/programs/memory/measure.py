@@ -10,6 +10,7 @@ import gc
 import json
 import os
 
+os.environ.pop("LD_PRELOAD", None)  # not for the compilers that DeepSpeed may start
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--config", required=True, type=json.loads)
