@@ -13,6 +13,7 @@ from typing import Any
 from tests.local import PROGRAMS, environment_of_a_rank
 
 FOLDER = PROGRAMS / "memory"
+ROOT = Path(__file__).parents[1]
 
 
 def counting_library(folder: Path) -> Path:
@@ -32,7 +33,11 @@ def real_peaks(
         RuntimeError: the run failed; with the end of its log.
     """
     environment = environment_of_a_rank(
-        WORLD_SIZE=str(slots), LOCAL_SIZE=str(slots), OMP_NUM_THREADS="1", LD_PRELOAD=str(library)
+        WORLD_SIZE=str(slots),
+        LOCAL_SIZE=str(slots),
+        OMP_NUM_THREADS="1",
+        LD_PRELOAD=str(library),
+        PYTHONPATH=str(ROOT),
     )
     command = [sys.executable, "measure.py", "--model", model, "--config", json.dumps(config)]
     ranks = [

@@ -172,6 +172,8 @@ def make_process_group(size: int, device_type: str) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import FakeStore
 
+    # Makes the backend known, which a fresh process has not got by itself.
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
     torch.distributed.init_process_group(FAKE_GROUP, store=FakeStore(), rank=0, world_size=size)
 

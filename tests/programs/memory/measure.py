@@ -1,7 +1,8 @@
 """One real rank on a CPU: what torch's allocator held, by phase, on standard output.
 
 Counted by `heap.c`, which must be preloaded. torch.profiler is no help: it does not see what other
-threads free, gloo's among them, and its totals drift upwards.
+threads free, gloo's among them, and its totals drift upwards. A rank that is alone gets a process
+group that does nothing, because gloo makes copies of what it reduces and gathers, as NCCL does not.
 """
 
 import argparse
@@ -23,6 +24,10 @@ import torch  # noqa: E402
 heap_peak = ctypes.CDLL(None).heap_peak
 heap_peak.restype = ctypes.c_size_t
 torch.set_num_threads(1)
+if os.environ["WORLD_SIZE"] == "1":
+    from dsat.memory.patches import make_process_group
+
+    make_process_group(1, "cpu")
 peaks: dict[str, int] = {}
 phase = "script"
 
