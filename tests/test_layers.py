@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "overrides": "arguments strategy trial",
     "space": "ds_config overrides strategy trial",
     "plan": "ds_config space trial",
-    "memory": "strategy trial",
-    "ladder": "ds_config memory plan strategy trial",
+    "memory.*": "ds_config errors injection journal strategy trial",
+    "ladder": "ds_config memory.* plan strategy trial",
     "gaussian": "",
     "speed": "gaussian strategy",
-    "search.*": "arguments errors gaussian memory overrides space speed strategy trial",
+    "search.*": "arguments errors gaussian memory.* overrides space speed strategy trial",
     "journal": "errors trial",
     "run": "journal plan trial",
     "tuner": "ds_config errors journal ladder overrides plan run search.* space strategy trial",
@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "engines.remembered": "ds_config engines plan run trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
-        "arguments ds_config engines errors experiment failures hf injection journal meter trial"
+        "arguments ds_config engines errors experiment failures hf injection journal memory.* "
+        "meter trial"
     ),
     "engines.determined": "",
     "engines.determined.verdict": "failures task trial",
@@ -71,7 +72,7 @@ MAY_IMPORT = {
         "engines.determined.patience engines.determined.search journal report.* run"
     ),
     "loop": "engines errors run trial tuner",
-    "report.*": "ds_config errors journal ladder memory plan run trial",
+    "report.*": "ds_config errors journal ladder memory.* plan run trial",
     "live": "report.* run trial",
     "options": "space trial",
     "settings": "options space",

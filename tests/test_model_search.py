@@ -360,9 +360,9 @@ def test_settings_are_encoded_relative_to_the_defaults() -> None:
     encoding = Encoding(space)
     for branch in range(2):
         assert not encoding.row(branch, 0).any()
-        indexes = list(range(0, space.branches[branch].count, 97))
+        indexes = np.arange(0, space.branches[branch].count, 97)
         rows = encoding.rows(branch, indexes)
-        assert np.array_equal(rows, [encoding.row(branch, index) for index in indexes])
+        assert np.array_equal(rows, [encoding.row(branch, int(index)) for index in indexes])
         assert len({tuple(row) for row in rows}) == len(rows), "no two settings look alike"
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a configuration needs on one slot, in closed form.
+"""A floor of the bytes that a strategy needs on one slot, for bounds that need no configuration.
 
 Counted for Adam, from what deepspeed 0.19.8 allocates (runtime/zero/stage_1_and_2.py, stage3.py,
 runtime/fp16/fused_optimizer.py): parameters, gradients, optimizer state and the temporary copies of
