@@ -2,9 +2,9 @@
 
     python -m benchmarks.record [--list] [--concurrent N] [--data DIR] [NAME ...]
 
-Without names, all tables of this machine's accelerator. A recording that was killed goes on where it
-was. The micro batches of each setting double until one is out of memory; then the edge is bisected
-until it is known to an eighth or so. Larger ones are not run: they need more memory.
+Without names, all tables of this machine's accelerator. A recording that was killed goes on where
+it was. The micro batches of each setting double until one is out of memory; then the edge is
+bisected until it is known to a sixth. Larger ones are not run: they need more memory.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 
 def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
     """All combinations of the values of knobs."""
-    return [
-        dict(zip(knobs, values, strict=True)) for values in product(*(knobs[name] for name in knobs))
-    ]
+    combinations = product(*knobs.values())
+    return [dict(zip(knobs, values, strict=True)) for values in combinations]
 
 
 _BUCKETS = (5 * 10**6, 5 * 10**8)
-_SHARDED = dict(reduce_bucket_size=_BUCKETS, contiguous_gradients=(True, False))
-# All that matters on one slot (see dsat/space.py): the smallest and largest useful sizes of each.
+# What matters most on one slot (see dsat/space.py): a small and a large size of each.
 SETTINGS = tuple(
     grid(stage=[0])
-    + grid(stage=[1, 2], **_SHARDED)
-    + grid(stage=[3], **_SHARDED, sub_group_size=(10**9, 10**7))
+    + grid(stage=[1, 2], reduce_bucket_size=_BUCKETS, contiguous_gradients=[True, False])
+    + grid(stage=[3], reduce_bucket_size=_BUCKETS, sub_group_size=[10**9, 10**7])
 )
 
 
@@ -88,10 +86,10 @@ class Spec:
 
 _BF16 = {"bf16": {"enabled": True}}
 SPECS = (
-    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(5.0 * GIB), 7.0),
-    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(4.0 * GIB), 6.0),
-    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(2.75 * GIB), 4.0),
-    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(2.75 * GIB), 5.0),
+    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.75 * GIB), 13.0),
+    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(3.0 * GIB), 10.0),
+    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(2.75 * GIB), 6.0),
+    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.4 * GIB), 8.0),
     Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
     Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
     Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
@@ -157,7 +155,11 @@ def _fill(
             slot_memory_bytes=spec.slot_memory_bytes,
             profile=profile.profile,
             profile_duration_s=profile.duration_s,
-            about=about(machine, concurrent),
+            about={
+                **about_machine(machine),
+                "concurrent trials": concurrent,
+                "measured steps": f"{START_STEP} to {END_STEP}",
+            },
         )
         journal.append(header.to_json())
         journal.events.append(header.to_json())
@@ -249,13 +251,11 @@ def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
     return LocalEngine(user, program, machine, folder, options, slots_per_trial=1)
 
 
-def about(machine: Machine, concurrent: int) -> dict[str, Any]:
-    """What a reader of a table or of results wants to know of how they came to be."""
+def about_machine(machine: Machine) -> dict[str, str]:
+    """Where and when something is measured, and with what."""
     return {
         "machine": machine.describe(),
         "host": f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",
-        "concurrent_trials": concurrent,
-        "steps": f"{START_STEP} to {END_STEP} measured, counted from 1",
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in VERSIONS},
@@ -263,7 +263,7 @@ def about(machine: Machine, concurrent: int) -> dict[str, Any]:
 
 
 def _estimate(spec: Spec, concurrent: int) -> str:
-    trials = 7 * len(spec.settings)
+    trials = 8 * len(spec.settings)
     seconds = spec.seconds_per_trial * trials / concurrent
     return (
         f"{spec.name}: {len(spec.settings)} settings, about {trials} trials, "

@@ -16,7 +16,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,10 +150,9 @@ def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) ->
     The packages of others have global state, so each tuner gets a process of its own.
     """
     spawn = multiprocessing.get_context("spawn")
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=spawn, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(_all_of, tuner, data, seeds, max_trials) for tuner in tuners]
-        found = [episode for future in futures for episode in future.result()]
+    tasks = [(tuner, data, seeds, max_trials) for tuner in tuners]
+    with spawn.Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
+        found = [e for part in pool.starmap(_all_of, tasks, chunksize=1) for e in part]
     order = {table.header.name: number for number, table in enumerate(tables.read_all(data))}
     return sorted(found, key=lambda e: order[e.table])
 

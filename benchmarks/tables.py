@@ -1,13 +1,15 @@
 """Recorded tables: what really came of every trial of a grid, and answers from it.
 
-A table is a file of JSON lines: a header (what was run, where, when, with what versions), then a row
-for each trial. `Table.answer` gives the outcome of any configuration:
+A table is a file of JSON lines: a header (what was run, where, when, with what versions), then a
+row for each trial. `Table.answer` gives the outcome of any configuration:
 
 - Settings are mapped to the nearest recorded ones of the same strategy: by the distance of their
   sizes, as a fraction of the recorded range, plus one for every other setting that differs.
 - Between two recorded micro batches that ran, times are interpolated so that throughput is linear
   in the micro batch; durations are linear too.
 - Beyond the largest recorded micro batch that ran, a configuration is out of memory.
+- A bucket that alone takes more than a slot has is out of memory: contiguous gradients allocate it
+  whole, whatever the model (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:3266, stage3.py:782).
 - With more gradient accumulation than was recorded, what the forward and backward passes took is
   multiplied, and the optimizer's step is not.
 """
@@ -33,6 +35,7 @@ SUFFIX = ".jsonl"
 SCHEMA = 1
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
+_OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,7 @@ class Table:
     def profile_outcome(self) -> Outcome:
         """The outcome of the profile trial."""
         header = self.header
-        return Outcome(
-            OutcomeKind.OK, profile=header.profile, duration_s=header.profile_duration_s
-        )
+        return Outcome(OutcomeKind.OK, profile=header.profile, duration_s=header.profile_duration_s)
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """The DeepSpeed configuration of settings and batch sizes."""
@@ -139,17 +140,21 @@ class Table:
             ValueError: nothing was recorded of its strategy.
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
-        outcome = self._curve(config).answer(batch.micro_batch)
+        stage = ds_config.zero_stage(config)
+        zero = {**space.defaults(stage), **(config.get("zero_optimization") or {})}
+        if stage > 0 and zero["contiguous_gradients"]:
+            bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
+            if bucket_bytes > self.header.slot_memory_bytes:
+                duration_s = min(row.outcome.duration_s for row in self.rows)
+                return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
+        outcome = self._curve(of_config(config).name, zero).answer(batch.micro_batch)
         if outcome.metrics is None:
             return outcome
         return _accumulated(outcome, outcome.metrics, batch, self.header)
 
-    def _curve(self, config: Mapping[str, Any]) -> _Curve:
-        stage = ds_config.zero_stage(config)
-        zero = {**space.defaults(stage), **(config.get("zero_optimization") or {})}
-        key = json.dumps(zero, sort_keys=True, default=str)
+    def _curve(self, strategy: str, zero: Mapping[str, Any]) -> _Curve:
+        key = json.dumps(zero, sort_keys=True)
         if key not in self._nearest:
-            strategy = of_config(config).name
             candidates = [c for c in self._curves if c.strategy == strategy]
             if not candidates:
                 raise ValueError(f"{self.header.name}: nothing was recorded of {strategy}")
@@ -191,8 +196,8 @@ class _Curve:
     def answer(self, size: int) -> Outcome:
         if not self._sizes or size > self._sizes[-1]:
             if not self._failed:
-                last = self._outcomes[-1]
-                return Outcome(OutcomeKind.OOM, message="", duration_s=last.duration_s)
+                duration_s = self._outcomes[-1].duration_s
+                return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
             return self._failed[min(self._failed, key=lambda failed: abs(failed - size))]
         above = bisect_left(self._sizes, size)
         if self._sizes[above] == size or above == 0:

@@ -15,10 +15,11 @@ from dsat.search import SEARCHES
 Play = Callable[[Ledger, int, int], None]
 """Runs trials of a ledger, with a seed, at most so many."""
 
+_DETERMINED = ("asha", "binary", "random")
 # Name -> module of this package, and what its `play` is given first, if anything.
 _PEERS: dict[str, tuple[str, str | None]] = {
     **{f"dsat {method}": ("ours", method) for method in SEARCHES},
-    **{f"Determined {method}": ("determined_dsat", method) for method in ("asha", "binary", "random")},
+    **{f"Determined {method}": ("determined_dsat", method) for method in _DETERMINED},
     "DeepSpeed fast": ("deepspeed_autotuner", None),
     "Optuna TPE": ("optuna_tpe", None),
 }

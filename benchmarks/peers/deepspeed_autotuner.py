@@ -7,6 +7,7 @@ accelerator's memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import tempfile
@@ -51,10 +52,8 @@ def play(ledger: Ledger, seed: int, max_trials: int) -> None:
             master_port=29500,
         )
         slots = {"localhost": list(range(header.slots))}
-        try:
+        with contextlib.suppress(BudgetSpent):
             _TableAutotuner(ledger, args, slots).tune()
-        except BudgetSpent:
-            pass
 
 
 class _TableAutotuner(Autotuner):  # type: ignore[misc]

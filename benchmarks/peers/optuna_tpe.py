@@ -37,7 +37,5 @@ def play(ledger: Ledger, seed: int, max_trials: int) -> None:
         outcome = ledger.run(table.config(settings, space.batch(size, settings)))
         return outcome.value(OBJECTIVE) or 0.0
 
-    study = optuna.create_study(
-        direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
-    )
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     study.optimize(throughput, n_trials=max_trials)

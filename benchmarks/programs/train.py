@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 LORA_RANK = 8
 
+Batch = tuple[torch.Tensor, ...]
+
 
 def gpt2(*, width: int, layers: int, heads: int, vocabulary: int = 50257) -> GPT2LMHeadModel:
     """A GPT-2 of any size; its own sizes are those of `openai-community/gpt2*`."""
@@ -47,7 +49,8 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.frozen(hidden) + self.up(self.down(hidden))
+        result: torch.Tensor = self.frozen(hidden) + self.up(self.down(hidden))
+        return result
 
 
 def with_low_rank(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
@@ -100,7 +103,7 @@ class ImageLoss(nn.Module):
         return nn.functional.cross_entropy(self.model(images).float(), classes)
 
 
-def batches(model: nn.Module, size: int, side: int, like: torch.Tensor) -> Iterator[tuple]:
+def batches(model: nn.Module, size: int, side: int, like: torch.Tensor) -> Iterator[Batch]:
     """Random inputs without end: token sequences of length `side`, or images of `side` pixels."""
     if isinstance(model, TokenLoss):
         vocabulary = model.model.config.vocab_size
