@@ -131,6 +131,7 @@ def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -
     """
     path = folder / f"{spec.name}{tables.SUFFIX}"
     with Journal(path) as journal, tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
+        _check_same(spec, journal)
         engine = _engine(spec, machine, Path(scratch))
         try:
             _fill(spec, machine, engine, journal, concurrent)
@@ -145,7 +146,8 @@ def _fill(
     spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
 ) -> None:
     profile = _one(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
-    assert profile.profile is not None
+    if profile.profile is None:
+        raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
         header = Header(
             name=spec.name,
@@ -162,9 +164,6 @@ def _fill(
             },
         )
         journal.append(header.to_json())
-        journal.events.append(header.to_json())
-    header = Header.from_json(journal.events[0])
-    _check_same(spec, header)
     known: list[dict[int, bool]] = [{} for _ in spec.settings]
     for row in map(Row.from_json, journal.events[1:]):
         known[list(spec.settings).index(row.settings)][row.micro_batch] = row.outcome.ok
@@ -200,7 +199,10 @@ def _fill(
             )
 
 
-def _check_same(spec: Spec, header: Header) -> None:
+def _check_same(spec: Spec, journal: Journal) -> None:
+    if not journal.events:
+        return
+    header = Header.from_json(journal.events[0])
     if (header.ds_config, header.slot_memory_bytes) != (spec.ds_config, spec.slot_memory_bytes):
         raise SystemExit(f"{spec.name} was begun with other settings; delete it to begin anew")
 

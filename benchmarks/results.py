@@ -120,8 +120,10 @@ def _bars(bars: Sequence[Bar]) -> list[str]:
 
 def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]:
     lines = [
-        f"Best found, as a fraction of the best that was recorded; medians over the seeds, the "
-        f"worst in brackets; one trial at a time. {_first_paragraph(replay)}",
+        "Best found, as a fraction of the best that was recorded; medians over the seeds, the "
+        "worst in brackets; one trial at a time. All trials count: the model profile that most "
+        "begin with, the user's own configuration that dsat measures next, repetitions, and what "
+        "ran out of memory. What was not recorded is told from what was: see tables.py.",
         "",
         f"![Best found after each number of trials]({PICTURE.name})",
         "",
@@ -129,24 +131,20 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
     for table in recorded:
         header = table.header
         mine = [s for s in replay.summaries(episodes) if s.table == header.name]
-        ran = sum(row.outcome.ok for row in table.rows)
+        lost = sum(not row.outcome.ok for row in table.rows)
         facts = ", ".join(f"{key} {value}" for key, value in header.about.items())
         lines += [
             f"### {header.name}",
             "",
             f"`{header.command}`, {header.profile.num_params / 1e6:.1f} M parameters "
             f"({header.profile.trainable_params / 1e6:.1f} M trainable), "
-            f"{header.slot_memory_bytes / 2**30:g} GiB per slot; {len(table.rows)} recorded trials, "
-            f"{len(table.rows) - ran} of them out of memory. {facts}.",
+            f"{header.slot_memory_bytes / 2**30:g} GiB per slot; {len(table.rows)} recorded "
+            f"trials, {lost} of them out of memory. {facts}.",
             "",
             *replay.lines(mine),
             "",
         ]
     return lines
-
-
-def _first_paragraph(module: Any) -> str:
-    return " ".join(str(module.__doc__).split("\n\n")[-1].split())
 
 
 def _native(tuned: Sequence[Tuned]) -> list[str]:
