@@ -27,9 +27,10 @@ import psutil
 
 from benchmarks import tables
 from benchmarks.tables import Header, Row
-from dsat import experiment, space
+from dsat import experiment
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
 from dsat.journal import Journal
+from dsat.overrides import overrides_for
 from dsat.report.format import duration
 from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
 
@@ -228,7 +229,7 @@ def _trial(
     spec: Spec, number: int, kind: TrialKind, settings: Mapping[str, Any], size: int
 ) -> Trial:
     batch = BatchTriple(size, size, 1)
-    overrides = space.overrides_for(settings, batch)
+    overrides = overrides_for(settings, batch)
     stage = int(settings.get("stage", 0))
     return Trial(number, kind, f"t{number}", stage, batch, overrides)
 

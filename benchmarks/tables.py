@@ -27,6 +27,7 @@ from typing import Any
 
 from dsat import ds_config, space
 from dsat.journal import parse
+from dsat.overrides import overrides_for
 from dsat.strategy import of_config
 from dsat.trial import BatchTriple, Metrics, ModelProfile, Objective, Outcome, OutcomeKind
 
@@ -131,7 +132,7 @@ class Table:
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """The DeepSpeed configuration of settings and batch sizes."""
-        return ds_config.merge(self.header.ds_config, space.overrides_for(settings, batch))
+        return ds_config.merge(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
         """The outcome of a trial of a whole DeepSpeed configuration.
@@ -249,7 +250,7 @@ def _accumulated(outcome: Outcome, metrics: Metrics, batch: BatchTriple, header:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = space.overrides_for(settings, BatchTriple(1, 1, 1))
+    overrides = overrides_for(settings, BatchTriple(1, 1, 1))
     return dict(overrides.get("zero_optimization", {}))
 
 

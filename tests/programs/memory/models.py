@@ -130,7 +130,7 @@ def _lora() -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    import torchvision  # type: ignore[import-untyped]
+    import torchvision
 
     model: nn.Module = torchvision.models.resnet50()
     return model
