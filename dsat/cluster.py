@@ -120,6 +120,8 @@ def prepare(chosen: Settings, master: str) -> Submission:
         args = program.args
     user = replace(user, arg_mappings=arguments.checked({}, args, where="--arg-mapping"))
     check_max_slots(chosen, slots)
+    if chosen.memory_model == BY_SIMULATION:
+        chosen = replace(chosen, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = plan_of(chosen, user, slots, args=args, switches={}, offload_helps=True)
     changes = (
         {}

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsat.plan import MEMORY_MODELS
 from dsat.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
 from dsat.trial import METRIC_NAMES
 
@@ -324,10 +325,19 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
     )
     add(
         "--memory-model",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="begin from the largest micro batch that memory is predicted to allow; without, from "
-        "the one whose activations alone would fill a slot",
+        choices=MEMORY_MODELS,
+        default=MEMORY_MODELS[0],
+        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy, or at once by a formula; on a "
+        "cluster always by the formula",
+    )
+    add(
+        "--no-memory-model",
+        dest="memory_model",
+        action="store_const",
+        const=MEMORY_MODELS[-1],
+        default=argparse.SUPPRESS,
+        help="the same as --memory-model none",
     )
     add(
         "--nvme-path",

@@ -292,6 +292,7 @@ def plan_of(
         fix=chosen.fix,
         choices=listed,
         switches=switches,
+        memory_model=chosen.memory_model,
         offload_helps=offload_helps,
         nvme_path=chosen.nvme_path or _nvme_path(base),
         measured={

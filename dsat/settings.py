@@ -14,26 +14,22 @@ from dsat.space import KNOB_NAMES
 # Each method's own options: flag -> the search's parameter.
 SEARCH_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "asha": {
-        "memory_model": "memory_model",
         "max_rungs": "max_rungs",
         "min_binary_search_trials": "min_trials",
         "asha_early_stopping": "early_stopping",
         "divisor": "divisor",
         "search_range_factor": "search_range_factor",
     },
-    "binary": {"memory_model": "memory_model", "search_range_factor": "search_range_factor"},
+    "binary": {"search_range_factor": "search_range_factor"},
     "random": {
-        "memory_model": "memory_model",
         "trials_per_random_config": "trials_per_config",
         "early_stopping": "early_stopping",
     },
     "gridsearch": {
-        "memory_model": "memory_model",
         "num_micro_batches": "num_micro_batches",
         "early_stopping": "early_stopping",
     },
     "model": {
-        "memory_model": "memory_model",
         "stop_when": "stop_when",
         "early_stopping": "early_stopping",
     },
@@ -58,6 +54,7 @@ class Settings:
     zero_stages: tuple[int, ...] | None
     tune: tuple[str, ...]
     fix: tuple[str, ...]
+    memory_model: str
     nvme_path: str | None
     arg_mappings: Mapping[str, str]
     start_profile_step: int

@@ -106,6 +106,7 @@ class Trial:
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
@@ -120,6 +121,7 @@ class Trial:
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
+    predicted_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.strategy:

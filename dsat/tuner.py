@@ -13,13 +13,17 @@ from typing import Any, Protocol
 
 from dsat import ds_config, ladder
 from dsat.errors import JournalMismatch
+from dsat.forecast import Forecast
 from dsat.journal import SCHEMA_VERSION
+from dsat.memory.model import Basis
 from dsat.overrides import overrides_for, script_args_for, strategy_settings
-from dsat.plan import Plan
+from dsat.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.run import (
     EVENT_BUDGET,
     EVENT_FINISHED,
+    EVENT_FORESEEN,
     EVENT_PROPOSED,
+    EVENT_SKIPPED,
     EVENT_START,
     EVENT_STOPPED,
     EVENT_WAITING,
@@ -60,6 +64,7 @@ _SAID_AS = {
     "choices": "lists of values",
     "switches": "switches of the script",
     "offload_helps": "slots",
+    "memory_model": "a --memory-model",
     "nvme_path": "a --nvme-path",
 }
 
@@ -101,7 +106,9 @@ class Tuner:
         self._journal = journal
         self._clock = clock
         self._last_event_s = clock()
+        self._space: Space | None = None
         self._search: Search | None = None
+        self._forecast: Forecast | None = None
         self._failure: str | None = None
         self._rescue = ladder.rescue(plan)
         self._rung = -1  # of the ladder; -1: the user's own strategy
@@ -148,6 +155,28 @@ class Tuner:
             return
         self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome.to_json()})
         self._hear(trial_id, outcome)
+
+    @property
+    def awaits_basis(self) -> bool:
+        """Whether nothing more is decided before `foresee`."""
+        return self._space is not None and self._search is None
+
+    def foresee(self, basis: Basis) -> None:
+        """Enters what memory is predicted from, and begins the search."""
+        assert self.awaits_basis
+        self._append({"event": EVENT_FORESEEN, "basis": basis.to_json()})
+        self._begin_search(basis)
+
+    def reference_configs(self) -> list[dict[str, Any]]:
+        """Of each strategy that is searched its first configuration."""
+        assert self._space is not None
+        space, configs = self._space, []
+        for branch in space.branches:
+            settings = branch.settings(0)
+            batch = space.batch(space.micro_batches[0], settings)
+            overrides = overrides_for(settings, batch)
+            configs.append(ds_config.merge(self.plan.base_config, overrides))
+        return configs
 
     @property
     def stop_reason(self) -> str | None:
@@ -206,13 +235,16 @@ class Tuner:
 
         A proposal that equals an earlier trial gets that one's outcome, at once or when it ends.
         """
-        assert self._search is not None
+        assert self._search is not None and self._space is not None
         while (proposal := self._search.ask()) is not None:
             batch = self._space.batch(proposal.micro_batch, proposal.settings)
             overrides = overrides_for(proposal.settings, batch)
             script_args = script_args_for(proposal.settings)
             known = self._trial_by_config.get(self._fingerprint(overrides, script_args))
             if known is None:
+                if self._forecast is not None and not self._forecast.fits(overrides, script_args):
+                    self._skip(proposal, overrides, batch)
+                    continue
                 trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
                 self._proposals[trial.id] = proposal
                 return trial
@@ -222,13 +254,22 @@ class Tuner:
                 self._twins.setdefault(known, []).append(proposal)
         return None
 
+    def _skip(self, proposal: Proposal, overrides: Mapping[str, Any], batch: BatchTriple) -> None:
+        """Tells the search that a proposal would run out of memory; that takes no trial."""
+        assert self._search is not None
+        strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
+        self._append({"event": EVENT_SKIPPED, "name": _stem(strategy, batch)})
+        self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
+
     def _hear(self, trial_id: int, outcome: Outcome) -> None:
         self._waiting = False
         trial = self.run.trials[trial_id]
         if trial.kind is TrialKind.PROFILE:
-            self._begin_search(trial, outcome)
+            self._take_profile(trial, outcome)
             return
         assert self._search is not None
+        if self._forecast is not None:
+            self._forecast.learn(trial.overrides, trial.script_args, outcome)
         own = [self._proposals.pop(trial_id)] if trial_id in self._proposals else []
         proposals = own + self._twins.pop(trial_id, [])
         for proposal in proposals:
@@ -238,7 +279,7 @@ class Tuner:
 
     def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
         """Lets the search know of the user's own configuration, if it is one of the space."""
-        assert self._search is not None
+        assert self._search is not None and self._space is not None
         digest = self._fingerprint(trial.overrides, trial.script_args)
         for number, branch in enumerate(self._space.branches):
             settings = branch.settings(0)
@@ -247,7 +288,8 @@ class Tuner:
             if self._fingerprint(overrides_for(settings, batch), script_args) == digest:
                 self._search.learn(number, trial.batch.micro_batch, outcome)
 
-    def _begin_search(self, trial: Trial, outcome: Outcome) -> None:
+    def _take_profile(self, trial: Trial, outcome: Outcome) -> None:
+        """Makes the space, and begins the search unless memory is to be simulated first."""
         profile = outcome.profile
         if not outcome.ok or profile is None:
             self._profile_failed(trial, outcome)
@@ -259,12 +301,34 @@ class Tuner:
             )
             return
         self._space = make_space(self.plan, profile, rung=self._rung)
-        self._search = SEARCHES[self.plan.method](
-            profile,
-            self.plan.objective,
-            self._space,
-            seed=self.plan.seed,
-            **self.plan.search_options,
+        if self.plan.memory_model == BY_FORMULA:
+            self._begin_search(Basis.of_profile(profile, self.plan.switches))
+        elif self.plan.memory_model == NO_MEMORY_MODEL:
+            self._begin_search(None)
+
+    def _begin_search(self, basis: Basis | None) -> None:
+        plan, run, space = self.plan, self.run, self._space
+        assert run.profile is not None and space is not None
+        forecast = None
+        if basis is not None:
+            forecast = Forecast(basis, plan, run.profile, space)
+            for trial_id, outcome in run.outcomes.items():
+                trial = run.trials[trial_id]
+                forecast.learn(trial.overrides, trial.script_args, outcome)
+            if not any(
+                forecast.largest(branch.settings(0)) >= space.micro_batches[0]
+                for branch in space.branches
+            ):
+                forecast = None  # the model was profiled, so this cannot be true
+        self._forecast = forecast
+        self._search = SEARCHES[plan.method](
+            run.profile,
+            plan.objective,
+            space,
+            seed=plan.seed,
+            memory_model=basis is not None,
+            predict=None if forecast is None else forecast.largest,
+            **plan.search_options,
         )
 
     def _profile_failed(self, trial: Trial, outcome: Outcome) -> None:
@@ -326,6 +390,11 @@ class Tuner:
             lineage=None if proposal is None else proposal.lineage,
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
+            predicted_bytes=(
+                None
+                if self._forecast is None
+                else self._forecast.predicted_bytes(overrides, script_args)
+            ),
         )
 
     def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
@@ -338,7 +407,7 @@ class Tuner:
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
-        stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
+        stem = _stem(strategy, batch)
         if kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
         name, length = stem, 4
@@ -386,6 +455,9 @@ class Tuner:
                     f"{decided.name}. The run was made by another version: start a new one."
                 )
         self.run.apply(event)
+        if kind == EVENT_FORESEEN:
+            assert self.run.foreseen is not None
+            self._begin_search(self.run.foreseen)
         if kind == EVENT_FINISHED:
             self._hear(event["trial_id"], self.run.outcomes[event["trial_id"]])
 
@@ -428,6 +500,10 @@ def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) 
 def _roomy_bucket(profile: ModelProfile) -> int:
     """Elements of a bucket that takes a sixteenth of a slot's memory."""
     return profile.slot_memory_bytes // (16 * profile.param_bytes)
+
+
+def _stem(strategy: Strategy, batch: BatchTriple) -> str:
+    return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
 
 
 def _with_room(plan: Plan, max_trials: int) -> Plan:

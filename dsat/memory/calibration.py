@@ -10,13 +10,13 @@ per sample). So
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsat.memory.estimate import PHASES, MemoryEstimate
 from dsat.trial import MemoryUse
 
-UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
+_NOISE = 0.01  # of measured bytes from trial to trial
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Observation:
 
     Attributes:
         used: peaks by phase; all of a rank's tensors.
-        context_bytes: what the process held on the device besides its allocator, if known.
+        context_bytes: what the process held besides its tensors, if known.
     """
 
     estimate: MemoryEstimate
@@ -35,11 +35,14 @@ class Observation:
 
     @classmethod
     def of(
-        cls, estimate: MemoryEstimate, micro_batch: int, memory: MemoryUse, context_bytes: int = 0
+        cls, estimate: MemoryEstimate, micro_batch: int, memory: MemoryUse
     ) -> Observation | None:
-        """From a trial's own record; None if its device has no allocator to ask."""
-        used = dict(memory.allocated_bytes)
-        return cls(estimate, micro_batch, used, context_bytes) if used else None
+        """From a trial's own record; None if there is none."""
+        used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
+        if not memory.allocated_bytes:
+            # A resident set shows what the script did before, reading its data for example.
+            used.pop("init", None)
+        return cls(estimate, micro_batch, used, memory.context_bytes) if used else None
 
     @property
     def phase(self) -> str:
@@ -67,26 +70,21 @@ class Calibration:
     context_bytes: int = 0
     observations: int = 0
 
-    @property
-    def margin(self) -> float:
-        """By which factor more than the prediction must be free."""
-        return CALIBRATED_MARGIN if self.observations else UNCALIBRATED_MARGIN
-
-    def predicted_bytes(self, estimate: MemoryEstimate, micro_batch: int) -> int:
-        """Peak of one slot."""
-        added = self.fixed_bytes + self.bytes_per_sample * micro_batch
-        return round(estimate.peak + added + self.context_bytes)
-
-    def fits(self, estimate: MemoryEstimate, micro_batch: int, slot_memory_bytes: int) -> bool:
-        """Whether a trial may be launched."""
-        return self.predicted_bytes(estimate, micro_batch) * self.margin <= slot_memory_bytes
+    def added_bytes(self, micro_batch: float) -> float:
+        """What a phase needs beyond its simulation."""
+        return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 
-def calibrate(observations: Sequence[Observation]) -> Calibration:
+def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibration:
     """Least squares of the excess over the micro batch.
 
-    One micro batch tells no slope: the excess is then taken for a constant. A negative slope would
-    promise room that no workspace gives back, and is taken for none.
+    One micro batch tells no slope: the excess is then taken for a constant. Small ones tell little
+    of it, so the slope is drawn to none. A negative slope would promise room that no workspace
+    gives back, and is taken for none.
+
+    Args:
+        observations: of trials.
+        usual_slope: bytes per sample of the size that is to be expected.
     """
     if not observations:
         return Calibration()
@@ -94,49 +92,16 @@ def calibrate(observations: Sequence[Observation]) -> Calibration:
     sizes = [o.micro_batch for o in observations]
     excesses = [o.excess for o in observations]
     mean_size, mean_excess = sum(sizes) / count, sum(excesses) / count
+    noise = _NOISE * max(o.used[o.phase] for o in observations)
     spread = sum((size - mean_size) ** 2 for size in sizes)
     slope = 0.0
-    if spread:
+    if spread and usual_slope > 0:
         pairs = zip(sizes, excesses, strict=True)
-        slope = max(0.0, sum((m - mean_size) * (e - mean_excess) for m, e in pairs) / spread)
+        common = sum((m - mean_size) * (e - mean_excess) for m, e in pairs)
+        slope = max(0.0, common / (spread + (noise / usual_slope) ** 2))
     return Calibration(
         fixed_bytes=mean_excess - slope * mean_size,
         bytes_per_sample=slope,
         context_bytes=max(o.context_bytes for o in observations),
         observations=count,
     )
-
-
-def largest_micro_batch(
-    estimate: Callable[[int], MemoryEstimate],
-    calibration: Calibration,
-    slot_memory_bytes: int,
-    allowed: Sequence[int],
-) -> int | None:
-    """The largest allowed micro batch whose predicted memory fits, found by bisection.
-
-    Args:
-        estimate: memory of the configuration with a micro batch; asked about log2(allowed) times.
-        calibration: what real trials have taught.
-        slot_memory_bytes: what a slot may use.
-        allowed: ascending.
-
-    Returns:
-        None if not even the smallest fits.
-    """
-
-    def fits(index: int) -> bool:
-        size = allowed[index]
-        return calibration.fits(estimate(size), size, slot_memory_bytes)
-
-    if not allowed or not fits(0):
-        return None
-    # Doubling first: micro batches far beyond the memory are of no interest.
-    low, high = 0, 1
-    while high < len(allowed) and fits(high):
-        low, high = high, 2 * high
-    high = min(high, len(allowed))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return allowed[low]

@@ -77,8 +77,6 @@ class Lender:
 
         torch.distributed.init_process_group = init_process_group
 
-        torch.distributed.init_process_group = init_process_group
-
         @functools.wraps(deepspeed.initialize)
         def initialize(*args: Any, **kwargs: Any) -> Any:
             return self._lend(*args, **kwargs)

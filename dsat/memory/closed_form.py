@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.memory.estimate import CLOSED_FORM, MemoryEstimate
+from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
 from dsat.strategy import NONE, of_config
 from dsat.trial import ModelProfile
 
@@ -56,6 +56,17 @@ class ModelFacts:
             forward_bytes_per_sample=slope,
             backward_bytes_per_sample=slope,
         )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes that grow with the micro batch: `fixed + per_sample * micro batch`."""
+
+    fixed: float
+    per_sample: float = 0.0
+
+    def at(self, micro_batch: float) -> float:
+        return self.fixed + self.per_sample * micro_batch
 
 
 @dataclass(frozen=True)
@@ -119,22 +130,34 @@ def estimate(
         micro_batch: samples per rank and micro step.
         note: why nothing better answers.
     """
-    setup, stage = _setup(facts, config, slots), of_config(config).stage
-    parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
-    forward = max(facts.forward_bytes_per_sample * micro_batch, parts.gather)
-    backward = facts.backward_bytes_per_sample * micro_batch
-    held = parts.resident + parts.forward
-    pinned, pageable = _host(setup, stage)
+    phases = lines(facts, config, slots=slots)
+    peaks = {name: round(max(line.at(micro_batch) for line in phases[name])) for name in PHASES}
+    pinned, pageable = _host(_setup(facts, config, slots), of_config(config).stage)
     return MemoryEstimate(
-        init=round(parts.init),
-        forward=round(held + forward),
-        backward=round(held + max(parts.backward + backward, parts.gradients)),
-        step=round(parts.resident + parts.step),
+        **peaks,
         host_pinned=round(pinned),
         host_pageable=round(pageable),
         source=CLOSED_FORM,
         note=note,
     )
+
+
+def lines(
+    facts: ModelFacts, config: Mapping[str, Any], *, slots: int
+) -> dict[str, tuple[Line, ...]]:
+    """Memory on the device for every micro batch: a phase's peak is the highest of its lines."""
+    setup, stage = _setup(facts, config, slots), of_config(config).stage
+    parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
+    held = parts.resident + parts.forward
+    return {
+        "init": (Line(parts.init),),
+        "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
+        "backward": (
+            Line(held + parts.backward, facts.backward_bytes_per_sample),
+            Line(held + parts.gradients),
+        ),
+        "step": (Line(parts.resident + parts.step),),
+    }
 
 
 def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:

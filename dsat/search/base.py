@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dsat import memory
 from dsat.search.lineage import Lineage
-from dsat.space import Space
+from dsat.space import LARGEST_MICRO_BATCH, Space
 from dsat.strategy import Strategy
 from dsat.trial import ModelProfile, Objective, Outcome, Proposal
 
-MemoryModel = Callable[[ModelProfile, Strategy, int], int]
+Predict = Callable[[Mapping[str, Any]], float]
+
+_DRAWS = 64  # settings that are drawn one after the other until some fit
 
 
-def predicted_largest(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
-    """The largest micro batch that memory should allow; 0 if not even one sample should fit."""
+def _by_strategy(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
+    """The largest micro batch that model state leaves room for; 0 if there is none."""
     if memory.required_bytes(profile, strategy, slots, 1) > profile.slot_memory_bytes:
         return 0
     return memory.largest_micro_batch(profile, strategy, slots)
@@ -42,8 +45,8 @@ class Search(abc.ABC):
         search_range_factor: multiplies the predicted largest micro batch where a search begins.
         memory_model: begin from the predicted largest micro batch; otherwise from the one whose
             activations alone would fill a slot, which no strategy can exceed.
-        predict: predicts the largest micro batch of a strategy on a number of slots; 0 if none
-            fits.
+        predict: predicts the largest micro batch of some settings, 0 if none fits, and may know
+            better from one call to the next; by default a rough guess by strategy does.
     """
 
     def __init__(
@@ -55,18 +58,17 @@ class Search(abc.ABC):
         seed: int,
         search_range_factor: float = 1.0,
         memory_model: bool = True,
-        predict: MemoryModel = predicted_largest,
+        predict: Predict | None = None,
     ) -> None:
         self.objective = objective
         self.space = space
         self._seed = seed
         self._draws = 0
         self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
-        bound = predict if memory_model else _upper_bound
-        self._largest = [
-            search_range_factor * bound(profile, s, space.slots) for s in space.strategies
-        ]
-        self._ceilings = [max(1, int(largest)) for largest in self._largest]
+        self._search_range_factor = search_range_factor
+        self._predict = predict if memory_model else None
+        bound = _by_strategy if memory_model else _upper_bound
+        self._rough = [bound(profile, s, space.slots) for s in space.strategies]
         self._lineages: list[Lineage] = []
 
     @abc.abstractmethod
@@ -101,8 +103,13 @@ class Search(abc.ABC):
         self._draws += 1
         return np.random.default_rng([self._seed, self._draws])
 
+    def _largest(self, branch: int, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that settings of a branch should allow; 0 if none."""
+        found = self._rough[branch] if self._predict is None else self._predict(settings)
+        return self._search_range_factor * min(found, LARGEST_MICRO_BATCH)
+
     def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
-        """A lineage with settings that were not drawn before; None when all were.
+        """A lineage with settings that were not drawn before; None when all were, or none fits.
 
         Args:
             branches: the numbers of the branches to draw from; by default all.
@@ -111,21 +118,26 @@ class Search(abc.ABC):
         that would crowd a slot.
         """
         candidates = range(len(self._undrawn)) if branches is None else branches
-        open_branches = [number for number in candidates if self._undrawn[number].count]
-        if not open_branches:
-            return None
-        rng = self._rng()
-        number = open_branches[int(rng.integers(len(open_branches)))]
-        branch = self.space.branches[number]
-        lineage = Lineage(
-            id=len(self._lineages),
-            branch=number,
-            settings=branch.settings(self._undrawn[number].take(rng)),
-            micro_batches=self.space.micro_batches,
-            ceiling=self._ceilings[number],
-        )
-        self._lineages.append(lineage)
-        return lineage
+        for _ in range(_DRAWS):
+            open_branches = [number for number in candidates if self._undrawn[number].count]
+            if not open_branches:
+                return None
+            rng = self._rng()
+            number = open_branches[int(rng.integers(len(open_branches)))]
+            settings = self.space.branches[number].settings(self._undrawn[number].take(rng))
+            largest = self._largest(number, settings)
+            if self._predict is not None and largest < self.space.micro_batches[0]:
+                continue
+            lineage = Lineage(
+                id=len(self._lineages),
+                branch=number,
+                settings=settings,
+                micro_batches=self.space.micro_batches,
+                ceiling=max(1, int(largest)),
+            )
+            self._lineages.append(lineage)
+            return lineage
+        return None
 
     def _propose(self, lineage: Lineage, index: int, **note: int) -> Proposal:
         return Proposal(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,9 +41,9 @@ class _Probit:
         return float(log_cdf(np.array(z)))
 
     def log_chance(self, features: Array, thresholds: Array) -> Array:
-        """Of (s, k) features to exceed (m,) thresholds: (m, s)."""
+        """Of (s, k) features to exceed (m, s) thresholds: (m, s)."""
         variance = ((features @ self._covariance) * features).sum(axis=1) + self._noise**2
-        margin = (features @ self._mean)[None, :] - thresholds[:, None]
+        margin = (features @ self._mean)[None, :] - thresholds
         return log_cdf(margin / np.sqrt(np.maximum(variance, self._noise**2))[None, :])
 
     def mean(self, features: Array) -> Array:
@@ -56,21 +55,20 @@ class _Probit:
 class Feasibility:
     """The chance that a configuration has enough memory, and that it runs for all else.
 
-    The largest micro batch of a configuration is the predicted one of its strategy, times an error
-    that all strategies share, one of each and one of each setting. Two beliefs are kept, that the
-    prediction is good and that it is not; what happens decides between them.
+    The largest micro batch of a configuration is the predicted one, times an error that all
+    strategies share, one of each and one of each setting. Two beliefs are kept, that predictions
+    are good and that they are not; what happens decides between them.
+
+    Predictions come with each question, as octaves: binary logarithms of largest micro batches.
 
     Args:
-        largest: the predicted largest micro batch of each branch.
-        trusted: whether `largest` is worth more than a bound from above.
+        count: the number of branches.
+        trusted: whether predictions are worth more than bounds from above.
         knob_mean, knob_sd: prior of each feature's effect on it, in octaves.
     """
 
-    def __init__(
-        self, largest: Sequence[float], trusted: bool, knob_mean: Array, knob_sd: Array
-    ) -> None:
-        self._octaves = np.log2(np.asarray(largest, float))
-        count = len(largest)
+    def __init__(self, count: int, trusted: bool, knob_mean: Array, knob_sd: Array) -> None:
+        self._count = count
         mean = np.concatenate((np.zeros(1 + count), knob_mean))
         self._beliefs = []
         for shared, own in (_GOOD, _BAD):
@@ -83,9 +81,11 @@ class Feasibility:
         spread = np.repeat((0.2, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB), (1, count, len(knob_sd)))
         self._soundness = _Probit(sound, spread, 1.0)
 
-    def learn_memory(self, branch: int, knobs: Array, micro_batch: int, fits: bool) -> None:
+    def learn_memory(
+        self, branch: int, knobs: Array, octave: float, micro_batch: int, fits: bool
+    ) -> None:
         features = self._features(branch, knobs[None, :])[0]
-        threshold = math.log2(micro_batch) - self._octaves[branch]
+        threshold = math.log2(micro_batch) - octave
         likely = [belief.learn(features, threshold, fits) for belief in self._beliefs]
         self._log_weights = self._log_weights + likely
         self._log_weights -= np.logaddexp.reduce(self._log_weights)
@@ -93,10 +93,10 @@ class Feasibility:
     def learn_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
         self._soundness.learn(self._features(branch, knobs[None, :])[0], 0.0, sound)
 
-    def log_fits(self, branch: int, knobs: Array, micro_batches: Array) -> Array:
+    def log_fits(self, branch: int, knobs: Array, octaves: Array, micro_batches: Array) -> Array:
         """The logarithm of the chance to fit of (s, k) knobs and (m,) micro batches: (m, s)."""
         features = self._features(branch, knobs)
-        thresholds = np.log2(micro_batches) - self._octaves[branch]
+        thresholds = np.log2(micro_batches)[:, None] - octaves[None, :]
         chances = [
             weight + belief.log_chance(features, thresholds)
             for weight, belief in zip(self._log_weights, self._beliefs, strict=True)
@@ -106,17 +106,18 @@ class Feasibility:
 
     def log_sound(self, branch: int, knobs: Array) -> Array:
         """The logarithm of the chance to run for all but memory of (s, k) knobs: (s,)."""
-        chance: Array = self._soundness.log_chance(self._features(branch, knobs), np.zeros(1))[0]
+        chance: Array = self._soundness.log_chance(self._features(branch, knobs), np.zeros((1, 1)))[
+            0
+        ]
         return chance
 
-    def expected_largest(self, branch: int, knobs: Array) -> Array:
+    def expected_largest(self, branch: int, knobs: Array, octaves: Array) -> Array:
         """The largest micro batch of (s, k) knobs by the likelier of the beliefs: (s,)."""
         belief = self._beliefs[int(np.argmax(self._log_weights))]
-        octaves = self._octaves[branch] + belief.mean(self._features(branch, knobs))
-        largest: Array = np.exp2(octaves)
+        largest: Array = np.exp2(octaves + belief.mean(self._features(branch, knobs)))
         return largest
 
     def _features(self, branch: int, knobs: Array) -> Array:
-        strategies = np.zeros((len(knobs), 1 + len(self._octaves)))
+        strategies = np.zeros((len(knobs), 1 + self._count))
         strategies[:, 0] = strategies[:, 1 + branch] = 1.0
         return np.hstack((strategies, knobs))

@@ -84,9 +84,9 @@ class ModelSearch(Search):
         self._stop_when = stop_when
         self._early_stopping = early_stopping
         self._encoding = Encoding(self.space)
-        # What fits is a whole number: in the middle between it and the next, the edge.
-        largest = [bound + 0.5 for bound in self._largest]
-        self._feasibility = Feasibility(largest, memory_model, *self._encoding.memory_prior())
+        count = len(self.space.branches)
+        self._feasibility = Feasibility(count, memory_model, *self._encoding.memory_prior())
+        largest = [2.0 ** self._octave(branch, 0) for branch in range(count)]
         layout = speed.Layout(
             strategies=self.space.strategies,
             slots=self.space.slots,
@@ -161,7 +161,8 @@ class ModelSearch(Search):
         short_of_memory = kind in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
         if outcome.ok or short_of_memory or outcome.smaller_may_run:
             # A want of data bounds the micro batch like one of memory does.
-            self._feasibility.learn_memory(branch, knobs, micro_batch, fits=outcome.ok)
+            octave = self._octave(branch, index)
+            self._feasibility.learn_memory(branch, knobs, octave, micro_batch, fits=outcome.ok)
         if outcome.smaller_may_run:
             self._starved.append((micro_batch, gas))
         elif kind is not OutcomeKind.CANCELED:
@@ -186,6 +187,14 @@ class ModelSearch(Search):
     def _work(self, micro_batch: Any, gas: Any) -> Any:
         """What turns the logarithm of a rate into that of a time."""
         return 0.0 if self.objective.smaller_is_better else np.log(micro_batch * gas)
+
+    def _octave(self, branch: int, index: int) -> float:
+        """The binary logarithm of the largest micro batch that should fit.
+
+        What fits is a whole number: in the middle between it and the next, the edge.
+        """
+        settings = self.space.branches[branch].settings(index)
+        return math.log2(math.floor(self._largest(branch, settings)) + 0.5)
 
     def _gas(self, branch: int, index: int, micro_batch: int) -> int:
         steps: int | None = None
@@ -243,7 +252,8 @@ class ModelSearch(Search):
         sizes = np.array([size for size in self._grid.ladder if size <= _FIRST_LARGEST])
         for branch in range(len(self.space.branches)):
             knobs = np.zeros((1, self._encoding.count))
-            fits = self._feasibility.log_fits(branch, knobs, sizes)[:, 0]
+            octaves = np.array([self._octave(branch, 0)])
+            fits = self._feasibility.log_fits(branch, knobs, octaves, sizes)[:, 0]
             safe = sizes[fits >= _SAFE]
             if not len(safe):
                 continue
@@ -322,13 +332,14 @@ class ModelSearch(Search):
         indexes = self._promising(fit, branch)
         knobs = self._encoding.rows(branch, indexes)
         at = None if reference is None else _points([reference])
-        edges = self._feasibility.expected_largest(branch, knobs)
+        octaves = np.array([self._octave(branch, int(index)) for index in indexes])
+        edges = self._feasibility.expected_largest(branch, knobs, octaves)
         near = [edges[0], edges.max(), *([reference.micro_batch] if reference else [])]
         positions = self._grid.positions(edges=near[:2], best=near[2:])
         sizes = np.array([self.space.micro_batches[p] for p in positions], float)
         if not len(sizes):
             return
-        log_fits = self._feasibility.log_fits(branch, knobs, sizes)
+        log_fits = self._feasibility.log_fits(branch, knobs, octaves, sizes)
         log_sound = self._feasibility.log_sound(branch, knobs)
         for offset in self._accumulations(branch):
             gas = np.array([self._gas(branch, offset, int(size)) for size in sizes])
