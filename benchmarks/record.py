@@ -278,11 +278,14 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[spec.name for spec in SPECS], metavar="NAME")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true", help="say what there is, record nothing")
     parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="trials at once")
     parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
     args = parser.parse_args(None if argv is None else list(argv))
+    unknown = set(args.names) - {spec.name for spec in SPECS}
+    if unknown:
+        parser.error(f"no such table: {', '.join(sorted(unknown))}; --list tells which there are")
     machine = find_machine()
     specs = [s for s in SPECS if s.name in args.names or not args.names]
     if not args.names:

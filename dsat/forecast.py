@@ -10,7 +10,7 @@ from dsat import ds_config
 from dsat.memory.model import Basis, MemoryModel, Shape
 from dsat.overrides import overrides_for, script_args_for
 from dsat.plan import Plan
-from dsat.space import Space
+from dsat.space import LARGEST_MICRO_BATCH, Space
 from dsat.trial import ModelProfile, Outcome
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -46,6 +46,24 @@ class Forecast:
             overrides = overrides_for(settings, batch)
             shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
         return self.model.largest(shape)
+
+    def describe(self) -> list[str]:
+        """A line for each strategy: what its first settings need, and how we know."""
+        lines = []
+        for branch in self._space.branches:
+            settings = branch.settings(0)
+            largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
+            smallest = self._space.micro_batches[0]
+            batch = self._space.batch(smallest, settings)
+            shape = self._shape(overrides_for(settings, batch), script_args_for(settings))
+            needed = self.model.predicted_bytes(shape, smallest) / 2**30
+            ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
+            lines.append(
+                f"{branch.strategy.label}: {needed:.2f} GiB per slot at micro batch {smallest}, "
+                f"{ending} ({shape.source})"
+            )
+        note = self.model.basis.note
+        return [*lines, f"memory is predicted by formula: {note}"] if note else lines
 
     # What follows is of a trial: what it lays over the user's configuration, its batch sizes among
     # it, and its switches of the script.

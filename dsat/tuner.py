@@ -161,6 +161,16 @@ class Tuner:
         """Whether nothing more is decided before `foresee`."""
         return self._space is not None and self._search is None
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """Predicted memory, if it is predicted, from when the search begins."""
+        return self._forecast
+
+    @property
+    def searches(self) -> bool:
+        """Whether the search has begun."""
+        return self._search is not None
+
     def foresee(self, basis: Basis) -> None:
         """Enters what memory is predicted from, and begins the search."""
         assert self.awaits_basis

@@ -34,9 +34,14 @@ MAY_IMPORT = {
     "gaussian": "",
     "speed": "gaussian strategy",
     "search.*": "arguments errors gaussian memory.* overrides space speed strategy trial",
+    "forecast": "ds_config memory.* overrides plan space trial",
     "journal": "errors trial",
-    "run": "journal plan trial",
-    "tuner": "ds_config errors journal ladder overrides plan run search.* space strategy trial",
+    "run": "journal memory.* plan trial",
+    "tuner": (
+        "ds_config errors forecast journal ladder memory.* overrides plan run search.* space "
+        "strategy trial"
+    ),
+    "survey": "memory.* plan trial",
     "failures": "errors trial",
     "gauges": "trial",
     "injection": "ds_config errors",
@@ -71,10 +76,10 @@ MAY_IMPORT = {
         "engines.determined.engine engines.determined.job engines.determined.master "
         "engines.determined.patience engines.determined.search journal report.* run"
     ),
-    "loop": "engines errors run trial tuner",
-    "report.*": "ds_config errors journal ladder memory.* plan run trial",
-    "live": "report.* run trial",
-    "options": "space trial",
+    "loop": "engines errors forecast memory.* run trial tuner",
+    "report.*": "ds_config errors forecast journal ladder memory.* plan run trial",
+    "live": "forecast report.* run trial",
+    "options": "plan space trial",
     "settings": "options space",
     "prepare": EVERYTHING,
     "folders": "autotuning errors journal plan prepare report.* run settings",

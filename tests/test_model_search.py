@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
 from dsat.search.model import _Grid, _largest_sums
 from dsat.space import Freedom, Space
-from dsat.strategy import Strategy, plain
+from dsat.strategy import plain
 from dsat.trial import ModelProfile, Outcome, OutcomeKind, Proposal
 from tests.helpers import failed, play, proposals_of, ran, search_of, space_of, weightless
 from tests.machines import THROUGHPUT, Machine
@@ -68,8 +69,8 @@ def test_it_begins_with_the_strategy_that_promises_most() -> None:
     # Stage 0 has one sample less, which costs less than what stage 3 moves.
     profile = _profile(activations=1000, memory=4 * 41_000)
 
-    def predict(_: ModelProfile, strategy: Strategy, __: int) -> int:
-        return {0: 40, 3: 41}[strategy.stage]
+    def predict(settings: Mapping[str, Any]) -> float:
+        return {0: 40, 3: 41}[settings["stage"]]
 
     search = ModelSearch(profile, THROUGHPUT, stages(3, 0), seed=0, predict=predict)
     first, second, third = search.ask(), search.ask(), search.ask()
@@ -82,7 +83,7 @@ def test_it_begins_with_the_strategy_that_promises_most() -> None:
         THROUGHPUT,
         stages(3, 0),
         seed=0,
-        predict=lambda _, strategy, __: {0: 4, 3: 41}[strategy.stage],
+        predict=lambda settings: {0: 4, 3: 41}[settings["stage"]],
     )
     proposal = search.ask()
     assert proposal is not None and proposal.settings["stage"] == 3
@@ -94,7 +95,7 @@ def test_a_strategy_that_should_not_fit_is_not_the_first() -> None:
         THROUGHPUT,
         stages(1, 3),
         seed=0,
-        predict=lambda _, strategy, __: 0 if strategy.stage == 1 else 12,
+        predict=lambda settings: 0 if settings["stage"] == 1 else 12,
     )
     first = search.ask()
     assert first is not None and first.settings["stage"] == 3
@@ -268,15 +269,17 @@ def test_without_the_memory_model_activations_alone_are_the_bound(method: str) -
         SEARCHES[method](profile, THROUGHPUT, stages(1), seed=0, memory_model=used)
         for used in (True, False)
     )
-    assert (with_model._ceilings, without._ceilings) == ([50], [52])
+    settings = with_model.space.branches[0].settings(0)
+    assert (with_model._largest(0, settings), without._largest(0, settings)) == (50, 52)
 
 
 @pytest.mark.parametrize("method", SEARCHES)
 def test_the_prediction_can_be_replaced(method: str) -> None:
     search = SEARCHES[method](
-        _profile(), THROUGHPUT, stages(1, 2), seed=0, predict=lambda _, s, slots: s.stage * slots
+        _profile(), THROUGHPUT, stages(1, 2), seed=0, predict=lambda settings: 4 * settings["stage"]
     )
-    assert search._ceilings == [4, 8]
+    first = [branch.settings(0) for branch in search.space.branches]
+    assert [search._largest(n, settings) for n, settings in enumerate(first)] == [4, 8]
 
 
 # -- when to end
@@ -407,27 +410,27 @@ def test_micro_batches_are_compared_closely_near_the_edge() -> None:
 
 def test_feasibility_learns_where_memory_ends() -> None:
     none = np.zeros((1, 0))
-    flat = np.zeros(0)
+    flat, octave = np.zeros(0), np.log2([100.0])
 
     def chance(of: Feasibility, size: float, branch: int = 0) -> float:
-        return float(np.exp(of.log_fits(branch, none, np.array([size]))[0, 0]))
+        return float(np.exp(of.log_fits(branch, none, octave, np.array([size]))[0, 0]))
 
-    known = Feasibility([100, 100], True, flat, flat)
+    known = Feasibility(2, True, flat, flat)
     assert chance(known, 90) > 0.8 and chance(known, 100) == pytest.approx(0.5, abs=0.01)
     assert chance(known, 115) < 0.25
-    known.learn_memory(0, flat, 100, fits=True)
+    known.learn_memory(0, flat, octave[0], 100, fits=True)
     assert chance(known, 97) > 0.85 and chance(known, 97, branch=1) > 0.75
     for size in (90, 60):
-        known.learn_memory(1, flat, size, fits=False)
+        known.learn_memory(1, flat, octave[0], size, fits=False)
     assert chance(known, 90, branch=1) < 0.02 and chance(known, 30, branch=1) > 0.5
-    assert known.expected_largest(1, none)[0] < 60
-    bound = Feasibility([100, 100], False, flat, flat)
+    assert known.expected_largest(1, none, octave)[0] < 60
+    bound = Feasibility(2, False, flat, flat)
     assert chance(bound, 120) > 0.3, "a bound is no prediction"
 
 
 def test_feasibility_learns_what_does_not_run() -> None:
     flat = np.zeros(0)
-    of = Feasibility([10, 10], True, flat, flat)
+    of = Feasibility(2, True, flat, flat)
 
     def sound(branch: int) -> float:
         return float(np.exp(of.log_sound(branch, np.zeros((1, 0)))[0]))

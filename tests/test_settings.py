@@ -42,6 +42,7 @@ COMMON: dict[str, Any] = {
     "trial_timeout_s": 1800.0,
     "slot_memory_bytes": None,
     "engine": "auto",
+    "memory_model": "simulation",
     "cold": False,
     "run_dir": None,
     "resume": False,
@@ -50,17 +51,16 @@ COMMON: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "asha": {
-        "memory_model": True,
         "max_rungs": 5,
         "min_trials": 3,
         "early_stopping": 0,
         "divisor": 2,
         "search_range_factor": 1.0,
     },
-    "binary": {"memory_model": True, "search_range_factor": 1.0},
-    "random": {"memory_model": True, "trials_per_config": 5, "early_stopping": None},
-    "gridsearch": {"memory_model": True, "num_micro_batches": None, "early_stopping": None},
-    "model": {"memory_model": True, "stop_when": 0.2, "early_stopping": None},
+    "binary": {"search_range_factor": 1.0},
+    "random": {"trials_per_config": 5, "early_stopping": None},
+    "gridsearch": {"num_micro_batches": None, "early_stopping": None},
+    "model": {"stop_when": 0.2, "early_stopping": None},
 }
 
 
@@ -110,6 +110,7 @@ def test_every_option_has_its_type() -> None:
         zero_stages=(3, 0),
         tune=("overlap_comm", "offload_optimizer"),
         fix=("sub_group_size",),
+        memory_model="none",
         nvme_path="/nvme",
         arg_mappings={"train_micro_batch_size_per_gpu": "--batch-size"},
         max_train_batch_size=None,
@@ -134,7 +135,6 @@ def test_every_option_has_its_type() -> None:
         dry_run=True,
         json=True,
         search_options={
-            "memory_model": False,
             "max_rungs": 3,
             "min_trials": 2,
             "early_stopping": 1,

@@ -4,6 +4,7 @@ from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.memory.floor import (
     StateBytes,
     describe,
+    describe_floors,
     largest_micro_batch,
     model_state,
     required_bytes,
@@ -16,6 +17,7 @@ __all__ = [
     "MemoryEstimate",
     "StateBytes",
     "describe",
+    "describe_floors",
     "largest_micro_batch",
     "model_state",
     "required_bytes",

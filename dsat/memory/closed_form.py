@@ -131,10 +131,15 @@ def estimate(
         note: why nothing better answers.
     """
     phases = lines(facts, config, slots=slots)
-    peaks = {name: round(max(line.at(micro_batch) for line in phases[name])) for name in PHASES}
+    init, forward, backward, step = (
+        round(max(line.at(micro_batch) for line in phases[name])) for name in PHASES
+    )
     pinned, pageable = _host(_setup(facts, config, slots), of_config(config).stage)
     return MemoryEstimate(
-        **peaks,
+        init=init,
+        forward=forward,
+        backward=backward,
+        step=step,
         host_pinned=round(pinned),
         host_pageable=round(pageable),
         source=CLOSED_FORM,

@@ -192,8 +192,9 @@ class MemoryModel:
         if shape.is_guess:
             return
         if outcome.ok and outcome.memory is not None:
-            peaks = {phase: round(shape.peak(phase, micro_batch)) for phase in PHASES}
-            observation = Observation.of(MemoryEstimate(**peaks), micro_batch, outcome.memory)
+            init, forward, backward, step = (round(shape.peak(p, micro_batch)) for p in PHASES)
+            estimate = MemoryEstimate(init, forward, backward, step)
+            observation = Observation.of(estimate, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
                 self._calibration = calibrate(self._observations, self._usual_slope)

@@ -134,10 +134,6 @@ class Simulator:
         # Types of accumulation are not for stage 0, and activations do not depend on them.
         plain = {key: value for key, value in config.items() if key != "data_types"}
         plain.update(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
-        key = self._key({"sizes of": "the model"})
-        known = self._remembered(key)
-        sizes = self._connected().sizes if known is None else known["sizes"]
-        self._remember(key, {"sizes": sizes})
         small, large = (
             self.estimate(plain, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
         )
@@ -145,7 +141,7 @@ class Simulator:
             raise SimulationUnavailable(small.note or large.note)
         more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
         return ModelFacts(
-            **sizes,
+            **self._connected().sizes,
             forward_bytes_per_sample=(large.forward - small.forward) / more,
             backward_bytes_per_sample=(large.backward - small.backward) / more,
         )
@@ -197,7 +193,7 @@ class Simulator:
         return answer if isinstance(answer, dict) else None
 
     def _remember(self, key: str, answer: Mapping[str, Any]) -> None:
-        if self._cache is not None and "failed" not in answer:
+        if self._cache is not None and "estimate" in answer:
             self._cache.mkdir(parents=True, exist_ok=True)
             write_atomically(self._cache / f"{key}.json", json.dumps(answer, indent=1) + "\n")
 
