@@ -20,7 +20,6 @@ EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
 EVENT_FORESEEN = "foreseen"
-EVENT_SKIPPED = "skipped"
 
 HOPELESS_AFTER = 4
 
@@ -63,6 +62,7 @@ class Run:
         """Folds one event in; a kind that is not known is skipped."""
         kind = event["event"]
         self.running_s += event.get("elapsed_s", 0.0)
+        self.skipped += event.get("skipped", [])
         if kind == EVENT_START:
             self.plan = Plan.from_json(event["plan"])
             self.info = event["info"]
@@ -76,8 +76,6 @@ class Run:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
         elif kind == EVENT_FORESEEN:
             self.foreseen = Basis.from_json(event["basis"])
-        elif kind == EVENT_SKIPPED:
-            self.skipped.append(event["name"])
         elif kind == EVENT_BUDGET:
             assert self.plan is not None
             self.plan = replace(self.plan, max_trials=event["max_trials"])

@@ -23,7 +23,6 @@ from dsat.run import (
     EVENT_FINISHED,
     EVENT_FORESEEN,
     EVENT_PROPOSED,
-    EVENT_SKIPPED,
     EVENT_START,
     EVENT_STOPPED,
     EVENT_WAITING,
@@ -118,6 +117,7 @@ class Tuner:
         self._trial_by_config: dict[str, int] = {}
         self._twins: dict[int, list[Proposal]] = {}
         self._names: set[str] = set()
+        self._skipped: list[str] = []  # since the last trial
         self._replaying = True
         for event in events or []:
             self._replay(event)
@@ -143,7 +143,7 @@ class Tuner:
             trial = self._decide()
             if trial is None:
                 break
-            self._append({"event": EVENT_PROPOSED, "trial": trial.to_json()})
+            self._append(self._with_skipped({"event": EVENT_PROPOSED, "trial": trial.to_json()}))
             trials.append(trial)
             free_slots -= self.plan.slots_per_trial
         return trials
@@ -237,7 +237,7 @@ class Tuner:
         trial = self._ask()
         if trial is None:
             self._waiting = True
-            self._append({"event": EVENT_WAITING})
+            self._append(self._with_skipped({"event": EVENT_WAITING}))
         return trial
 
     def _ask(self) -> Trial | None:
@@ -268,7 +268,7 @@ class Tuner:
         """Tells the search that a proposal would run out of memory; that takes no trial."""
         assert self._search is not None
         strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
-        self._append({"event": EVENT_SKIPPED, "name": _stem(strategy, batch)})
+        self._skipped.append(_stem(strategy, batch))
         self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
 
     def _hear(self, trial_id: int, outcome: Outcome) -> None:
@@ -437,6 +437,11 @@ class Tuner:
         self._journal.append(event)
         self.run.apply(event)
 
+    def _with_skipped(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event with what was passed over on the way to it."""
+        skipped, self._skipped = self._skipped, []
+        return {**event, "skipped": skipped} if skipped else event
+
     def _replay(self, event: dict[str, Any]) -> None:
         """Decides again what was decided then, and checks that it is the same."""
         kind = event["event"]
@@ -478,6 +483,7 @@ class Tuner:
             return self._decide()
         finally:
             self.plan = plan
+            self._skipped = []  # they are in the event
 
 
 def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:

@@ -21,7 +21,7 @@ from dsat.trial import ModelProfile, Outcome, OutcomeKind
 
 # By which factor more than what is predicted must be free.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
-_LARGEST_MARGIN = 1.5
+_CAUTION = 1.1  # a margin grows by no more with each trial that ran out of memory all the same
 _BEYOND = 1.005  # of a prediction that turned out too low, to what would not have been launched
 _RECOMPUTED = 2**-1.5  # of the activations, where checkpointing was not simulated
 # Bytes per sample that a prediction may miss, as fractions of the activations: workspaces, and what
@@ -201,8 +201,9 @@ class MemoryModel:
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             # Something of this strategy needs more than is known.
             needed = self.predicted_bytes(shape, micro_batch)
-            margin = min(_LARGEST_MARGIN, _BEYOND * self.limit_bytes / max(1, needed))
-            self._margins[shape.strategy] = max(margin, self._margin(shape.strategy))
+            margin = self._margin(shape.strategy)
+            enough = _BEYOND * self.limit_bytes / max(1, needed)
+            self._margins[shape.strategy] = max(margin, min(_CAUTION * margin, enough))
 
     @property
     def _usual_slope(self) -> float:
