@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from dsat import cluster, folders, messages, settings, survey
+from dsat import cluster, estimate, folders, messages, settings, survey
 from dsat.engines import remembered
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
@@ -22,6 +22,7 @@ from dsat.live import LiveView
 from dsat.loop import drive
 from dsat.memory.model import Basis
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dsat.options import ESTIMATE
 from dsat.prepare import Prepared, prepare
 from dsat.report import native, summary
 from dsat.run import Run
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if chosen.method == ESTIMATE:
+            estimate.run(chosen)
+            return EXIT_OK
         where = cluster.where(chosen)
         if where.master is not None:
             return cluster.tune(chosen, where)

@@ -99,16 +99,18 @@ class MemoryWatch:
 
 def rss_bytes() -> int:
     """The resident set of this process."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+    return _of_status("VmRSS:")
 
 
 def _peak_rss_bytes() -> int:
+    return _of_status("VmHWM:")
+
+
+def _of_status(key: str) -> int:
     try:
         with open("/proc/self/status") as file:
             for line in file:
-                if line.startswith("VmHWM:"):
+                if line.startswith(key):
                     return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -17,6 +17,10 @@ _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
+ESTIMATE = "estimate"
+_GIB = 2**30
+_USUAL_MEMORIES = tuple(size * _GIB for size in (16, 24, 40, 80, 141))
+_USUAL_SLOTS = (1, 8, 64, 512)
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
 # with one.
@@ -98,7 +102,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, [], argparse.SUPPRESS):
+        if action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == "+":
             return action.help
         return super()._get_help_string(action)
 
@@ -114,7 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
     methods = parser.add_subparsers(
-        dest="method", required=True, metavar="{model,asha,binary,random,gridsearch,tune,run}"
+        dest="method",
+        required=True,
+        metavar="{model,asha,binary,random,gridsearch,tune,run,estimate}",
     )
     model = _method(
         methods,
@@ -191,7 +197,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         _native(methods, name, what)
+    _estimate(methods)
     return parser
+
+
+def _estimate(methods: Any) -> None:
+    """Memory without any trial."""
+    description = (
+        "tells without running a trial what memory each ZeRO stage and offloading needs, and the "
+        "largest micro batch on slots of several sizes"
+    )
+    parser = _command(methods, ESTIMATE, description)
+    parser.add_argument(
+        "--slot-memory",
+        dest="slot_memories",
+        type=memory_size,
+        nargs="+",
+        default=_USUAL_MEMORIES,
+        metavar="SIZE",
+        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
+    )
+    parser.add_argument(
+        "--slots",
+        dest="slot_counts",
+        type=_at_least(1),
+        nargs="+",
+        default=_USUAL_SLOTS,
+        metavar="N",
+        help="data-parallel slots (default: 1 8 64 512)",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="simulate every line of the table, not the model alone: seconds for each",
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def _native(methods: Any, name: str, what: str) -> None:
@@ -237,7 +277,8 @@ def _add_range_factor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+def _command(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+    """A command that takes an experiment, or a command after `--`."""
     parser: argparse.ArgumentParser = methods.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
@@ -272,6 +313,12 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         metavar="PATH",
         help="further files and folders that the script needs beside it",
     )
+    return parser
+
+
+def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+    parser = _command(methods, name, description)
+    add = parser.add_argument
     add(
         "-mt",
         "--max-trials",

@@ -92,6 +92,29 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
     return [Prepared(words, chosen, user, program, machine, plan)]
 
 
+def prepare_estimate(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine]:
+    """Reads and checks what is needed to run the script without a trial.
+
+    Raises:
+        UserInputError: something of it is wrong.
+    """
+    machine = find_machine()
+    if not chosen.command:
+        assert chosen.config is not None and chosen.model_dir is not None
+        user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
+        program = entrypoints.parse(user.entrypoint, user.model_dir)
+        check_config_path(user, program)
+        return user, program, machine
+    folder = Path.cwd()
+    program = entrypoints.parse(chosen.command, folder)
+    config = _config_of_command(chosen.ds_config, program, folder)
+    user = experiment.of_command(chosen.command, _name(program), folder, config)
+    if config is None and not program.trial_class:
+        captured = _capture(chosen, user, program, machine, 1)
+        user = experiment.of_dict(chosen.command, user.name, folder, captured)
+    return user, program, machine
+
+
 def _check_full_length(user: Experiment) -> None:
     """Raise UserInputError if Determined's harness could not train a Trial class to its end."""
     searcher = user.config.get("searcher") or {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.options import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, RUN, TUNE, build_parser
+from dsat.options import ESTIMATE, LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, RUN, TUNE, build_parser
 from dsat.space import KNOB_NAMES
 
 # Each method's own options: flag -> the search's parameter.
@@ -29,6 +29,7 @@ SEARCH_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "num_micro_batches": "num_micro_batches",
         "early_stopping": "early_stopping",
     },
+    ESTIMATE: {name: name for name in ("slot_memories", "slot_counts", "exact")},
     "model": {
         "stop_when": "stop_when",
         "early_stopping": "early_stopping",
@@ -89,6 +90,8 @@ def parse(argv: Sequence[str]) -> Settings:
         words, command = words[:position], words[position + 1 :]
     parser = build_parser()
     values = vars(parser.parse_args(words))
+    if values["method"] == ESTIMATE:
+        values = {**_defaults(), **values}
     if values["method"] in (TUNE, RUN):
         command = _launcher_command(values)
         values = {**_defaults(), **values, "run_full_experiment": values["method"] == RUN}

@@ -14,7 +14,7 @@ from dsat.plan import Plan
 from dsat.trial import ModelProfile
 
 # The script comes to its first step, or a simulation ends, within so many seconds.
-_TIMEOUT_S = 180.0
+TIMEOUT_S = 180.0
 # Where activations need no more than a tiny part of memory, more samples tell no more.
 _LARGEST_SIMULATED = 2**16
 
@@ -47,7 +47,7 @@ def of_run(
             as_cpu=as_cpu,
             cache=cache_folder(),
             script_args=switches,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
         ) as simulator:
             try:
                 variants.append(

@@ -59,6 +59,10 @@ class Machine:
 
     def largest(self, settings: Mapping[str, Any]) -> int:
         """The largest micro batch that fits."""
+        return max(0, int(self.predicted(settings) * self._memory_error[settings["stage"]]))
+
+    def predicted(self, settings: Mapping[str, Any]) -> float:
+        """What a memory model says of it, which knows of buckets."""
         stage = settings["stage"]
         state = memory.model_state(self.profile, plain(stage)[0], self.slots)
         bucket = 0
@@ -67,8 +71,7 @@ class Machine:
             wanted = min(settings.get("reduce_bucket_size", 0), self.profile.num_params)
             bucket = 2 * copies * wanted // 4
         free = self.profile.slot_memory_bytes - state.resident - state.backward - bucket
-        room = free * self._memory_error[stage] / self.profile.activation_bytes_per_sample
-        return max(0, int(room))
+        return max(0.0, free / self.profile.activation_bytes_per_sample)
 
     def step_s(self, settings: Mapping[str, Any], micro_batch: Any, gas: int = 1) -> Any:
         """The time of an optimizer step, noise aside."""

@@ -82,6 +82,7 @@ MAY_IMPORT = {
     "options": "plan space trial",
     "settings": "options space",
     "prepare": EVERYTHING,
+    "estimate": EVERYTHING,
     "folders": "autotuning errors journal plan prepare report.* run settings",
     "messages": "ladder live prepare report.* run trial tuner",
     "cluster": EVERYTHING,

@@ -134,7 +134,9 @@ def test_what_is_known_of_the_users_own_configuration_is_not_tried_again() -> No
 
 def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
     machine = Machine(seed, slots=slots)
-    search = SEARCHES["model"](machine.profile, THROUGHPUT, machine.space, seed=seed)
+    search = SEARCHES["model"](
+        machine.profile, THROUGHPUT, machine.space, seed=seed, predict=machine.predicted
+    )
     best, failures = 0.0, 0
     for _ in range(trials):
         proposal = search.ask()

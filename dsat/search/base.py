@@ -10,7 +10,7 @@ import numpy as np
 
 from dsat import memory
 from dsat.search.lineage import Lineage
-from dsat.space import LARGEST_MICRO_BATCH, Space
+from dsat.space import Space
 from dsat.strategy import Strategy
 from dsat.trial import ModelProfile, Objective, Outcome, Proposal
 
@@ -106,7 +106,7 @@ class Search(abc.ABC):
     def _largest(self, branch: int, settings: Mapping[str, Any]) -> float:
         """The largest micro batch that settings of a branch should allow; 0 if none."""
         found = self._rough[branch] if self._predict is None else self._predict(settings)
-        return self._search_range_factor * min(found, LARGEST_MICRO_BATCH)
+        return self._search_range_factor * min(found, 2.0 * self.space.micro_batches[-1])
 
     def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
         """A lineage with settings that were not drawn before; None when all were, or none fits.
