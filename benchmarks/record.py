@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,17 @@ from typing import Any
 import psutil
 
 from benchmarks import tables
+from benchmarks.peers.ours import plan_of
+from benchmarks.search_scale import MemoryJournal
 from benchmarks.tables import Header, Row
-from dsat import experiment
+from dsat import experiment, survey
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
 from dsat.journal import Journal
 from dsat.overrides import overrides_for
+from dsat.plan import BY_SIMULATION
 from dsat.report.format import duration
 from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.tuner import Tuner
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -141,6 +145,30 @@ def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -
     finished = tables.compress(path)
     path.unlink()
     return finished
+
+
+def predict(spec: Spec, machine: Machine, path: Path) -> None:
+    """Simulates the memory of a finished table's strategies, and enters that in its header."""
+    table = tables.read(path)
+    tuner = Tuner(replace(plan_of(table, "model"), memory_model=BY_SIMULATION), MemoryJournal())
+    tuner.next_trials(1)
+    tuner.record(0, table.profile_outcome)
+    with tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
+        engine = _engine(spec, machine, Path(scratch))
+        try:
+            basis = survey.of_run(
+                engine,
+                tuner.plan,
+                table.header.profile,
+                tuner.reference_configs(),
+                as_cpu=machine.is_cpu,
+                say=print,
+            )
+        finally:
+            engine.close()
+    if not basis.simulated:
+        raise SystemExit(f"{spec.name}: {basis.note}")
+    tables.with_memory(path, basis.to_json())
 
 
 def _fill(
@@ -302,6 +330,11 @@ def main(argv: Iterable[str] | None = None) -> None:
             began = time.monotonic()
             path = record(spec, machine, args.data, concurrent=args.concurrent)
             print(f"{path}: {duration(time.monotonic() - began)}", flush=True)
+        finished = args.data / f"{spec.name}{tables.SUFFIX}.gz"
+        if not args.list and tables.read(finished).header.memory is None:
+            began = time.monotonic()
+            predict(spec, machine, finished)
+            print(f"{spec.name}: simulated in {duration(time.monotonic() - began)}", flush=True)
 
 
 if __name__ == "__main__":

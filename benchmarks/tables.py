@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,7 +30,15 @@ from dsat import ds_config, space
 from dsat.journal import parse
 from dsat.overrides import overrides_for
 from dsat.strategy import of_config
-from dsat.trial import BatchTriple, Metrics, ModelProfile, Objective, Outcome, OutcomeKind
+from dsat.trial import (
+    BatchTriple,
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Outcome,
+    OutcomeKind,
+)
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
@@ -51,6 +60,8 @@ class Header:
         slot_memory_bytes: what a slot may use.
         profile: what the profile trial found; it took `profile_duration_s`.
         about: for people: machine, versions, date, the steps that were measured.
+        memory: what dsat predicts memory from (`dsat.memory.model.Basis`), simulated on the same
+            machine; None if it was not.
     """
 
     name: str
@@ -61,6 +72,7 @@ class Header:
     profile: ModelProfile
     profile_duration_s: float
     about: Mapping[str, Any]
+    memory: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"table": SCHEMA, **asdict(self)}
@@ -69,7 +81,7 @@ class Header:
     def from_json(cls, data: Mapping[str, Any]) -> Header:
         if data.get("table") != SCHEMA:
             raise ValueError(f"not a table of schema {SCHEMA}: {data}")
-        values = {f.name: data[f.name] for f in fields(cls)}
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         return cls(**{**values, "profile": ModelProfile.from_json(data["profile"])})
 
 
@@ -118,6 +130,19 @@ class Table:
         """The best value of all recorded trials."""
         values = [value for row in self.rows if (value := row.outcome.value(objective)) is not None]
         return min(values, key=objective.loss)
+
+    @cached_property
+    def choices(self) -> dict[str, list[Any]]:
+        """The values of each setting that were recorded; the default or the smallest first."""
+        found: dict[str, set[Any]] = {}
+        for row in self.rows:
+            for name, value in row.settings.items():
+                if name != "stage":
+                    found.setdefault(name, set()).add(value)
+        return {
+            name: sorted(values, reverse=isinstance(next(iter(values)), bool))
+            for name, values in found.items()
+        }
 
     @property
     def largest_micro_batch(self) -> int:
@@ -227,7 +252,26 @@ def _between(low: Outcome, high: Outcome, part: float, size: int) -> Outcome:
         step=mean(one.step, other.step),
     )
     return Outcome(
-        OutcomeKind.OK, metrics=metrics, duration_s=mean(low.duration_s, high.duration_s)
+        OutcomeKind.OK,
+        metrics=metrics,
+        memory=_memory_between(low.memory, high.memory, part),
+        duration_s=mean(low.duration_s, high.duration_s),
+    )
+
+
+def _memory_between(low: MemoryUse | None, high: MemoryUse | None, part: float) -> MemoryUse | None:
+    if low is None or high is None:
+        return None
+
+    def mean(kind: str) -> dict[str, int]:
+        one, other = getattr(low, kind), getattr(high, kind)
+        return {phase: round(one[phase] + part * (other[phase] - one[phase])) for phase in one}
+
+    return MemoryUse(
+        mean("allocated_bytes"),
+        mean("reserved_bytes"),
+        mean("host_rss_bytes"),
+        max(low.context_bytes, high.context_bytes),
     )
 
 
@@ -269,5 +313,18 @@ def read_all(folder: Path = DATA) -> list[Table]:
 def compress(path: Path) -> Path:
     """Compresses a finished table, the same bytes each time; returns the new file."""
     target = path.with_name(path.name + ".gz")
-    target.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    _write(target, path.read_bytes())
     return target
+
+
+def with_memory(path: Path, memory: Mapping[str, Any]) -> None:
+    """Enters predictions of memory into the header of a finished table."""
+    head, _, rows = gzip.decompress(path.read_bytes()).partition(b"\n")
+    header = replace(Header.from_json(json.loads(head)), memory=memory)
+    _write(path, json.dumps(header.to_json(), separators=(",", ":")).encode() + b"\n" + rows)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(gzip.compress(content, mtime=0))
+    os.replace(part, path)

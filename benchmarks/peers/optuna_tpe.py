@@ -9,7 +9,7 @@ from __future__ import annotations
 import optuna
 
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from dsat.space import Freedom, Space
+from dsat.space import KNOB_NAMES, Freedom, Space
 from dsat.strategy import plain
 
 
@@ -21,7 +21,10 @@ def play(ledger: Ledger, seed: int, max_trials: int) -> None:
         strategies=plain(*STAGES),
         micro_batches=range(1, table.largest_micro_batch + 1),
         slots=table.header.slots,
-        freedom=Freedom(),
+        freedom=Freedom(
+            choices=table.choices,
+            fixed=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        ),
         config=table.header.ds_config,
         num_params=table.header.profile.num_params,
     )

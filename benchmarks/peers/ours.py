@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.search_scale import MemoryJournal, Silent
+from benchmarks.tables import Table
 from dsat import ds_config
 from dsat.engines.simulated import SimulatedEngine
 from dsat.loop import drive
-from dsat.plan import Plan
+from dsat.memory.model import Basis
+from dsat.plan import BY_FORMULA, BY_SIMULATION, Plan
+from dsat.space import KNOB_NAMES
 from dsat.trial import Outcome, Trial, TrialKind
 from dsat.tuner import Tuner
 
 
-def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Runs one of `dsat.search.SEARCHES`, one trial at a time."""
-    header = ledger.table.header
-    plan = Plan(
+def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
+    """The plan that searches what a table has recorded; buckets first that need little memory."""
+    header = table.header
+    return Plan(
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
@@ -25,7 +28,16 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
         base_config=header.ds_config,
         own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
         slot_memory_bytes=header.slot_memory_bytes,
+        choices=table.choices,
+        fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
     )
+
+
+def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Runs one of `dsat.search.SEARCHES`, one trial at a time."""
+    header = ledger.table.header
+    plan = plan_of(ledger.table, method, seed=seed, max_trials=max_trials)
 
     def outcome_of(trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
@@ -33,4 +45,10 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
         return ledger.run(ds_config.merge(header.ds_config, trial.overrides))
 
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
-    drive(Tuner(plan, MemoryJournal()), engine, Silent(), max_concurrent_trials=1)
+    drive(
+        Tuner(plan, MemoryJournal()),
+        engine,
+        Silent(),
+        max_concurrent_trials=1,
+        survey=lambda _: Basis.from_json(header.memory or {}),
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsat.injection import completed
+from dsat import injection
 from dsat.memory.patches import SimulationUnsupported, for_fake_cpu
 from dsat.memory.simulation import THAT_WRITE, Candidate, Captured, Simulation, tensors_in
 from dsat.memory.tracker import StorageTracker
@@ -41,7 +41,7 @@ class Loan:
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             arguments["model_parameters"] = list(parameters)
         self._initialize = initialize
-        self._arguments = arguments
+        self._arguments = injection.without_config(arguments)
         self._config = config
         self._record = ModuleRecord(model)
 
@@ -119,7 +119,7 @@ class Loan:
             micro_batch=self._samples([args, dict(kwargs)]),
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        config = completed(request["config"], self._config)
+        config = injection.completed(request["config"], self._config)
         candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)
