@@ -8,6 +8,7 @@ because an orderly end of the interpreter costs a second that nobody needs.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -37,6 +38,9 @@ METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
+# malloc.h of glibc.
+_M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+_MAPPED_FROM_BYTES = 2**18
 # Variables that torch, DeepSpeed and what they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
     "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
@@ -229,10 +233,17 @@ def _limit_memory(budget_bytes: int) -> None:
     """Lets this process allocate only so much more than it has now.
 
     The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
-    allocator fail as a device's would. What was imported before does not count.
+    allocator fail as a device's would. What was imported before does not count. The C library is
+    told to give tensors back to the system at once: otherwise it is the holes in its heap that
+    exhaust the limit, and not tensors.
     """
+    import ctypes
     import resource
 
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_MMAP_MAX, 2**30)
     limit = _data_bytes() + budget_bytes + _DATA_LIMIT_SLACK
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
