@@ -103,9 +103,7 @@ def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, librar
     ],
     ids=str,
 )
-def test_the_closed_form_agrees(
-    gpt_on_a_device: Simulator, case: dict[str, Any]
-) -> None:
+def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]) -> None:
     """Another allocation in another version of DeepSpeed shows here."""
     case = {"micro_batch": 32, **case}
     config = configuration(**case)
