@@ -70,3 +70,11 @@ def test_a_cpu_tells_what_came_on_top_of_the_imports() -> None:
     # What the script did before the first step is not the model's.
     assert observation.used == {"forward": 200, "step": 150}
     assert Observation.of(simulated(1), 1, MemoryUse()) is None
+
+
+def test_a_resident_set_never_lowers_a_prediction() -> None:
+    """Pages that nobody touched are not in it."""
+    for used, excess in ((50, 0), (200, 50)):
+        use = MemoryUse(host_rss_bytes={"step": used * MIB})
+        observation = Observation.of(simulated(1), 1, use)
+        assert observation is not None and observation.excess == excess * MIB

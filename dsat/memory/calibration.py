@@ -26,12 +26,14 @@ class Observation:
     Attributes:
         used: peaks by phase; all of a rank's tensors.
         context_bytes: what the process held besides its tensors, if known.
+        at_least: more may have been used: a resident set has no pages that nobody touched.
     """
 
     estimate: MemoryEstimate
     micro_batch: int
     used: Mapping[str, int]
     context_bytes: int = 0
+    at_least: bool = False
 
     @classmethod
     def of(
@@ -42,7 +44,8 @@ class Observation:
         if not memory.allocated_bytes:
             # A resident set shows what the script did before, reading its data for example.
             used.pop("init", None)
-        return cls(estimate, micro_batch, used, memory.context_bytes) if used else None
+        resident = not memory.allocated_bytes
+        return cls(estimate, micro_batch, used, memory.context_bytes, resident) if used else None
 
     @property
     def phase(self) -> str:
@@ -52,7 +55,8 @@ class Observation:
     @property
     def excess(self) -> int:
         """Bytes used beyond what was predicted, in that phase."""
-        return self.used[self.phase] - int(getattr(self.estimate, self.phase))
+        more = self.used[self.phase] - int(getattr(self.estimate, self.phase))
+        return max(0, more) if self.at_least else more
 
 
 @dataclass(frozen=True)
