@@ -151,9 +151,15 @@ class Table:
 
     @property
     def profile_outcome(self) -> Outcome:
-        """The outcome of the profile trial."""
-        header = self.header
-        return Outcome(OutcomeKind.OK, profile=header.profile, duration_s=header.profile_duration_s)
+        """The outcome of the profile trial, which used what one sample does in stage 0."""
+        same = (r for r in self.rows if (r.settings, r.micro_batch) == ({"stage": 0}, 1))
+        row = next(same, None)
+        return Outcome(
+            OutcomeKind.OK,
+            memory=None if row is None else row.outcome.memory,
+            profile=self.header.profile,
+            duration_s=self.header.profile_duration_s,
+        )
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """The DeepSpeed configuration of settings and batch sizes."""

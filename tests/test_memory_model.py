@@ -124,7 +124,7 @@ def test_out_of_memory_against_the_prediction_makes_it_careful_step_by_step() ->
     memory.learn(one, largest, failed)
     assert not memory.fits(one, largest)
     assert 0.85 * largest < memory.largest(one) < largest
-    assert memory.largest(two) == of_two, "another strategy"
+    assert 0.93 * of_two < memory.largest(two) <= of_two, "another strategy"
     for _ in range(3):
         memory.learn(one, 2, failed)
     assert 0 < memory.largest(one) < 0.75 * largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.search_scale import MemoryJournal, Silent
 from benchmarks.tables import Table
-from dsat import ds_config
+from dsat import ds_config, settings
 from dsat.engines.simulated import SimulatedEngine
 from dsat.loop import drive
 from dsat.memory.model import Basis
@@ -22,6 +22,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
+        search_options=settings.defaults_of(method),
         zero_stages=STAGES,
         seed=seed,
         slots_per_trial=header.slots,

@@ -21,8 +21,10 @@ from dsat.trial import ModelProfile, Outcome, OutcomeKind
 
 # By which factor more than what is predicted must be free.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
-_CAUTION = 1.1  # a margin grows by no more with each trial that ran out of memory all the same
-_BEYOND = 1.005  # of a prediction that turned out too low, to what would not have been launched
+# A margin grows by no more with each trial that ran out of memory all the same: that of its
+# strategy, and that of all.
+_CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
+_BEYOND = 1.04  # of a prediction that turned out too low, to what would not have been launched
 _RECOMPUTED = 2**-1.5  # of the activations, where checkpointing was not simulated
 # Bytes per sample that a prediction may miss, as fractions of the activations: workspaces, and what
 # a profile does not see of the backward pass.
@@ -136,6 +138,7 @@ class MemoryModel:
         self._observations: list[Observation] = []
         self._calibration = Calibration()
         self._margins: dict[str, float] = {}  # by strategy
+        self._least_margin = 1.0
 
     @property
     def calibration(self) -> Calibration:
@@ -204,6 +207,9 @@ class MemoryModel:
             margin = self._margin(shape.strategy)
             enough = _BEYOND * self.limit_bytes / max(1, needed)
             self._margins[shape.strategy] = max(margin, min(_CAUTION * margin, enough))
+            self._least_margin = max(
+                self._least_margin, min(_CAUTION_OF_ALL * self._least_margin, enough)
+            )
 
     @property
     def _usual_slope(self) -> float:
@@ -217,8 +223,10 @@ class MemoryModel:
         return self._calibration.context_bytes if self._counts_context else 0
 
     def _margin(self, strategy: str) -> float:
-        usual = CALIBRATED_MARGIN if self._observations else UNCALIBRATED_MARGIN
-        return self._margins.get(strategy, usual)
+        # A lower bound of what was used calibrates little.
+        exact = any(not observation.at_least for observation in self._observations)
+        usual = CALIBRATED_MARGIN if exact else UNCALIBRATED_MARGIN
+        return max(usual, self._least_margin, self._margins.get(strategy, 0.0))
 
     def _variant(self, script_args: Mapping[str, Any]) -> tuple[Variant, bool]:
         """The model with some switches, and whether that is only guessed."""

@@ -114,8 +114,8 @@ class Search(abc.ABC):
         Args:
             branches: the numbers of the branches to draw from; by default all.
 
-        The first of every branch are DeepSpeed's defaults (or what the user chose), but for buckets
-        that would crowd a slot.
+        The first of every branch come first, as the branches are listed: DeepSpeed's defaults (or
+        what the user chose), but for buckets that would crowd a slot. The rest is drawn.
         """
         candidates = range(len(self._undrawn)) if branches is None else branches
         for _ in range(_DRAWS):
@@ -124,6 +124,9 @@ class Search(abc.ABC):
                 return None
             rng = self._rng()
             number = open_branches[int(rng.integers(len(open_branches)))]
+            new = [n for n in open_branches if self._undrawn[n].is_whole]
+            if new:
+                number = new[0]  # as listed: what costs least traffic first
             settings = self.space.branches[number].settings(self._undrawn[number].take(rng))
             largest = self._largest(number, settings)
             if self._predict is not None and largest < self.space.micro_batches[0]:
@@ -168,6 +171,11 @@ class _Undrawn:
         self.count = count
         self._moved: dict[int, int] = {}
         self._taken = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was taken yet."""
+        return not self._taken
 
     def take(self, rng: np.random.Generator) -> int:
         position = int(rng.integers(self.count)) if self._taken else 0
