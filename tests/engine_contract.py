@@ -28,10 +28,12 @@ class EngineContract(abc.ABC):
     Attributes:
         patience_s: the longest that a trial which does not hang may take.
         slots_per_trial: of every trial of the engines made.
+        first_id: added to the trial ids of a test, so that several can share an engine.
     """
 
     patience_s = 120.0
     slots_per_trial = 1
+    first_id = 0
 
     @abc.abstractmethod
     def make(self, num_slots: int) -> Engine:
@@ -40,9 +42,9 @@ class EngineContract(abc.ABC):
     def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
         """A trial that behaves so; an engine finds the behaviour in `overrides`."""
         return Trial(
-            id=trial_id,
+            id=self.first_id + trial_id,
             kind=TrialKind.SEARCH,
-            name=f"{behaviour.name.lower()}_{trial_id}",
+            name=f"{behaviour.name.lower()}_{self.first_id + trial_id}",
             stage=1,
             batch=BatchTriple(2 * self.slots_per_trial, 2, 1),
             overrides={"behaviour": behaviour.value},
@@ -63,7 +65,7 @@ class EngineContract(abc.ABC):
             if len(told) >= count:
                 break
         assert len(told) == count, told
-        return told
+        return [(trial_id - self.first_id, outcome) for trial_id, outcome in told]
 
     def test_says_how_many_slots_it_has(self, engine: Engine) -> None:
         assert engine.num_slots == 2 * self.slots_per_trial
@@ -112,7 +114,7 @@ class EngineContract(abc.ABC):
         engine.launch(self.trial(2, Behaviour.HANGS))
         with pytest.raises(EngineError):
             engine.launch(self.trial(3))
-        engine.cancel(2)
+        engine.cancel(self.first_id + 2)
         assert [trial_id for trial_id, _ in self.ended(engine, 1)] == [2]
         engine.launch(self.trial(3))
         assert [trial_id for trial_id, _ in self.ended(engine, 1)] == [3]
@@ -120,8 +122,8 @@ class EngineContract(abc.ABC):
     def test_cancels_one_trial_and_leaves_the_others(self, engine: Engine) -> None:
         engine.launch(self.trial(1, Behaviour.HANGS))
         engine.launch(self.trial(2, Behaviour.HANGS))
-        engine.cancel(1)
-        engine.cancel(1)
+        engine.cancel(self.first_id + 1)
+        engine.cancel(self.first_id + 1)
         [(trial_id, outcome)] = self.ended(engine, 1)
         assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
         assert outcome.metrics is None
@@ -130,8 +132,8 @@ class EngineContract(abc.ABC):
     def test_has_nothing_to_cancel_when_a_trial_ended_or_never_began(self, engine: Engine) -> None:
         engine.launch(self.trial(1))
         self.ended(engine, 1)
-        engine.cancel(1)
-        engine.cancel(77)
+        engine.cancel(self.first_id + 1)
+        engine.cancel(self.first_id + 77)
         assert engine.poll(0) == []
 
     def test_tells_nothing_when_nothing_ends_in_time(self, engine: Engine) -> None:

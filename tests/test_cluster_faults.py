@@ -137,7 +137,7 @@ def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
 
 def test_a_command_that_leaves_does_not_end_the_search(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
-        process = there.begin_search("pretend", *OPTIONS)
+        process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
         there.until_reported(1)
         os.killpg(process.pid, signal.SIGINT)
         told = ended(process)

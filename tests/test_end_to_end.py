@@ -352,7 +352,7 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     begin = time.monotonic()
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert told.status == 130
     assert told.err == ""
     run = run_of(run_dir)
@@ -387,9 +387,9 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    command = command_of("asha", "tiny", run_dir, *FAST, "-mt", 8, "-m", "throughput")
+    command = command_of("asha", "tiny", run_dir, *FAST, "-mt", 6, "-m", "throughput")
     before: list[dict[str, object]] = []
-    for moment in (1, 2, 4, 7, 10):
+    for moment in (1, 4, 7):
         background = Background(command)
         background.until_events(run_dir, moment)
         background.kill()
@@ -400,15 +400,15 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened
         assert len(after) >= moment
         before = after
         command = [*command[: command.index("--run-dir") + 2], "--resume", *FAST]
-        command += ["-mt", "8", "-m", "throughput"]
-    told = dsat("asha", "tiny", run_dir, *FAST, "-mt", 8, "-m", "throughput", "--resume")
+        command += ["-mt", "6", "-m", "throughput"]
+    told = dsat("asha", "tiny", run_dir, *FAST, "-mt", 6, "-m", "throughput", "--resume")
     run = assert_a_result(run_dir, told)
     events = events_of(run_dir)
     assert events[: len(before)] == before
     proposed = [event["trial"]["id"] for event in events if event["event"] == "proposed"]
-    assert proposed == list(range(8))
+    assert proposed == list(range(6))
     finished = [event["trial_id"] for event in events if event["event"] == "finished"]
-    assert sorted(finished) == list(range(8))
+    assert sorted(finished) == list(range(6))
     # A run that nothing happened to makes the same trials of the same outcomes.
     assert run.plan is not None
     calm = Tuner(run.plan, MemoryJournal([]))

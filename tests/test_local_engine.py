@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -59,8 +60,40 @@ class _LocalContract(EngineContract):
         return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[list[LocalEngine]]:
+    """Engines that several tests use, closed after the last of them."""
+    engines: list[LocalEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
 class TestWarmEngine(_LocalContract):
+    """One engine for all: what each test leaves running is ended after it."""
+
     cold = False
+    _tests = itertools.count(1)
+
+    @pytest.fixture(autouse=True)
+    def _in_a_folder(  # type: ignore[override]
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        self.folder = tmp_path_factory.mktemp("warm")
+        self.first_id = 100 * next(self._tests)
+
+    @pytest.fixture
+    def engine(self, warm: list[LocalEngine]) -> Iterator[Engine]:
+        if not warm or warm[-1]._closed:
+            warm.append(engine_of("behaviours", self.folder, slots=2, cold=False))
+        engine = warm[-1]
+        yield engine
+        if engine._closed:
+            return
+        for trial_id in list(engine._running):
+            engine.cancel(trial_id)
+        while engine._running:
+            engine.poll(self.patience_s)
 
 
 class TestColdEngine(_LocalContract):
