@@ -31,8 +31,8 @@ test: lint
 	$(PY) -m pytest
 
 bench: setup
-	$(PY) benchmarks/search_scale.py
-	$(PY) benchmarks/trial_start.py
+	$(PY) -m pip install --quiet --editable '.[examples,bench]'
+	$(PY) -m benchmarks.results $(BENCH_OPTIONS)
 
 clean:
 	rm -rf $(VENV) .cache dsat_runs build *.egg-info

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.engines.simulated import SimulatedEngine
+from dsat.forecast import Forecast
 from dsat.loop import drive
 from dsat.plan import Plan
 from dsat.run import Run
@@ -63,6 +64,8 @@ class Silent:
     def started(self, run: Run, trial: Trial) -> None: ...
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
+
+    def began(self, run: Run, forecast: Forecast | None) -> None: ...
 
     def waited(self, run: Run) -> None: ...
 

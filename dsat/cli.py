@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from dsat import cluster, folders, messages, settings
+from dsat import cluster, estimate, folders, messages, settings, survey
 from dsat.engines import remembered
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
@@ -19,7 +20,9 @@ from dsat.errors import DsatError, UserInputError
 from dsat.journal import FILE_NAME, Journal, read_events
 from dsat.live import LiveView
 from dsat.loop import drive
+from dsat.memory.model import Basis
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dsat.options import ESTIMATE
 from dsat.prepare import Prepared, prepare
 from dsat.report import native, summary
 from dsat.run import Run
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if chosen.method == ESTIMATE:
+            estimate.run(chosen)
+            return EXIT_OK
         where = cluster.where(chosen)
         if where.master is not None:
             return cluster.tune(chosen, where)
@@ -171,12 +177,25 @@ def _search(
                 view,
                 max_slots=ready.chosen.max_slots,
                 max_concurrent_trials=ready.chosen.max_concurrent_trials,
+                survey=functools.partial(_survey, ready, engine, view),
             )
     except KeyboardInterrupt:
         view.say("interrupted")
         engine.close()
         return False
     return True
+
+
+def _survey(ready: Prepared, engine: LocalEngine, view: LiveView, tuner: Tuner) -> Basis:
+    assert tuner.run.profile is not None
+    return survey.of_run(
+        engine,
+        ready.plan,
+        tuner.run.profile,
+        tuner.reference_configs(),
+        as_cpu=ready.machine.is_cpu,
+        say=view.say,
+    )
 
 
 def _engine(ready: Prepared, run: Run, folder: Path) -> LocalEngine:

@@ -21,6 +21,7 @@ from dsat.engines.local import entrypoint as entrypoints
 from dsat.errors import UserInputError
 from dsat.experiment import Experiment
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from dsat.plan import BY_FORMULA, BY_SIMULATION
 from dsat.prepare import check_config_path, check_max_slots, check_ranks, plan_of
 from dsat.settings import Settings
 from dsat.tuner import make_space
@@ -120,6 +121,8 @@ def prepare(chosen: Settings, master: str) -> Submission:
         args = program.args
     user = replace(user, arg_mappings=arguments.checked({}, args, where="--arg-mapping"))
     check_max_slots(chosen, slots)
+    if chosen.memory_model == BY_SIMULATION:
+        chosen = replace(chosen, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = plan_of(chosen, user, slots, args=args, switches={}, offload_helps=True)
     changes = (
         {}

@@ -43,10 +43,16 @@ def clock_for(accelerator: Any) -> Clock:
 
 
 class MemoryWatch:
-    """Peaks of the device's allocator and of the resident set, by phase."""
+    """Peaks of the device's allocator and of the resident set, by phase.
 
-    def __init__(self, accelerator: Any) -> None:
+    Args:
+        accelerator: DeepSpeed's.
+        rss_before_bytes: the resident set when there was no model yet.
+    """
+
+    def __init__(self, accelerator: Any, rss_before_bytes: int) -> None:
         self._accelerator = accelerator
+        self._rss_before_bytes = rss_before_bytes
         self._has_allocator = not accelerator.is_synchronized_device()
         self._peaks: dict[tuple[str, str], int] = {}
 
@@ -69,19 +75,42 @@ class MemoryWatch:
 
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
         keys = sorted(self._peaks)
-        values = dict(zip(keys, maximum([float(self._peaks[key]) for key in keys]), strict=True))
+        peaks = [float(self._peaks[key]) for key in keys]
+        *peaks, context = maximum([*peaks, float(self._context_bytes())])
+        values = dict(zip(keys, peaks, strict=True))
 
         def by_phase(kind: str) -> dict[str, int]:
             return {phase: int(v) for (k, phase), v in values.items() if k == kind}
 
-        return MemoryUse(by_phase("allocated"), by_phase("reserved"), by_phase("host"))
+        return MemoryUse(
+            by_phase("allocated"), by_phase("reserved"), by_phase("host"), int(context)
+        )
+
+    def _context_bytes(self) -> int:
+        if not self._has_allocator:
+            return self._rss_before_bytes
+        if self._accelerator.device_name() != "cuda":
+            return 0
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return max(0, total - free - torch.cuda.memory_reserved())
+
+
+def rss_bytes() -> int:
+    """The resident set of this process."""
+    return _of_status("VmRSS:")
 
 
 def _peak_rss_bytes() -> int:
+    return _of_status("VmHWM:")
+
+
+def _of_status(key: str) -> int:
     try:
         with open("/proc/self/status") as file:
             for line in file:
-                if line.startswith("VmHWM:"):
+                if line.startswith(key):
                     return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -84,6 +84,18 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     return None if content is None else Passed(name, value, content)
 
 
+def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `deepspeed.initialize` by name, without any configuration in them."""
+    found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
+    args = found.get("args")
+    if any(getattr(args, name, None) is not None for name in _BY_ATTRIBUTE):
+        found["args"] = args = copy.copy(args)
+        for name in _BY_ATTRIBUTE:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    return found
+
+
 def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
     """Whether the engine gets an optimizer; a reference model, say, gets none."""
     return names_what_to_train(arguments) or "optimizer" in passed.content

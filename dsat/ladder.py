@@ -11,7 +11,7 @@ from dsat.plan import Plan
 from dsat.strategy import CPU, NONE, NVME, Strategy, of_config
 from dsat.trial import ModelProfile
 
-_LADDER = (
+LADDER = (
     Strategy(0),
     Strategy(1),
     Strategy(2),
@@ -41,7 +41,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.zero_stages]
     if any(_asked_for(plan, section) for section in _SECTIONS):
-        strategies += [s for s in _LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
+        strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
 
@@ -49,7 +49,7 @@ def rescue(plan: Plan) -> tuple[Strategy, ...]:
     """What to try, one after the other, when the user's own strategy does not fit."""
     least = _bytes(plan, of_config(plan.base_config))
     found = []
-    for strategy in _LADDER:
+    for strategy in LADDER:
         if not _may_use(plan, strategy):
             continue
         needed = _bytes(plan, strategy)

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dsat.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.report import narration, summary
 from dsat.run import Run
@@ -63,10 +64,13 @@ class LiveView:
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         self.say(*narration.warnings(trial, outcome, self._warned))
         if trial.kind is TrialKind.PROFILE and run.profile is not None:
-            self.say(*narration.of_profile(run, trial))
+            self.say(*narration.of_profile(run))
         elif self._live is None:
             self.say(narration.of_trial(run, trial, outcome))
         self.waited(run)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        self.say(*narration.of_search(run, forecast))
 
     def waited(self, run: Run) -> None:
         if self._live is not None and run.plan is not None:

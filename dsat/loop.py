@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from dsat.engines import Engine
+from dsat.forecast import Forecast
+from dsat.memory.model import Basis
 from dsat.run import Run
 from dsat.trial import Outcome, Trial
 from dsat.tuner import Tuner
@@ -19,6 +22,8 @@ class Observer(Protocol):
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
 
+    def began(self, run: Run, forecast: Forecast | None) -> None: ...
+
     def waited(self, run: Run) -> None: ...
 
 
@@ -29,6 +34,7 @@ def drive(
     *,
     max_slots: int | None = None,
     max_concurrent_trials: int,
+    survey: Callable[[Tuner], Basis] | None = None,
 ) -> None:
     """Runs trials until the tuner is finished.
 
@@ -37,13 +43,21 @@ def drive(
     Args:
         max_slots: use at most so many of the engine's slots at once.
         max_concurrent_trials: run at most so many trials at once.
+        survey: finds what the tuner predicts memory from, if it waits for that.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     slots = min(engine.num_slots, max_slots or engine.num_slots)
     slots = min(slots, max_concurrent_trials * per_trial)
     left_over = run.running
     launched: set[int] = set()
+    said = False
     while not tuner.finished:
+        if tuner.awaits_basis:
+            assert survey is not None
+            tuner.foresee(survey(tuner))
+        if tuner.searches and not said:
+            observer.began(run, tuner.forecast)
+            said = True
         free = slots - len(launched) * per_trial
         while left_over and free >= per_trial:
             _launch(engine, observer, run, left_over.pop(0), launched)

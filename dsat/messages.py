@@ -61,8 +61,6 @@ def notes(ready: Prepared) -> list[str]:
         )
     if ready.native is not None:
         found += ready.native.notes
-        if ready.native.method == "model":
-            found.append("tuner_type model_based: this version searches with asha")
     return found
 
 

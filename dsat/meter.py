@@ -17,7 +17,7 @@ from typing import Any
 
 from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
-from dsat.gauges import Clock, MemoryWatch, clock_for
+from dsat.gauges import Clock, MemoryWatch, clock_for, rss_bytes
 from dsat.profiler import ModelProfiler
 from dsat.trial import MemoryUse, Metrics, ModelProfile, Trial, TrialKind
 
@@ -191,6 +191,7 @@ class Meter:
         self._on_complete = on_complete
         self._complete = False
         self._warnings: list[str] = []
+        self._rss_before_bytes = rss_bytes()
 
     def warn(self, text: str) -> None:
         """Adds what a person should know although the trial runs."""
@@ -245,7 +246,7 @@ class Meter:
         self._engine = engine
         self._accelerator = get_accelerator()
         self._clock = clock_for(self._accelerator)
-        self._memory = MemoryWatch(self._accelerator)
+        self._memory = MemoryWatch(self._accelerator, self._rss_before_bytes)
         self._memory.note("init")
         self._profiler = (
             ModelProfiler(

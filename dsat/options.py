@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsat.plan import MEMORY_MODELS
 from dsat.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
 from dsat.trial import METRIC_NAMES
 
@@ -16,6 +17,10 @@ _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
+ESTIMATE = "estimate"
+_GIB = 2**30
+_USUAL_MEMORIES = tuple(size * _GIB for size in (16, 24, 40, 80, 141))
+_USUAL_SLOTS = (1, 8, 64, 512)
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
 # with one.
@@ -83,11 +88,21 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability below 1")
+    return value
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, [], argparse.SUPPRESS):
+        if action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == "+":
             return action.help
         return super()._get_help_string(action)
 
@@ -99,12 +114,28 @@ def build_parser() -> argparse.ArgumentParser:
         description="Finds the DeepSpeed configuration with which a training script runs fastest, "
         "by running short trials of it.",
         epilog="Examples: python3 -m dsat asha deepspeed.yaml . | "
-        "python3 -m dsat asha --slots 2 -- train.py --deepspeed_config ds.json | "
+        "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
     methods = parser.add_subparsers(
-        dest="method", required=True, metavar="{asha,binary,random,gridsearch,tune,run}"
+        dest="method",
+        required=True,
+        metavar="{model,asha,binary,random,gridsearch,tune,run,estimate}",
     )
+    model = _method(
+        methods,
+        "model",
+        "tries next what models of memory and speed, corrected by every trial, expect most of",
+    )
+    model.add_argument(
+        "--stop-when",
+        type=_probability,
+        default=0.2,
+        metavar="P",
+        help="end the search when no other configuration has a chance over P to be 1 %% better "
+        "than the best so far; 0 for never",
+    )
+    _add_early_stopping(model)
     asha = _method(
         methods,
         "asha",
@@ -148,12 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the most trials of one drawn configuration",
     )
-    random.add_argument(
-        "--early-stopping",
-        type=_at_least(1),
-        metavar="N",
-        help="end the search after N trials without a new best",
-    )
+    _add_early_stopping(random)
     grid = _method(
         methods, "gridsearch", "everything there is, in order: every setting, every micro batch"
     )
@@ -171,7 +197,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         _native(methods, name, what)
+    _estimate(methods)
     return parser
+
+
+def _estimate(methods: Any) -> None:
+    """Memory without any trial."""
+    description = (
+        "tells without running a trial what memory each ZeRO stage and offloading needs, and the "
+        "largest micro batch on slots of several sizes"
+    )
+    parser = _command(methods, ESTIMATE, description)
+    parser.add_argument(
+        "--slot-memory",
+        dest="slot_memories",
+        type=memory_size,
+        nargs="+",
+        default=_USUAL_MEMORIES,
+        metavar="SIZE",
+        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
+    )
+    parser.add_argument(
+        "--slots",
+        dest="slot_counts",
+        type=_at_least(1),
+        nargs="+",
+        default=_USUAL_SLOTS,
+        metavar="N",
+        help="data-parallel slots (default: 1 8 64 512)",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="simulate every line of the table, not the model alone: seconds for each",
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def _native(methods: Any, name: str, what: str) -> None:
@@ -198,6 +258,15 @@ def _native(methods: Any, name: str, what: str) -> None:
     )
 
 
+def _add_early_stopping(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--early-stopping",
+        type=_at_least(1),
+        metavar="N",
+        help="end the search after N trials without a new best",
+    )
+
+
 def _add_range_factor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search-range-factor",
@@ -208,7 +277,8 @@ def _add_range_factor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+def _command(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+    """A command that takes an experiment, or a command after `--`."""
     parser: argparse.ArgumentParser = methods.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
@@ -243,6 +313,12 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         metavar="PATH",
         help="further files and folders that the script needs beside it",
     )
+    return parser
+
+
+def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParser:
+    parser = _command(methods, name, description)
+    add = parser.add_argument
     add(
         "-mt",
         "--max-trials",
@@ -293,6 +369,22 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         default=[],
         metavar="KNOB",
         help="leave these settings as they are; `all` searches stage and micro batch only",
+    )
+    add(
+        "--memory-model",
+        choices=MEMORY_MODELS,
+        default=MEMORY_MODELS[0],
+        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy, or at once by a formula; on a "
+        "cluster always by the formula",
+    )
+    add(
+        "--no-memory-model",
+        dest="memory_model",
+        action="store_const",
+        const=MEMORY_MODELS[-1],
+        default=argparse.SUPPRESS,
+        help="the same as --memory-model none",
     )
     add(
         "--nvme-path",

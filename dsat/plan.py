@@ -10,6 +10,8 @@ from dsat.ds_config import AUTO
 from dsat.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.trial import BatchTriple, Objective
 
+BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
+
 _TUPLES = ("zero_stages", "micro_batches", "tune", "fix")
 
 
@@ -34,6 +36,7 @@ class Plan:
         tune, fix: settings that the user freed, or wants left alone.
         choices: values that they listed, by setting.
         switches: the script's own switches that can be searched, with the user's value.
+        memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         offload_helps: whether slots have memory of their own, which offloading relieves.
         nvme_path: where offloading to NVMe may write.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
@@ -60,6 +63,7 @@ class Plan:
     fix: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
+    memory_model: str = BY_FORMULA
     offload_helps: bool = False
     nvme_path: str | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)

@@ -92,6 +92,29 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
     return [Prepared(words, chosen, user, program, machine, plan)]
 
 
+def prepare_estimate(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine]:
+    """Reads and checks what is needed to run the script without a trial.
+
+    Raises:
+        UserInputError: something of it is wrong.
+    """
+    machine = find_machine()
+    if not chosen.command:
+        assert chosen.config is not None and chosen.model_dir is not None
+        user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
+        program = entrypoints.parse(user.entrypoint, user.model_dir)
+        check_config_path(user, program)
+        return user, program, machine
+    folder = Path.cwd()
+    program = entrypoints.parse(chosen.command, folder)
+    config = _config_of_command(chosen.ds_config, program, folder)
+    user = experiment.of_command(chosen.command, _name(program), folder, config)
+    if config is None and not program.trial_class:
+        captured = _capture(chosen, user, program, machine, 1)
+        user = experiment.of_dict(chosen.command, user.name, folder, captured)
+    return user, program, machine
+
+
 def _check_full_length(user: Experiment) -> None:
     """Raise UserInputError if Determined's harness could not train a Trial class to its end."""
     searcher = user.config.get("searcher") or {}
@@ -204,12 +227,9 @@ def _with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
 
 
 def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment) -> Settings:
-    method = "asha" if section.method == "model" else section.method
     options: dict[str, Any] = {"early_stopping": section.early_stopping}
-    if method == "gridsearch":
+    if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
-    if method == "asha":
-        options = {}
     zero = user.ds_config.get("zero_optimization") or {}
     # Without a stage all are meant (deepspeed/autotuning/README.md).
     own_stage = (zero["stage"],) if "stage" in zero else STAGES
@@ -217,7 +237,7 @@ def _as_the_section_says(chosen: Settings, section: Autotuning, user: Experiment
     largest = section.max_micro_batch
     return replace(
         chosen,
-        method=method,
+        method=section.method,
         search_options=options,
         metric=section.metric,
         max_trials=section.max_trials + 2,  # and the profile, and the user's own
@@ -295,6 +315,7 @@ def plan_of(
         fix=chosen.fix,
         choices=listed,
         switches=switches,
+        memory_model=chosen.memory_model,
         offload_helps=offload_helps,
         nvme_path=chosen.nvme_path or _nvme_path(base),
         measured={

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.memory.model import Basis
 from dsat.plan import Plan
 from dsat.trial import ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
 
@@ -18,6 +19,7 @@ EVENT_WAITING = "waiting"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
+EVENT_FORESEEN = "foreseen"
 
 HOPELESS_AFTER = 4
 
@@ -31,6 +33,8 @@ class Run:
         trials, outcomes: by trial id, in the order of the events.
         baseline: the trial of the user's own configuration.
         best: the trial with the best value so far among those that keep to the plan.
+        foreseen: what the memory model begins with.
+        skipped: names of configurations that were not launched since they would not have fitted.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses left out.
     """
@@ -46,6 +50,8 @@ class Run:
         self._failures = 0
         self._hopeful = False
         self.best: Trial | None = None
+        self.foreseen: Basis | None = None
+        self.skipped: list[str] = []
         self.stop_reason: str | None = None
         self.trials_since_best = 0
         self.running_s = 0.0
@@ -56,6 +62,7 @@ class Run:
         """Folds one event in; a kind that is not known is skipped."""
         kind = event["event"]
         self.running_s += event.get("elapsed_s", 0.0)
+        self.skipped += event.get("skipped", [])
         if kind == EVENT_START:
             self.plan = Plan.from_json(event["plan"])
             self.info = event["info"]
@@ -67,6 +74,8 @@ class Run:
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
+        elif kind == EVENT_FORESEEN:
+            self.foreseen = Basis.from_json(event["basis"])
         elif kind == EVENT_BUDGET:
             assert self.plan is not None
             self.plan = replace(self.plan, max_trials=event["max_trials"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.options import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, RUN, TUNE, build_parser
+from dsat.options import ESTIMATE, LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, RUN, TUNE, build_parser
 from dsat.space import KNOB_NAMES
 
 # Each method's own options: flag -> the search's parameter.
@@ -27,6 +27,11 @@ SEARCH_OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "gridsearch": {
         "num_micro_batches": "num_micro_batches",
+        "early_stopping": "early_stopping",
+    },
+    ESTIMATE: {name: name for name in ("slot_memories", "slot_counts", "exact")},
+    "model": {
+        "stop_when": "stop_when",
         "early_stopping": "early_stopping",
     },
 }
@@ -50,6 +55,7 @@ class Settings:
     zero_stages: tuple[int, ...] | None
     tune: tuple[str, ...]
     fix: tuple[str, ...]
+    memory_model: str
     nvme_path: str | None
     arg_mappings: Mapping[str, str]
     start_profile_step: int
@@ -84,6 +90,8 @@ def parse(argv: Sequence[str]) -> Settings:
         words, command = words[:position], words[position + 1 :]
     parser = build_parser()
     values = vars(parser.parse_args(words))
+    if values["method"] == ESTIMATE:
+        values = {**_defaults(), **values}
     if values["method"] in (TUNE, RUN):
         command = _launcher_command(values)
         values = {**_defaults(), **values, "run_full_experiment": values["method"] == RUN}
@@ -156,3 +164,9 @@ def _defaults() -> dict[str, Any]:
     for name in ("config", "model_dir", *SEARCH_OPTIONS["binary"]):
         values.pop(name)
     return {**values, "config": None, "model_dir": None}
+
+
+def defaults_of(method: str) -> dict[str, Any]:
+    """The options of a search when none is given."""
+    values = vars(build_parser().parse_args([method, "-", "-"]))
+    return {parameter: values[flag] for flag, parameter in SEARCH_OPTIONS[method].items()}

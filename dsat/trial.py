@@ -105,8 +105,8 @@ class Trial:
         name: says what it is (`z2_gas1_tmbspg4`); unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
-        script_args: switches of the script itself (`gradient_checkpointing`).
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
@@ -121,6 +121,7 @@ class Trial:
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
+    predicted_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.strategy:
@@ -177,11 +178,26 @@ class MemoryUse:
         allocated_bytes, reserved_bytes: by phase (`init`, `forward`, `backward`, `step`); the
             device allocator's, or empty on a CPU, which has none.
         host_rss_bytes: the largest resident set of one rank, by phase.
+        context_bytes: what a rank holds besides its tensors: on a device the context and its
+            libraries, on a CPU the resident set when there was no model yet.
     """
 
     allocated_bytes: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
+    context_bytes: int = 0
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """Bytes of a rank's tensors, by phase; on a CPU by its resident set."""
+        if self.allocated_bytes:
+            return dict(self.allocated_bytes)
+        return {p: max(0, v - self.context_bytes) for p, v in self.host_rss_bytes.items()}
+
+    @property
+    def peak(self) -> int:
+        """The largest of the phases; 0 if nothing was measured."""
+        return max(self.by_phase.values(), default=0)
 
 
 @dataclass(frozen=True)

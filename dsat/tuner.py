@@ -13,12 +13,15 @@ from typing import Any, Protocol
 
 from dsat import ds_config, ladder
 from dsat.errors import JournalMismatch
+from dsat.forecast import Forecast
 from dsat.journal import SCHEMA_VERSION
+from dsat.memory.model import Basis
 from dsat.overrides import overrides_for, script_args_for, strategy_settings
-from dsat.plan import Plan
+from dsat.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.run import (
     EVENT_BUDGET,
     EVENT_FINISHED,
+    EVENT_FORESEEN,
     EVENT_PROPOSED,
     EVENT_START,
     EVENT_STOPPED,
@@ -60,6 +63,7 @@ _SAID_AS = {
     "choices": "lists of values",
     "switches": "switches of the script",
     "offload_helps": "slots",
+    "memory_model": "a --memory-model",
     "nvme_path": "a --nvme-path",
 }
 
@@ -101,7 +105,9 @@ class Tuner:
         self._journal = journal
         self._clock = clock
         self._last_event_s = clock()
+        self._space: Space | None = None
         self._search: Search | None = None
+        self._forecast: Forecast | None = None
         self._failure: str | None = None
         self._rescue = ladder.rescue(plan)
         self._rung = -1  # of the ladder; -1: the user's own strategy
@@ -111,6 +117,7 @@ class Tuner:
         self._trial_by_config: dict[str, int] = {}
         self._twins: dict[int, list[Proposal]] = {}
         self._names: set[str] = set()
+        self._skipped: list[str] = []  # since the last trial
         self._replaying = True
         for event in events or []:
             self._replay(event)
@@ -136,7 +143,7 @@ class Tuner:
             trial = self._decide()
             if trial is None:
                 break
-            self._append({"event": EVENT_PROPOSED, "trial": trial.to_json()})
+            self._append(self._with_skipped({"event": EVENT_PROPOSED, "trial": trial.to_json()}))
             trials.append(trial)
             free_slots -= self.plan.slots_per_trial
         return trials
@@ -148,6 +155,38 @@ class Tuner:
             return
         self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome.to_json()})
         self._hear(trial_id, outcome)
+
+    @property
+    def awaits_basis(self) -> bool:
+        """Whether nothing more is decided before `foresee`."""
+        return self._space is not None and self._search is None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Predicted memory, if it is predicted, from when the search begins."""
+        return self._forecast
+
+    @property
+    def searches(self) -> bool:
+        """Whether the search has begun."""
+        return self._search is not None
+
+    def foresee(self, basis: Basis) -> None:
+        """Enters what memory is predicted from, and begins the search."""
+        assert self.awaits_basis
+        self._append({"event": EVENT_FORESEEN, "basis": basis.to_json()})
+        self._begin_search(basis)
+
+    def reference_configs(self) -> list[dict[str, Any]]:
+        """Of each strategy that is searched its first configuration."""
+        assert self._space is not None
+        space, configs = self._space, []
+        for branch in space.branches:
+            settings = branch.settings(0)
+            batch = space.batch(space.micro_batches[0], settings)
+            overrides = overrides_for(settings, batch)
+            configs.append(ds_config.merge(self.plan.base_config, overrides))
+        return configs
 
     @property
     def stop_reason(self) -> str | None:
@@ -198,7 +237,7 @@ class Tuner:
         trial = self._ask()
         if trial is None:
             self._waiting = True
-            self._append({"event": EVENT_WAITING})
+            self._append(self._with_skipped({"event": EVENT_WAITING}))
         return trial
 
     def _ask(self) -> Trial | None:
@@ -206,13 +245,16 @@ class Tuner:
 
         A proposal that equals an earlier trial gets that one's outcome, at once or when it ends.
         """
-        assert self._search is not None
+        assert self._search is not None and self._space is not None
         while (proposal := self._search.ask()) is not None:
             batch = self._space.batch(proposal.micro_batch, proposal.settings)
             overrides = overrides_for(proposal.settings, batch)
             script_args = script_args_for(proposal.settings)
             known = self._trial_by_config.get(self._fingerprint(overrides, script_args))
             if known is None:
+                if self._forecast is not None and not self._forecast.fits(overrides, script_args):
+                    self._skip(proposal, overrides, batch)
+                    continue
                 trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
                 self._proposals[trial.id] = proposal
                 return trial
@@ -222,18 +264,42 @@ class Tuner:
                 self._twins.setdefault(known, []).append(proposal)
         return None
 
+    def _skip(self, proposal: Proposal, overrides: Mapping[str, Any], batch: BatchTriple) -> None:
+        """Tells the search that a proposal would run out of memory; that takes no trial."""
+        assert self._search is not None
+        strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
+        self._skipped.append(_stem(strategy, batch))
+        self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
+
     def _hear(self, trial_id: int, outcome: Outcome) -> None:
         self._waiting = False
         trial = self.run.trials[trial_id]
         if trial.kind is TrialKind.PROFILE:
-            self._begin_search(trial, outcome)
+            self._take_profile(trial, outcome)
             return
         assert self._search is not None
+        if self._forecast is not None:
+            self._forecast.learn(trial.overrides, trial.script_args, outcome)
         own = [self._proposals.pop(trial_id)] if trial_id in self._proposals else []
-        for proposal in own + self._twins.pop(trial_id, []):
+        proposals = own + self._twins.pop(trial_id, [])
+        for proposal in proposals:
             self._search.tell(proposal, outcome)
+        if not proposals:
+            self._tell_unasked(trial, outcome)
 
-    def _begin_search(self, trial: Trial, outcome: Outcome) -> None:
+    def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
+        """Lets the search know of the user's own configuration, if it is one of the space."""
+        assert self._search is not None and self._space is not None
+        digest = self._fingerprint(trial.overrides, trial.script_args)
+        for number, branch in enumerate(self._space.branches):
+            settings = branch.settings(0)
+            batch = self._space.batch(trial.batch.micro_batch, settings)
+            script_args = script_args_for(settings)
+            if self._fingerprint(overrides_for(settings, batch), script_args) == digest:
+                self._search.learn(number, trial.batch.micro_batch, outcome)
+
+    def _take_profile(self, trial: Trial, outcome: Outcome) -> None:
+        """Makes the space, and begins the search unless memory is to be simulated first."""
         profile = outcome.profile
         if not outcome.ok or profile is None:
             self._profile_failed(trial, outcome)
@@ -245,12 +311,34 @@ class Tuner:
             )
             return
         self._space = make_space(self.plan, profile, rung=self._rung)
-        self._search = SEARCHES[self.plan.method](
-            profile,
-            self.plan.objective,
-            self._space,
-            seed=self.plan.seed,
-            **self.plan.search_options,
+        if self.plan.memory_model == BY_FORMULA:
+            self._begin_search(Basis.of_profile(profile, self.plan.switches))
+        elif self.plan.memory_model == NO_MEMORY_MODEL:
+            self._begin_search(None)
+
+    def _begin_search(self, basis: Basis | None) -> None:
+        plan, run, space = self.plan, self.run, self._space
+        assert run.profile is not None and space is not None
+        forecast = None
+        if basis is not None:
+            forecast = Forecast(basis, plan, run.profile, space)
+            for trial_id, outcome in run.outcomes.items():
+                trial = run.trials[trial_id]
+                forecast.learn(trial.overrides, trial.script_args, outcome)
+            if not any(
+                forecast.largest(branch.settings(0)) >= space.micro_batches[0]
+                for branch in space.branches
+            ):
+                forecast = None  # the model was profiled, so this cannot be true
+        self._forecast = forecast
+        self._search = SEARCHES[plan.method](
+            run.profile,
+            plan.objective,
+            space,
+            seed=plan.seed,
+            memory_model=basis is not None,
+            predict=None if forecast is None else forecast.largest,
+            **plan.search_options,
         )
 
     def _profile_failed(self, trial: Trial, outcome: Outcome) -> None:
@@ -312,6 +400,11 @@ class Tuner:
             lineage=None if proposal is None else proposal.lineage,
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
+            predicted_bytes=(
+                None
+                if self._forecast is None
+                else self._forecast.predicted_bytes(overrides, script_args)
+            ),
         )
 
     def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
@@ -324,7 +417,7 @@ class Tuner:
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
-        stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
+        stem = _stem(strategy, batch)
         if kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
         name, length = stem, 4
@@ -343,6 +436,11 @@ class Tuner:
         self._last_event_s = now
         self._journal.append(event)
         self.run.apply(event)
+
+    def _with_skipped(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event with what was passed over on the way to it."""
+        skipped, self._skipped = self._skipped, []
+        return {**event, "skipped": skipped} if skipped else event
 
     def _replay(self, event: dict[str, Any]) -> None:
         """Decides again what was decided then, and checks that it is the same."""
@@ -372,6 +470,9 @@ class Tuner:
                     f"{decided.name}. The run was made by another version: start a new one."
                 )
         self.run.apply(event)
+        if kind == EVENT_FORESEEN:
+            assert self.run.foreseen is not None
+            self._begin_search(self.run.foreseen)
         if kind == EVENT_FINISHED:
             self._hear(event["trial_id"], self.run.outcomes[event["trial_id"]])
 
@@ -382,6 +483,7 @@ class Tuner:
             return self._decide()
         finally:
             self.plan = plan
+            self._skipped = []  # they are in the event
 
 
 def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
@@ -414,6 +516,10 @@ def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) 
 def _roomy_bucket(profile: ModelProfile) -> int:
     """Elements of a bucket that takes a sixteenth of a slot's memory."""
     return profile.slot_memory_bytes // (16 * profile.param_bytes)
+
+
+def _stem(strategy: Strategy, batch: BatchTriple) -> str:
+    return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
 
 
 def _with_room(plan: Plan, max_trials: int) -> Plan:

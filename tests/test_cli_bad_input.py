@@ -348,7 +348,7 @@ def test_bad_commands(folder: Folder, case: str, capsys: pytest.CaptureFixture[s
 
 USAGE_ERRORS = [
     [],
-    ["model", "deepspeed.yaml", "."],
+    ["guess", "deepspeed.yaml", "."],
     ["asha", "deepspeed.yaml"],
     ["asha", "deepspeed.yaml", ".", "--divisor", "two"],
     ["asha", "deepspeed.yaml", ".", "--divisor", "1"],

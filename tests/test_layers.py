@@ -29,12 +29,19 @@ MAY_IMPORT = {
     "overrides": "arguments strategy trial",
     "space": "ds_config overrides strategy trial",
     "plan": "ds_config space trial",
-    "memory": "strategy trial",
-    "ladder": "ds_config memory plan strategy trial",
-    "search.*": "errors memory space trial",
+    "memory.*": "ds_config errors injection journal strategy trial",
+    "ladder": "ds_config memory.* plan strategy trial",
+    "gaussian": "",
+    "speed": "gaussian strategy",
+    "search.*": "arguments errors gaussian memory.* overrides space speed strategy trial",
+    "forecast": "ds_config memory.* overrides plan space trial",
     "journal": "errors trial",
-    "run": "journal plan trial",
-    "tuner": "ds_config errors journal ladder overrides plan run search.* space strategy trial",
+    "run": "journal memory.* plan trial",
+    "tuner": (
+        "ds_config errors forecast journal ladder memory.* overrides plan run search.* space "
+        "strategy trial"
+    ),
+    "survey": "memory.* plan trial",
     "failures": "errors trial",
     "gauges": "trial",
     "injection": "ds_config errors",
@@ -49,7 +56,8 @@ MAY_IMPORT = {
     "engines.remembered": "ds_config engines plan run trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
-        "arguments ds_config engines errors experiment failures hf injection journal meter trial"
+        "arguments ds_config engines errors experiment failures hf injection journal memory.* "
+        "meter trial"
     ),
     "engines.determined": "",
     "engines.determined.verdict": "failures task trial",
@@ -68,12 +76,13 @@ MAY_IMPORT = {
         "engines.determined.engine engines.determined.job engines.determined.master "
         "engines.determined.patience engines.determined.search journal report.* run"
     ),
-    "loop": "engines errors run trial tuner",
-    "report.*": "ds_config errors journal ladder memory plan run trial",
-    "live": "report.* run trial",
-    "options": "space trial",
+    "loop": "engines errors forecast memory.* run trial tuner",
+    "report.*": "ds_config errors forecast journal ladder memory.* plan run trial",
+    "live": "forecast report.* run trial",
+    "options": "plan space trial",
     "settings": "options space",
     "prepare": EVERYTHING,
+    "estimate": EVERYTHING,
     "folders": "autotuning errors journal plan prepare report.* run settings",
     "messages": "ladder live prepare report.* run trial tuner",
     "cluster": EVERYTHING,

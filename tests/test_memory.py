@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.memory import describe, largest_micro_batch, model_state, required_bytes
+from dsat.memory import describe, describe_floors, largest_micro_batch, model_state, required_bytes
 from dsat.strategy import Strategy, plain
 from dsat.trial import ModelProfile
 
@@ -136,7 +136,8 @@ def test_the_description_gives_every_stage_in_gib() -> None:
         activation_bytes_per_sample=gib,
         slot_memory_bytes=80 * gib,
     )
-    head, memory, first, third = describe(model, plain(1, 3), 1)
+    head, memory = describe(model)
+    first, third = describe_floors(model, plain(1, 3), 1)
     assert head.startswith(f"parameters {gib:,} (trainable {gib:,}), 2 bytes")
     assert "80.0 GiB" in memory and "1024.00 MiB per sample" in memory and "2.000 GFLOP" in memory
     assert first == (

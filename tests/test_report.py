@@ -176,6 +176,7 @@ def test_plain_progress_lines() -> None:
         for trial in run.trials.values():
             view.started(run, trial)
             view.ended(run, trial, run.outcomes[trial.id])
+        view.began(run, None)
         view.show_result(run)
     said = stream.getvalue()
     assert "memory per slot" in said

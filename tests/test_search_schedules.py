@@ -733,9 +733,7 @@ def test_random_does_not_draw_stage_3_once_a_lower_stage_ran(stage: int) -> None
         f"""
         ask 0@8 stage {stage}
         tell 0@8 OOM
-        ask 1@8 stage {stage}
-        tell 1@8 ERROR
-        ask 2@8 stage 3
+        ask 1@8 stage 3
         """,
     )
 
@@ -1024,6 +1022,7 @@ def test_random_draws_around_the_middle() -> None:
 # -- what holds for all
 
 DRAWING = [method for method in SEARCHES if method != "gridsearch"]  # the others need no seed
+BISECTING = [method for method in DRAWING if method != "model"]
 
 
 def _wide_space() -> Space:
@@ -1056,7 +1055,7 @@ def _scripted(proposal: Proposal, salt: int) -> Outcome:
 @pytest.mark.parametrize("concurrency", [1, 5])
 @pytest.mark.parametrize("method", SEARCHES)
 def test_no_schedule_breaks_the_rules_of_a_lineage(method: str, concurrency: int) -> None:
-    for seed in range(12):
+    for seed in range(3 if method == "model" else 12):  # which takes milliseconds a decision
         search = search_of(method, _wide_space(), ceiling=60, seed=seed)
         outcomes: dict[int, list[tuple[int, str]]] = defaultdict(list)
         running: Counter[int] = Counter()
@@ -1075,11 +1074,12 @@ def test_no_schedule_breaks_the_rules_of_a_lineage(method: str, concurrency: int
                 assert micro_batch in search.space.micro_batches
                 assert (section, micro_batch) not in seen
                 assert zero_of.setdefault(lineage, section) == section
-                assert not running[lineage], "the next micro batch depends on the last"
+                if method != "model":
+                    assert not running[lineage], "the next micro batch depends on the last"
                 told = outcomes[lineage]
                 assert not any(kind == "ERROR" for _, kind in told)
                 assert [kind for _, kind in told].count("TIMEOUT") < 2
-                if method in DRAWING:
+                if method in BISECTING:
                     assert all(micro_batch > other for other, kind in told if kind == "OK")
                 assert all(micro_batch < other for other, kind in told if kind != "OK")
                 seen.add((section, micro_batch))
@@ -1112,8 +1112,9 @@ def test_one_seed_one_schedule(method: str) -> None:
         search = search_of(method, _wide_space(), ceiling=60, seed=seed)
         return proposals_of(search, lambda p: _scripted(p, 1), concurrency=3, limit=60)
 
-    schedules = [schedule(seed) for seed in range(5)]
-    assert schedules == [schedule(seed) for seed in range(5)]
+    seeds = range(3 if method == "model" else 5)
+    schedules = [schedule(seed) for seed in seeds]
+    assert schedules == [schedule(seed) for seed in seeds]
     for one, other in itertools.combinations(schedules, 2):
         assert (one != other) == (method in DRAWING)
 

@@ -42,6 +42,7 @@ COMMON: dict[str, Any] = {
     "trial_timeout_s": 1800.0,
     "slot_memory_bytes": None,
     "engine": "auto",
+    "memory_model": "simulation",
     "cold": False,
     "run_dir": None,
     "resume": False,
@@ -59,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
     "binary": {"search_range_factor": 1.0},
     "random": {"trials_per_config": 5, "early_stopping": None},
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
+    "model": {"stop_when": 0.2, "early_stopping": None},
 }
 
 
@@ -88,7 +90,7 @@ def test_every_option_has_its_type() -> None:
         *("--run-dir", "r", "--resume", "--dry-run", "--json"),
         *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0", "--detach"),
         *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
-        *("--divisor", "4", "--search-range-factor", "1.5"),
+        *("--divisor", "4", "--search-range-factor", "1.5", "--no-memory-model"),
         *("--tune", "overlap_comm", "offload_optimizer", "--fix", "sub_group_size"),
         *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
         *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
@@ -108,6 +110,7 @@ def test_every_option_has_its_type() -> None:
         zero_stages=(3, 0),
         tune=("overlap_comm", "offload_optimizer"),
         fix=("sub_group_size",),
+        memory_model="none",
         nvme_path="/nvme",
         arg_mappings={"train_micro_batch_size_per_gpu": "--batch-size"},
         max_train_batch_size=None,

@@ -22,6 +22,15 @@ def metric(name: str, value: float | None) -> str:
     return f"{number} {_UNITS.get(name, 'ms')}"
 
 
+def memory(size_bytes: float | None) -> str:
+    """`1.23 GiB`; a dash for None."""
+    if size_bytes is None:
+        return "-"
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
 def duration(seconds: float) -> str:
     """`42 s`, `3 min 10 s`, `2 h 05 min`."""
     whole = round(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsat import ladder, memory
+from dsat.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.run import Run
 from dsat.trial import Outcome, Trial
@@ -20,11 +21,22 @@ def warnings(trial: Trial, outcome: Outcome, said: set[str]) -> list[str]:
     return [f"warning: {trial.name}: {text}" for text in new]
 
 
-def of_profile(run: Run, trial: Trial) -> list[str]:
+def of_profile(run: Run) -> list[str]:
     """What the profile trial found."""
+    assert run.profile is not None
+    return memory.describe(run.profile)
+
+
+def of_search(run: Run, forecast: Forecast | None) -> list[str]:
+    """What each strategy needs, as the search begins."""
     assert run.plan is not None and run.profile is not None
-    strategies = ladder.searched_after(run.plan, trial.strategy)
-    return memory.describe(run.profile, strategies, run.plan.slots_per_trial)
+    if forecast is not None:
+        return forecast.describe()
+    profiled = next(
+        run.trials[i].strategy for i, o in run.outcomes.items() if o.profile is run.profile
+    )
+    strategies = ladder.searched_after(run.plan, profiled)
+    return memory.describe_floors(run.profile, strategies, run.plan.slots_per_trial)
 
 
 def of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
@@ -34,4 +46,14 @@ def of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     line = fmt.outcome(outcome, run.plan.metric)
     took = fmt.duration(outcome.duration_s)
     best = "" if run.best is None else f"; best {run.best.name}"
-    return f"{count} {trial.name}: {line}, took {took}{best}"
+    return f"{count} {trial.name}: {line}{_memory(trial, outcome)}, took {took}{best}"
+
+
+def _memory(trial: Trial, outcome: Outcome) -> str:
+    """Predicted against measured."""
+    if trial.predicted_bytes is None:
+        return ""
+    predicted = fmt.memory(trial.predicted_bytes)
+    if outcome.memory is None or not outcome.memory.peak:
+        return f", {predicted} predicted"
+    return f", {fmt.memory(outcome.memory.peak)} used of {predicted} predicted"

@@ -12,7 +12,7 @@ from dsat import ds_config
 from dsat.journal import write_atomically
 from dsat.report import format as fmt
 from dsat.run import Run
-from dsat.trial import OutcomeKind, Trial, TrialKind
+from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
 
 BEST_CONFIG_FILE = "best_ds_config.json"
 BEST_METRICS_FILE = "best_ds_metrics.json"
@@ -144,13 +144,22 @@ def markdown(run: Run, train_line: str) -> str:
     if run.best is not None:
         lines += [f"Train with it: `{train_line}`", ""]
     lines += ["## All trials", ""]
-    lines += markdown_table(("trial", "micro batch", "gas", "result", "took"), _trial_cells(run))
+    lines += markdown_table(TRIAL_HEADINGS, _trial_cells(run))
     warnings = all_warnings(run)
     if warnings:
         lines += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
     return "\n".join(lines) + "\n"
 
 
+TRIAL_HEADINGS = (
+    "trial",
+    "micro batch",
+    "gas",
+    "result",
+    "memory predicted",
+    "memory used",
+    "took",
+)
 HEADINGS = ("stage", "trials", "out of memory", "failed", "best", "best trial")
 
 
@@ -178,6 +187,34 @@ def facts(run: Run) -> list[str]:
         lines.append(f"machine: {run.info['machine']}")
     lines.append(f"wall time: {fmt.duration(run.running_s)}")
     lines.append(f"ended: {run.stop_reason or 'interrupted'}")
+    return lines + _memory_facts(run)
+
+
+def _used(outcome: Outcome) -> int | None:
+    """Bytes of the tensors of the rank that had most of them."""
+    return (outcome.memory.peak or None) if outcome.memory is not None else None
+
+
+def _memory_facts(run: Run) -> list[str]:
+    """How good the prediction of memory was, and what it saved."""
+    errors = sorted(
+        abs(trial.predicted_bytes / used - 1)
+        for trial in run.trials.values()
+        if trial.predicted_bytes is not None
+        and (outcome := run.outcomes.get(trial.id)) is not None
+        and outcome.ok
+        and (used := _used(outcome)) is not None
+    )
+    lines = []
+    if errors:
+        middle = errors[len(errors) // 2]
+        way = "by formula" if run.foreseen is None or run.foreseen.note else "by simulation"
+        lines.append(
+            f"memory: predicted {way}, off by {middle:.1%} in the middle and {errors[-1]:.1%} at "
+            f"most over {len(errors)} trials that ran"
+        )
+    if run.skipped:
+        lines.append(f"not launched: {len(run.skipped)} that were predicted not to fit")
     return lines
 
 
@@ -221,6 +258,8 @@ def _trial_json(run: Run, trial: Trial | None) -> dict[str, Any] | None:
         "script_args": trial.script_args,
         "outcome": None if outcome is None else outcome.kind.value,
         "message": "" if outcome is None else outcome.message,
+        "predicted_bytes": trial.predicted_bytes,
+        "used_bytes": None if outcome is None else _used(outcome),
         "metrics": outcome.metrics.to_json() if outcome and outcome.metrics else None,
     }
 
@@ -241,6 +280,8 @@ def _trial_cells(run: Run) -> list[tuple[str, ...]]:
             str(trial.batch.micro_batch),
             str(trial.batch.gas),
             fmt.outcome(outcome, run.plan.metric),
+            fmt.memory(trial.predicted_bytes),
+            fmt.memory(_used(outcome)),
             fmt.duration(outcome.duration_s),
         )
         for trial in run.trials.values()

@@ -6,6 +6,7 @@ from dsat.search.asha import ASHASearch
 from dsat.search.base import Search
 from dsat.search.binary import BinarySearch
 from dsat.search.grid import GridSearch
+from dsat.search.model import ModelSearch
 from dsat.search.random_search import RandomSearch
 
 SEARCHES: dict[str, type[Search]] = {
@@ -13,6 +14,15 @@ SEARCHES: dict[str, type[Search]] = {
     "binary": BinarySearch,
     "random": RandomSearch,
     "gridsearch": GridSearch,
+    "model": ModelSearch,
 }
 
-__all__ = ["SEARCHES", "ASHASearch", "BinarySearch", "GridSearch", "RandomSearch", "Search"]
+__all__ = [
+    "SEARCHES",
+    "ASHASearch",
+    "BinarySearch",
+    "GridSearch",
+    "ModelSearch",
+    "RandomSearch",
+    "Search",
+]

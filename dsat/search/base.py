@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dsat import memory
 from dsat.search.lineage import Lineage
 from dsat.space import Space
+from dsat.strategy import Strategy
 from dsat.trial import ModelProfile, Objective, Outcome, Proposal
+
+Predict = Callable[[Mapping[str, Any]], float]
+
+_DRAWS = 64  # settings that are drawn one after the other until some fit
+
+
+def _by_strategy(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
+    """The largest micro batch that model state leaves room for; 0 if there is none."""
+    if memory.required_bytes(profile, strategy, slots, 1) > profile.slot_memory_bytes:
+        return 0
+    return memory.largest_micro_batch(profile, strategy, slots)
+
+
+def _upper_bound(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
+    """The micro batch whose activations alone would fill a slot, if it held nothing else."""
+    return profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
 
 
 class Search(abc.ABC):
@@ -25,6 +43,10 @@ class Search(abc.ABC):
         space: what may be tried.
         seed: of every random choice.
         search_range_factor: multiplies the predicted largest micro batch where a search begins.
+        memory_model: begin from the predicted largest micro batch; otherwise from the one whose
+            activations alone would fill a slot, which no strategy can exceed.
+        predict: predicts the largest micro batch of some settings, 0 if none fits, and may know
+            better from one call to the next; by default a rough guess by strategy does.
     """
 
     def __init__(
@@ -35,16 +57,18 @@ class Search(abc.ABC):
         *,
         seed: int,
         search_range_factor: float = 1.0,
+        memory_model: bool = True,
+        predict: Predict | None = None,
     ) -> None:
         self.objective = objective
         self.space = space
         self._seed = seed
         self._draws = 0
         self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
-        self._ceilings = [
-            max(1, int(search_range_factor * memory.largest_micro_batch(profile, s, space.slots)))
-            for s in space.strategies
-        ]
+        self._search_range_factor = search_range_factor
+        self._predict = predict if memory_model else None
+        bound = _by_strategy if memory_model else _upper_bound
+        self._rough = [bound(profile, s, space.slots) for s in space.strategies]
         self._lineages: list[Lineage] = []
 
     @abc.abstractmethod
@@ -60,6 +84,15 @@ class Search(abc.ABC):
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """What came of a proposal; in any order among those that run at once."""
 
+    def learn(self, branch: int, micro_batch: int, outcome: Outcome) -> None:  # noqa: B027
+        """What came of a trial that the search did not ask for.
+
+        Most searches have no use for it.
+
+        Args:
+            branch: the number of the branch whose first settings it had.
+        """
+
     @property
     def stop_reason(self) -> str | None:
         """Why the search should end although there is more to try, or None."""
@@ -70,31 +103,44 @@ class Search(abc.ABC):
         self._draws += 1
         return np.random.default_rng([self._seed, self._draws])
 
+    def _largest(self, branch: int, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that settings of a branch should allow; 0 if none."""
+        found = self._rough[branch] if self._predict is None else self._predict(settings)
+        return self._search_range_factor * min(found, 2.0 * self.space.micro_batches[-1])
+
     def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
-        """A lineage with settings that were not drawn before; None when all were.
+        """A lineage with settings that were not drawn before; None when all were, or none fits.
 
         Args:
             branches: the numbers of the branches to draw from; by default all.
 
-        The first of every branch are DeepSpeed's defaults (or what the user chose), but for buckets
-        that would crowd a slot.
+        The first of every branch come first, as the branches are listed: DeepSpeed's defaults (or
+        what the user chose), but for buckets that would crowd a slot. The rest is drawn.
         """
         candidates = range(len(self._undrawn)) if branches is None else branches
-        open_branches = [number for number in candidates if self._undrawn[number].count]
-        if not open_branches:
-            return None
-        rng = self._rng()
-        number = open_branches[int(rng.integers(len(open_branches)))]
-        branch = self.space.branches[number]
-        lineage = Lineage(
-            id=len(self._lineages),
-            branch=number,
-            settings=branch.settings(self._undrawn[number].take(rng)),
-            micro_batches=self.space.micro_batches,
-            ceiling=self._ceilings[number],
-        )
-        self._lineages.append(lineage)
-        return lineage
+        for _ in range(_DRAWS):
+            open_branches = [number for number in candidates if self._undrawn[number].count]
+            if not open_branches:
+                return None
+            rng = self._rng()
+            number = open_branches[int(rng.integers(len(open_branches)))]
+            new = [n for n in open_branches if self._undrawn[n].is_whole]
+            if new:
+                number = new[0]  # as listed: what costs least traffic first
+            settings = self.space.branches[number].settings(self._undrawn[number].take(rng))
+            largest = self._largest(number, settings)
+            if self._predict is not None and largest < self.space.micro_batches[0]:
+                continue
+            lineage = Lineage(
+                id=len(self._lineages),
+                branch=number,
+                settings=settings,
+                micro_batches=self.space.micro_batches,
+                ceiling=max(1, int(largest)),
+            )
+            self._lineages.append(lineage)
+            return lineage
+        return None
 
     def _propose(self, lineage: Lineage, index: int, **note: int) -> Proposal:
         return Proposal(
@@ -125,6 +171,11 @@ class _Undrawn:
         self.count = count
         self._moved: dict[int, int] = {}
         self._taken = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was taken yet."""
+        return not self._taken
 
     def take(self, rng: np.random.Generator) -> int:
         position = int(rng.integers(self.count)) if self._taken else 0

@@ -73,26 +73,29 @@ class GridSearch(Search):
         for number, (branch, progress) in enumerate(
             zip(self.space.branches, self._branches, strict=True)
         ):
-            if progress.begun == branch.count or self._is_over(progress):
-                continue
-            lineage = Lineage(
-                id=len(self._lineages),
-                branch=number,
-                settings=branch.settings(progress.begun),
-                micro_batches=self._sizes,
-                ceiling=self._sizes[-1],
-            )
-            progress.begun += 1
-            self._lineages.append(lineage)
-            walk = _Walk(lineage, self._first_size(number))
-            self._open[lineage.id] = walk
-            return walk
+            while progress.begun < branch.count and not self._is_over(progress):
+                settings = branch.settings(progress.begun)
+                largest = self._largest(number, settings)
+                progress.begun += 1
+                if self._predict is not None and largest < self._sizes[0]:
+                    continue
+                lineage = Lineage(
+                    id=len(self._lineages),
+                    branch=number,
+                    settings=settings,
+                    micro_batches=self._sizes,
+                    ceiling=int(largest) if self._predict is not None else self._sizes[-1],
+                )
+                self._lineages.append(lineage)
+                walk = _Walk(lineage, self._first_size(largest))
+                self._open[lineage.id] = walk
+                return walk
         return None
 
-    def _first_size(self, branch: int) -> int:
+    def _first_size(self, largest: float) -> int:
         if not isinstance(self.space.micro_batches, range):
             return 0
-        return max(0, bisect.bisect_right(self._sizes, self._ceilings[branch]) - 1)
+        return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _step(self, walk: _Walk) -> Proposal | None:
         """The next micro batch of an open walk; None at its end."""

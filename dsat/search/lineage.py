@@ -88,7 +88,8 @@ class Lineage:
             self.hi = min(self.hi, position - 1)
         elif kind is OutcomeKind.TIMEOUT:
             self.timeouts += 1
-            self._slow_from = position
-            self.abandoned = self.timeouts > 1
+            # Of several that ran at once, another may have failed before.
+            self._slow_from = min(position, self.open_hi + 1)
+            self.abandoned |= self.timeouts > 1
         else:
             self.abandoned = True

@@ -57,8 +57,9 @@ class RandomSearch(Search):
             self._note_success(lineage, proposal.micro_batch, value)
         elif self._best is not None:
             self._since_best += 1
-        if outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory:
-            # The predicted ceiling was too low: look as far again.
+        is_at_the_top = outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory
+        if is_at_the_top and self._predict is None:
+            # The rough ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
         self._ready.append(lineage)
 
@@ -112,6 +113,10 @@ class RandomSearch(Search):
         if best is None:
             return
         _, position, hi = best
+        if self._predict is not None:
+            # Up to what is predicted to fit; that itself is worth a trial with any settings.
+            lineage.lo = min(position + 1, lineage.hi)
+            return
         last = len(lineage.micro_batches) - 1
         lineage.lo = min(position + 1, last)
         largest = lineage.position(self._largest_ran[lineage.branch])

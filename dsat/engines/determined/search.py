@@ -134,7 +134,9 @@ class ClusterSearch:
                 self._say(line)
             self._say(narration.of_trial(run, trial, outcome))
             if trial.kind is TrialKind.PROFILE and run.profile is not None:
-                for line in narration.of_profile(run, trial):
+                for line in narration.of_profile(run):
+                    self._say(line)
+                for line in narration.of_search(run, tuner.forecast):
                     self._say(line)
         for trial in tuner.next_trials(self.engine.free_slots):
             self.engine.launch(trial)

@@ -18,16 +18,25 @@ from dsat import ds_config
 from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, RankSpec
+from dsat.engines.local.rank import (
+    CAPTURED_FILE,
+    CONFIG_FILE,
+    MODULES_FILE,
+    SPEC_FILE,
+    RankSpec,
+    result_file,
+)
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError, ScriptFailed
 from dsat.experiment import Experiment, length_in_units, trial_hparams
 from dsat.journal import write_atomically
+from dsat.memory.capture import CAPTURED_MICRO_BATCH
 from dsat.meter import MeterSpec
 from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
 
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
+LENDING_ID = -3
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
@@ -194,6 +203,29 @@ class LocalEngine:
         config: dict[str, Any] = json.loads((folder / CAPTURED_FILE).read_text())
         return config
 
+    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        """Starts the script so that its model can be simulated; takes no slot.
+
+        Args:
+            address: path of the socket where whoever wants simulations listens.
+            script_args: switches of the script, as a trial has them.
+
+        Returns:
+            A file that tells, once it exists, why there will be no simulations (`message` in it).
+        """
+        folder, size = self._folder / "simulation", CAPTURED_MICRO_BATCH
+        batch = BatchTriple(size, size, 1)
+        overrides = {**batch.config(), "zero_optimization": {"stage": 0}}
+        trial = Trial(
+            LENDING_ID, TrialKind.SEARCH, "simulation", 0, batch, overrides, script_args=script_args
+        )
+        self._start(trial, folder, None, address)
+        return folder / result_file(0)
+
+    def stop_lending(self) -> None:
+        """Ends what `lend_model` started."""
+        self.cancel(LENDING_ID)
+
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._closed:
             return []
@@ -206,6 +238,8 @@ class LocalEngine:
             for message in self._supervisor.receive(max(0.0, wait_s)):
                 running = self._running.pop(message["trial"])
                 self._free = sorted([*self._free, *running.slots])
+                if running.trial.id == LENDING_ID:
+                    continue
                 outcome = self._outcome(running, message)
                 if self._may_be_the_fork(running, outcome):
                     self._cold = self._fell_back = True
@@ -234,14 +268,16 @@ class LocalEngine:
 
     # -- starting
 
-    def _start(self, trial: Trial, folder: Path, meter: MeterSpec | None) -> None:
-        if len(self._free) < self._slots_per_trial:
+    def _start(
+        self, trial: Trial, folder: Path, meter: MeterSpec | None, lend_to: Path | None = None
+    ) -> None:
+        needed = 0 if lend_to is not None else self._slots_per_trial
+        if len(self._free) < needed:
             raise EngineError(
-                f"trial {trial.name} needs {self._slots_per_trial} slots and {len(self._free)} are "
-                "free"
+                f"trial {trial.name} needs {needed} slots and {len(self._free)} are free"
             )
-        slots = self._free[: self._slots_per_trial]
-        del self._free[: self._slots_per_trial]
+        slots = self._free[:needed]
+        del self._free[:needed]
         self._known.add(trial.id)
         if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
@@ -257,11 +293,14 @@ class LocalEngine:
             program = program.for_config(
                 str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
             )
-        spec = self._spec(trial, program, meter, slots, ports)
+        spec = replace(
+            self._spec(trial, program, meter, slots or [0], ports),
+            lend_to=None if lend_to is None else str(lend_to),
+        )
         write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
         environments = [
-            self._environment(rank, slots, ports[0], folder, spec)
-            for rank in range(self._slots_per_trial)
+            self._environment(rank, slots or [0], ports[0], folder, spec)
+            for rank in range(len(slots) or 1)
         ]
         cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
         cold.append(str(folder.resolve()))
@@ -273,6 +312,7 @@ class LocalEngine:
             trial, folder, meter, slots, ports, time.monotonic(), self._cold
         )
         cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
+        cores = cores or [[]]
         self._supervisor.send(
             {
                 "op": "launch",
@@ -311,7 +351,7 @@ class LocalEngine:
             program={**asdict(program), "env": {}},
             task={
                 "trial_id": max(trial.id, 0),
-                "slots": self._slots_per_trial,
+                "slots": len(slots),
                 "hparams": hparams,
                 "experiment_config": config,
                 "length": length,
@@ -328,7 +368,7 @@ class LocalEngine:
     def _environment(
         self, rank: int, slots: Sequence[int], port: int, folder: Path, spec: RankSpec
     ) -> dict[str, str]:
-        size = str(self._slots_per_trial)
+        size = str(len(slots))
         env = {**os.environ, **self._experiment.env, **self._program.env}
         env.update(
             RANK=str(rank),
@@ -357,7 +397,7 @@ class LocalEngine:
             env[variable] = ",".join(self._machine.devices[slot] for slot in slots)
         if spec.threads is not None:
             env["OMP_NUM_THREADS"] = str(spec.threads)
-        elif self._program.one_thread and self._slots_per_trial > 1:
+        elif self._program.one_thread and len(slots) > 1:
             env.setdefault("OMP_NUM_THREADS", "1")
         if self._cold:
             package = str(Path(__file__).resolve().parents[3])
@@ -371,7 +411,7 @@ class LocalEngine:
         return [r.began_s + limit - now for r in self._measured() if not r.timed_out]
 
     def _measured(self) -> list[_Running]:
-        return [r for r in self._running.values() if r.trial.id != FULL_RUN_ID]
+        return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, LENDING_ID)]
 
     def _end_overdue(self, now: float) -> None:
         for running in self._measured():

@@ -8,6 +8,7 @@ because an orderly end of the interpreter costs a second that nobody needs.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -26,6 +27,7 @@ from dsat.arguments import CHECKPOINTING
 from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import InvalidTrial
 from dsat.journal import write_atomically
+from dsat.memory import capture
 from dsat.meter import Measurement, Meter, MeterSpec, TrialComplete, install
 from dsat.trial import OutcomeKind, Trial
 
@@ -36,6 +38,9 @@ METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
+# malloc.h of glibc.
+_M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+_MAPPED_FROM_BYTES = 2**18
 # Variables that torch, DeepSpeed and what they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
     "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
@@ -54,6 +59,8 @@ class RankSpec:
         capture: the run is only to tell which configuration the script passes to DeepSpeed.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
+        lend_to: the run is only to lend its model to simulations; the path of the socket where
+            whoever wants them listens.
     """
 
     trial: Mapping[str, Any]
@@ -63,6 +70,7 @@ class RankSpec:
     capture: bool = False
     cpu_memory_bytes: int | None = None
     threads: int | None = None
+    lend_to: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,22 +90,35 @@ def run(folder: Path) -> NoReturn:
     spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
     rank = int(os.environ["RANK"])
     meter: list[Meter] = []
+    lender = None if spec.lend_to is None else capture.Lender(Path(spec.lend_to))
     try:
-        _prepare(spec, folder, rank, meter)
+        _prepare(spec, folder, rank, meter, lender)
         _run_program(_program(spec.program))
-    except (TrialComplete, injection.ConfigCaptured):
+    except (TrialComplete, injection.ConfigCaptured, capture.ScriptSimulated):
         _leave(0)
     except SystemExit as stop:
+        if lender is not None:
+            lender.failed(stop)
         if stop.code not in (None, 0):
             _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
             _leave(FAILED)
     except BaseException as error:
+        if lender is not None:
+            lender.failed(error)
         _write_failure(folder, rank, error, failures.message(error))
         _leave(FAILED)
+    if lender is not None:
+        lender.failed(None)
     _end_of_script(spec, folder, rank, meter)
 
 
-def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> None:
+def _prepare(
+    spec: RankSpec,
+    folder: Path,
+    rank: int,
+    meters: list[Meter],
+    lender: capture.Lender | None,
+) -> None:
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
     import numpy
     import torch
@@ -117,6 +138,8 @@ def _prepare(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> No
         injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
         hf.install(None, _say, on_cpu=not spec.task["devices"])
         return
+    if lender is not None:
+        lender.install()
     path = folder / CONFIG_FILE
     injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     if spec.meter is not None:
@@ -185,7 +208,7 @@ def _run_program(program: Entrypoint) -> None:
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
     """The script came to its own end."""
-    if spec.capture and not (folder / CAPTURED_FILE).exists():
+    if spec.lend_to is not None or (spec.capture and not (folder / CAPTURED_FILE).exists()):
         problem = "the script ended without calling deepspeed.initialize with an optimizer"
         _write_failure(folder, rank, InvalidTrial(problem), problem)
         _leave(FAILED)
@@ -210,10 +233,17 @@ def _limit_memory(budget_bytes: int) -> None:
     """Lets this process allocate only so much more than it has now.
 
     The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
-    allocator fail as a device's would. What was imported before does not count.
+    allocator fail as a device's would. What was imported before does not count. The C library is
+    told to give tensors back to the system at once: otherwise it is the holes in its heap that
+    exhaust the limit, and not tensors.
     """
+    import ctypes
     import resource
 
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_MMAP_MAX, 2**30)
     limit = _data_bytes() + budget_bytes + _DATA_LIMIT_SLACK
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 

@@ -1,4 +1,4 @@
-"""Bytes that a configuration needs on one slot, in closed form.
+"""A floor of the bytes that a strategy needs on one slot, for bounds that need no configuration.
 
 Counted for Adam, from what deepspeed 0.19.8 allocates (runtime/zero/stage_1_and_2.py, stage3.py,
 runtime/fp16/fused_optimizer.py): parameters, gradients, optimizer state and the temporary copies of
@@ -70,18 +70,23 @@ def largest_micro_batch(profile: ModelProfile, strategy: Strategy, slots: int) -
     return max(1, free // max(1, profile.activation_bytes_per_sample))
 
 
-def describe(profile: ModelProfile, strategies: Sequence[Strategy], slots: int) -> list[str]:
+def describe(profile: ModelProfile) -> list[str]:
     """The lines that tell a person what the profile found."""
     gib, mib = 2**30, 2**20
-    lines = [
+    return [
         f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
         f"{profile.param_bytes} bytes each in the forward pass",
         f"memory per slot {profile.slot_memory_bytes / gib:.1f} GiB, "
         f"activations {profile.activation_bytes_per_sample / mib:.2f} MiB per sample, "
         f"{profile.flops_per_sample / 1e9:.3f} GFLOP per sample (forward and backward)",
     ]
+
+
+def describe_floors(profile: ModelProfile, strategies: Sequence[Strategy], slots: int) -> list[str]:
+    """The lines that tell a person what each strategy needs at least."""
+    lines = []
     for strategy in strategies:
-        needed = required_bytes(profile, strategy, slots, 1) / gib
+        needed = required_bytes(profile, strategy, slots, 1) / 2**30
         largest = largest_micro_batch(profile, strategy, slots)
         lines.append(
             f"{strategy.label}: about {needed:.2f} GiB per slot at micro batch 1, "

@@ -1,0 +1,99 @@
+"""The bars that dsat is held against, and whether what was measured meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.native import Tuned
+from benchmarks.replay import Summary, number
+
+SEEDS_OF_20 = 18
+SEARCHES_WITH_MEMORY_MODEL = ("model", "asha", "binary", "random")
+MOST_OOM = 1
+SHARE_OF_TIME = 0.1
+# Of two medians of the same stopwatch: what it cannot tell apart.
+STOPWATCH_NOISE = 0.02
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A demand, what was measured, and whether that is enough."""
+
+    text: str
+    measured: str
+    met: bool
+
+
+def of_replay(found: Sequence[Summary]) -> list[Bar]:
+    """The bars on recorded tables; each holds only if it does on every table."""
+    if not found:
+        return []
+    by_name = {(s.table, s.tuner): s for s in found}
+    names = list(dict.fromkeys(s.table for s in found))
+    bars = [_within_ten(names, by_name)]
+    bars += [_fewer_trials(method, names, by_name) for method in ("asha", "binary", "random")]
+    return [
+        *bars,
+        *(_few_lost(method, names, by_name) for method in SEARCHES_WITH_MEMORY_MODEL),
+    ]
+
+
+def of_native(tuned: Sequence[Tuned]) -> list[Bar]:
+    """The bars of the real comparison: dsat first, then DeepSpeed's autotuner."""
+    if not tuned:
+        return []
+    ours, theirs = tuned
+    share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
+    return [
+        Bar(
+            "for real: at most a tenth of the native autotuner's wall time",
+            f"{ours.wall_s:.0f} s of {theirs.wall_s:.0f} s: {share:.2f}",
+            share <= SHARE_OF_TIME,
+        ),
+        Bar(
+            f"for real: an answer at least as fast (the stopwatch tells {STOPWATCH_NOISE:.0%})",
+            f"{ours.throughput:.2f} to {theirs.throughput:.2f} samples/s: {gain:.3f}",
+            gain >= 1 - STOPWATCH_NOISE,
+        ),
+    ]
+
+
+_ByName = dict[tuple[str, str], Summary]
+
+
+def _within_ten(names: Sequence[str], by_name: _ByName) -> Bar:
+    text = f"`model` reaches 99 % of the best within 10 trials in {SEEDS_OF_20} of 20 seeds"
+    mine = [by_name.get((table, "dsat model")) for table in names]
+    said = "; ".join(
+        f"{table} " + ("-" if s is None else f"{s.within_10_of_99}/{s.seeds}")
+        for table, s in zip(names, mine, strict=True)
+    )
+    met = all(s is not None and s.within_10_of_99 / s.seeds >= SEEDS_OF_20 / 20 for s in mine)
+    return Bar(text, said, met)
+
+
+def _fewer_trials(method: str, names: Sequence[str], by_name: _ByName) -> Bar:
+    text = f"`{method}` needs fewer trials to 95 % than Determined's (medians)"
+    pairs = [
+        (
+            by_name[table, f"dsat {method}"].median_trials_to[0],
+            by_name[table, f"Determined {method}"].median_trials_to[0],
+        )
+        for table in names
+    ]
+    said = "; ".join(
+        f"{table} {number(mine)} to {number(other)}"
+        for table, (mine, other) in zip(names, pairs, strict=True)
+    )
+    return Bar(text, said, all(mine < other for mine, other in pairs))
+
+
+def _few_lost(method: str, names: Sequence[str], by_name: _ByName) -> Bar:
+    text = f"`{method}` loses at most {MOST_OOM} trial of a search to out of memory (worst seed)"
+    mine = [by_name.get((table, f"dsat {method}")) for table in names]
+    said = "; ".join(
+        f"{table} " + ("-" if s is None else str(s.worst_oom))
+        for table, s in zip(names, mine, strict=True)
+    )
+    return Bar(text, said, all(s is not None and s.worst_oom <= MOST_OOM for s in mine))

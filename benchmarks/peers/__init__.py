@@ -1,0 +1,35 @@
+"""The tuners that are compared, each behind the same few words.
+
+Every one of them is the real thing, from its own package; only the trials come from a table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.ledger import Ledger
+from dsat.search import SEARCHES
+
+Play = Callable[[Ledger, int, int], None]
+"""Runs trials of a ledger, with a seed, at most so many."""
+
+_DETERMINED = ("asha", "binary", "random")
+# Name -> module of this package, and what its `play` is given first, if anything.
+_PEERS: dict[str, tuple[str, str | None]] = {
+    **{f"dsat {method}": ("ours", method) for method in SEARCHES},
+    **{f"Determined {method}": ("determined_dsat", method) for method in _DETERMINED},
+    "DeepSpeed fast": ("deepspeed_autotuner", None),
+    "Optuna TPE": ("optuna_tpe", None),
+}
+PEERS = tuple(_PEERS)
+# Whatever the seed, these do the same.
+UNSEEDED = ("DeepSpeed fast", "dsat gridsearch")
+
+
+def player(name: str) -> Play:
+    """How to run one of `PEERS`; imports its package, which may be heavy."""
+    module, method = _PEERS[name]
+    play: Callable[..., None] = importlib.import_module(f"{__name__}.{module}").play
+    return play if method is None else partial(play, method)

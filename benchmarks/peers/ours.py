@@ -1,0 +1,55 @@
+"""dsat's own searches, with its real tuner and loop, on the simulated engine."""
+
+from __future__ import annotations
+
+from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
+from benchmarks.search_scale import MemoryJournal, Silent
+from benchmarks.tables import Table
+from dsat import ds_config, settings
+from dsat.engines.simulated import SimulatedEngine
+from dsat.loop import drive
+from dsat.memory.model import Basis
+from dsat.plan import BY_FORMULA, BY_SIMULATION, Plan
+from dsat.space import KNOB_NAMES
+from dsat.trial import Outcome, Trial, TrialKind
+from dsat.tuner import Tuner
+
+
+def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
+    """The plan that searches what a table has recorded; buckets first that need little memory."""
+    header = table.header
+    return Plan(
+        method=method,
+        metric=OBJECTIVE.metric,
+        max_trials=max_trials,
+        search_options=settings.defaults_of(method),
+        zero_stages=STAGES,
+        seed=seed,
+        slots_per_trial=header.slots,
+        base_config=header.ds_config,
+        own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
+        slot_memory_bytes=header.slot_memory_bytes,
+        choices=table.choices,
+        fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
+    )
+
+
+def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Runs one of `dsat.search.SEARCHES`, one trial at a time."""
+    header = ledger.table.header
+    plan = plan_of(ledger.table, method, seed=seed, max_trials=max_trials)
+
+    def outcome_of(trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return ledger.profile()
+        return ledger.run(ds_config.merge(header.ds_config, trial.overrides))
+
+    engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
+    drive(
+        Tuner(plan, MemoryJournal()),
+        engine,
+        Silent(),
+        max_concurrent_trials=1,
+        survey=lambda _: Basis.from_json(header.memory or {}),
+    )

@@ -1,0 +1,340 @@
+"""Records tables of real trials: every setting of a grid at every micro batch, up to out of memory.
+
+    python -m benchmarks.record [--list] [--concurrent N] [--data DIR] [NAME ...]
+
+Without names, all tables of this machine's accelerator. A recording that was killed goes on where
+it was. The micro batches of each setting double until one is out of memory; then the edge is
+bisected until it is known to a sixth. Larger ones are not run: they need more memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import tables
+from benchmarks.peers.ours import plan_of
+from benchmarks.search_scale import MemoryJournal
+from benchmarks.tables import Header, Row
+from dsat import experiment, survey
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
+from dsat.journal import Journal
+from dsat.overrides import overrides_for
+from dsat.plan import BY_SIMULATION
+from dsat.report.format import duration
+from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.tuner import Tuner
+
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+GIB = 2**30
+# One warm-up step and two measured ones: the grid is wide, and a table is answered from neighbours.
+START_STEP, END_STEP, MAX_STEPS = 2, 3, 2
+VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
+
+
+def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
+    """All combinations of the values of knobs."""
+    combinations = product(*knobs.values())
+    return [dict(zip(knobs, values, strict=True)) for values in combinations]
+
+
+# What matters most on one slot (see dsat/space.py): a small and a large size of each.
+SETTINGS = tuple(
+    grid(stage=[0])
+    + grid(stage=[1, 2], reduce_bucket_size=[5 * 10**6, 10**8])
+    + grid(stage=[3], reduce_bucket_size=[5 * 10**6], sub_group_size=[10**9, 10**7])
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A table to record.
+
+    Attributes:
+        accelerator: where it is recorded.
+        model, side: of the program (`--model`, `--side`).
+        slot_memory_bytes: what the slot may use; small enough that the grid ends in out of memory.
+        config: keys of the DeepSpeed configuration besides the optimizer.
+        seconds_per_trial: measured on a quiet machine; to tell people how long it takes.
+        largest: no micro batch above this is tried.
+    """
+
+    name: str
+    accelerator: str
+    model: str
+    side: int
+    slot_memory_bytes: int
+    seconds_per_trial: float
+    config: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[Mapping[str, Any]] = SETTINGS
+    largest: int = 4096
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        return {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, **self.config}
+
+
+_BF16 = {"bf16": {"enabled": True}}
+SPECS = (
+    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.3 * GIB), 13.0),
+    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), 10.0),
+    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), 6.0),
+    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0),
+    Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
+    Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
+    Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
+    Spec("gpu-resnet50", "cuda", "resnet50", 224, 16 * GIB, 6.0, _BF16),
+)
+
+
+def next_size(known: Mapping[int, bool], largest: int) -> int | None:
+    """The next micro batch to try with some settings, or None if their edge is known.
+
+    Args:
+        known: whether a micro batch ran, for those that were tried.
+        largest: none above this is tried.
+    """
+    size = 1
+    while known.get(size) and 2 * size <= largest:
+        size *= 2
+    if size not in known:
+        return size
+    ran = max((tried for tried, ok in known.items() if ok), default=0)
+    failed = min((tried for tried, ok in known.items() if not ok), default=None)
+    if failed is None or failed - ran <= max(1, ran // 6):
+        return None
+    return (ran + failed) // 2
+
+
+def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> Path:
+    """Records a table, or goes on with it.
+
+    Args:
+        folder: for the table; the trials' own folders are thrown away.
+        concurrent: trials at once, each on a slot of its own.
+
+    Returns:
+        The finished, compressed table.
+
+    Raises:
+        SystemExit: a trial failed for another reason than memory.
+    """
+    path = folder / f"{spec.name}{tables.SUFFIX}"
+    with Journal(path) as journal, tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
+        _check_same(spec, journal)
+        engine = _engine(spec, machine, Path(scratch))
+        try:
+            _fill(spec, machine, engine, journal, concurrent)
+        finally:
+            engine.close()
+    finished = tables.compress(path)
+    path.unlink()
+    return finished
+
+
+def predict(spec: Spec, machine: Machine, path: Path) -> None:
+    """Simulates the memory of a finished table's strategies, and enters that in its header."""
+    table = tables.read(path)
+    tuner = Tuner(replace(plan_of(table, "model"), memory_model=BY_SIMULATION), MemoryJournal())
+    tuner.next_trials(1)
+    tuner.record(0, table.profile_outcome)
+    with tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
+        engine = _engine(spec, machine, Path(scratch))
+        try:
+            basis = survey.of_run(
+                engine,
+                tuner.plan,
+                table.header.profile,
+                tuner.reference_configs(),
+                as_cpu=machine.is_cpu,
+                say=print,
+            )
+        finally:
+            engine.close()
+    if not basis.simulated:
+        raise SystemExit(f"{spec.name}: {basis.note}")
+    tables.with_memory(path, basis.to_json())
+
+
+def _fill(
+    spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
+) -> None:
+    profile = _one(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    if profile.profile is None:
+        raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
+    if not journal.events:
+        header = Header(
+            name=spec.name,
+            command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
+            ds_config=spec.ds_config,
+            slots=1,
+            slot_memory_bytes=spec.slot_memory_bytes,
+            profile=profile.profile,
+            profile_duration_s=profile.duration_s,
+            about={
+                **about_machine(machine),
+                "concurrent trials": concurrent,
+                "measured steps": f"{START_STEP} to {END_STEP}",
+            },
+        )
+        journal.append(header.to_json())
+    known: list[dict[int, bool]] = [{} for _ in spec.settings]
+    for row in map(Row.from_json, journal.events[1:]):
+        known[list(spec.settings).index(row.settings)][row.micro_batch] = row.outcome.ok
+    running: dict[int, tuple[int, int]] = {}
+    busy: set[int] = set()
+    count = 0
+    while True:
+        for number, settings in enumerate(spec.settings):
+            if len(running) == concurrent:
+                break
+            size = None if number in busy else next_size(known[number], spec.largest)
+            if size is None:
+                continue
+            count += 1
+            busy.add(number)
+            running[count] = number, size
+            engine.launch(_trial(spec, count, TrialKind.SEARCH, settings, size))
+        if not running:
+            return
+        for trial_id, outcome in engine.poll(5.0):
+            number, size = running.pop(trial_id)
+            busy.discard(number)
+            _refuse(outcome, f"{spec.settings[number]} at micro batch {size}")
+            known[number][size] = outcome.ok
+            # The log of an expected failure is of no use, and large.
+            kept = Outcome.from_json({**outcome.to_json(), "detail": ""})
+            journal.append(Row(spec.settings[number], size, 1, 1, kept).to_json())
+            said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
+            print(
+                f"{spec.name} {json.dumps(spec.settings[number])} micro batch {size}: {said} "
+                f"({outcome.duration_s:.1f} s)",
+                flush=True,
+            )
+
+
+def _check_same(spec: Spec, journal: Journal) -> None:
+    if not journal.events:
+        return
+    header = Header.from_json(journal.events[0])
+    if (header.ds_config, header.slot_memory_bytes) != (spec.ds_config, spec.slot_memory_bytes):
+        raise SystemExit(f"{spec.name} was begun with other settings; delete it to begin anew")
+
+
+def _refuse(outcome: Outcome, what: str) -> None:
+    if outcome.kind not in (OutcomeKind.OK, OutcomeKind.OOM):
+        raise SystemExit(
+            f"{what}: {outcome.kind.value}: {outcome.message}\n{outcome.detail}\n"
+            "Run the command again to go on."
+        )
+
+
+def _one(engine: LocalEngine, trial: Trial) -> Outcome:
+    engine.launch(trial)
+    ended: list[tuple[int, Outcome]] = []
+    while not ended:
+        ended = engine.poll(5.0)
+    _refuse(ended[0][1], trial.name)
+    return ended[0][1]
+
+
+def _trial(
+    spec: Spec, number: int, kind: TrialKind, settings: Mapping[str, Any], size: int
+) -> Trial:
+    batch = BatchTriple(size, size, 1)
+    overrides = overrides_for(settings, batch)
+    stage = int(settings.get("stage", 0))
+    return Trial(number, kind, f"t{number}", stage, batch, overrides)
+
+
+def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
+    model_dir = folder / "model"
+    model_dir.mkdir()
+    shutil.copy(PROGRAM, model_dir)
+    (folder / "ds_config.json").write_text(json.dumps(spec.ds_config))
+    command = ["python3", PROGRAM.name, "--model", spec.model, "--side", str(spec.side)]
+    command += ["--steps", "1000", "--deepspeed", "--deepspeed_config"]
+    command.append(str(folder / "ds_config.json"))
+    user = experiment.of_command(command, spec.name, model_dir, folder / "ds_config.json")
+    options = LocalOptions(
+        trial_timeout_s=600.0,
+        slot_memory_bytes=spec.slot_memory_bytes,
+        start_step=START_STEP,
+        end_step=END_STEP,
+        max_steps=MAX_STEPS,
+    )
+    program = entrypoint.parse(user.entrypoint, model_dir)
+    return LocalEngine(user, program, machine, folder, options, slots_per_trial=1)
+
+
+def about_machine(machine: Machine) -> dict[str, str]:
+    """Where and when something is measured, and with what."""
+    return {
+        "machine": machine.describe(),
+        "host": f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in VERSIONS},
+    }
+
+
+def _estimate(spec: Spec, concurrent: int) -> str:
+    trials = 8 * len(spec.settings)
+    seconds = spec.seconds_per_trial * trials / concurrent
+    return (
+        f"{spec.name}: {len(spec.settings)} settings, about {trials} trials, "
+        f"{duration(seconds)} with {concurrent} at once"
+    )
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="say what there is, record nothing")
+    parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="trials at once")
+    parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
+    args = parser.parse_args(None if argv is None else list(argv))
+    unknown = set(args.names) - {spec.name for spec in SPECS}
+    if unknown:
+        parser.error(f"no such table: {', '.join(sorted(unknown))}; --list tells which there are")
+    machine = find_machine()
+    specs = [s for s in SPECS if s.name in args.names or not args.names]
+    if not args.names:
+        specs = [s for s in specs if args.list or s.accelerator == machine.accelerator]
+    args.data.mkdir(exist_ok=True)
+    for spec in specs:
+        if args.list:
+            print(_estimate(spec, args.concurrent))
+        elif spec.accelerator != machine.accelerator:
+            sys.exit(f"{spec.name} is for {spec.accelerator}, and this is {machine.describe()}")
+        elif (args.data / f"{spec.name}{tables.SUFFIX}.gz").exists():
+            print(f"{spec.name}: recorded before")
+        else:
+            began = time.monotonic()
+            path = record(spec, machine, args.data, concurrent=args.concurrent)
+            print(f"{path}: {duration(time.monotonic() - began)}", flush=True)
+        finished = args.data / f"{spec.name}{tables.SUFFIX}.gz"
+        if not args.list and tables.read(finished).header.memory is None:
+            began = time.monotonic()
+            predict(spec, machine, finished)
+            print(f"{spec.name}: simulated in {duration(time.monotonic() - began)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

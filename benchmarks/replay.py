@@ -1,0 +1,209 @@
+"""Replays every tuner on every recorded table and says how soon each of them finds the best.
+
+    python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--output FILE]
+
+All trials count, one after the other: the model profile that most begin with, the user's own
+configuration that dsat measures next, repetitions, and what ran out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.ledger import OBJECTIVE, Ledger
+from benchmarks.peers import PEERS, UNSEEDED, player
+from benchmarks.tables import Table
+from dsat.journal import write_atomically
+from dsat.trial import OutcomeKind
+
+AFTER = (5, 10, 20, 50)
+GOALS = (0.95, 0.99)
+SEEDS = 20
+TRIALS = max(AFTER)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One tuner on one table with one seed.
+
+    Attributes:
+        values: of each trial the fraction of the table's best; None if it measured nothing.
+        out_of_memory: how many trials did.
+        slot_s: slots times the seconds that the trials took.
+        decide_s: seconds of this process, the tuner's own imports left out.
+    """
+
+    table: str
+    tuner: str
+    seed: int
+    values: tuple[float | None, ...]
+    out_of_memory: int
+    slot_s: float
+    decide_s: float
+
+    def best_after(self, count: int) -> float:
+        """The best fraction within so many trials; 0 if none ran."""
+        return max((value for value in self.values[:count] if value is not None), default=0.0)
+
+    def trials_to(self, goal: float) -> float:
+        """How many trials until a fraction is reached; infinite if it never is."""
+        for number, value in enumerate(self.values, start=1):
+            if value is not None and value >= goal:
+                return number
+        return math.inf
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Episode:
+        return cls(**{**data, "values": tuple(data["values"])})
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all seeds of a tuner on a table came to. Trials that are never reached are infinite."""
+
+    table: str
+    tuner: str
+    seeds: int
+    median_after: tuple[float, ...]
+    worst_after: tuple[float, ...]
+    median_trials_to: tuple[float, ...]
+    worst_trials_to: tuple[float, ...]
+    within_10_of_99: int
+    median_oom: float
+    worst_oom: int
+    median_slot_s: float
+    median_trials: float
+
+
+def play(table: Table, tuner: str, seed: int, max_trials: int) -> Episode:
+    """Runs one tuner on one table."""
+    run = player(tuner)
+    ledger = Ledger(table, max_trials)
+    began = time.perf_counter()
+    run(ledger, seed, max_trials)
+    decide_s = time.perf_counter() - began
+    best = table.best(OBJECTIVE)
+    values = [outcome.value(OBJECTIVE) for outcome in ledger.outcomes]
+    return Episode(
+        table=table.header.name,
+        tuner=tuner,
+        seed=seed,
+        values=tuple(None if value is None else value / best for value in values),
+        out_of_memory=sum(outcome.kind is OutcomeKind.OOM for outcome in ledger.outcomes),
+        slot_s=table.header.slots * sum(outcome.duration_s for outcome in ledger.outcomes),
+        decide_s=decide_s,
+    )
+
+
+def summarise(episodes: Sequence[Episode]) -> Summary:
+    """One line of the results, from all seeds of one tuner on one table."""
+    after = [[e.best_after(count) for e in episodes] for count in AFTER]
+    needed = [[e.trials_to(goal) for e in episodes] for goal in GOALS]
+    return Summary(
+        table=episodes[0].table,
+        tuner=episodes[0].tuner,
+        seeds=len(episodes),
+        median_after=tuple(map(statistics.median, after)),
+        worst_after=tuple(map(min, after)),
+        median_trials_to=tuple(map(statistics.median, needed)),
+        worst_trials_to=tuple(map(max, needed)),
+        within_10_of_99=sum(e.trials_to(0.99) <= 10 for e in episodes),
+        median_oom=statistics.median(e.out_of_memory for e in episodes),
+        worst_oom=max(e.out_of_memory for e in episodes),
+        median_slot_s=statistics.median(e.slot_s for e in episodes),
+        median_trials=statistics.median(len(e.values) for e in episodes),
+    )
+
+
+def summaries(episodes: Iterable[Episode]) -> list[Summary]:
+    """Of all tables and tuners, in the order in which they first come."""
+    groups: dict[tuple[str, str], list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault((episode.table, episode.tuner), []).append(episode)
+    return [summarise(group) for group in groups.values()]
+
+
+def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode]:
+    """All episodes of one tuner, in a process of its own."""
+    count = 1 if tuner in UNSEEDED else seeds
+    return [
+        play(table, tuner, seed, max_trials)
+        for table in tables.read_all(data)
+        for seed in range(count)
+    ]
+
+
+def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) -> list[Episode]:
+    """All tuners on all tables of a folder.
+
+    The packages of others have global state, so each tuner gets a process of its own.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    tasks = [(tuner, data, seeds, max_trials) for tuner in tuners]
+    with spawn.Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
+        found = [e for part in pool.starmap(_all_of, tasks, chunksize=1) for e in part]
+    order = {table.header.name: number for number, table in enumerate(tables.read_all(data))}
+    return sorted(found, key=lambda e: order[e.table])
+
+
+def lines(found: Sequence[Summary]) -> list[str]:
+    """A table for people, in Markdown."""
+    heads = ["tuner", *(f"after {n}" for n in AFTER), *(f"trials to {g:.0%}" for g in GOALS)]
+    heads += ["99 % within 10", "out of memory", "trials", "slot s"]
+    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for s in found:
+        cells = [s.tuner]
+        cells += [
+            f"{median:.1%} ({worst:.1%})"
+            for median, worst in zip(s.median_after, s.worst_after, strict=True)
+        ]
+        cells += [
+            f"{number(median)} ({number(worst)})"
+            for median, worst in zip(s.median_trials_to, s.worst_trials_to, strict=True)
+        ]
+        cells += [f"{s.within_10_of_99}/{s.seeds}", f"{s.median_oom:g} ({s.worst_oom})"]
+        cells += [f"{s.median_trials:g}", f"{s.median_slot_s:.0f}"]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def number(count: float) -> str:
+    """A number of trials; a dash if it is never reached."""
+    return "-" if math.isinf(count) else f"{count:g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--trials", type=int, default=TRIALS, metavar="N")
+    parser.add_argument("--tuners", nargs="+", choices=PEERS, default=PEERS, metavar="NAME")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="all episodes, as JSON")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    episodes = replay(args.data, seeds=args.seeds, max_trials=args.trials, tuners=args.tuners)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.output, json.dumps([asdict(e) for e in episodes]))
+    found = summaries(episodes)
+    for table in dict.fromkeys(s.table for s in found):
+        print(f"\n{table}: median (worst) of {args.seeds} seeds\n")
+        print("\n".join(lines([s for s in found if s.table == table])))
+    print(f"\n{len(episodes)} searches replayed in {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Runs the benchmarks and writes what they found into benchmarks/RESULTS.md, with a picture.
+
+    python -m benchmarks.results [--parts scale replay trial_start native]
+
+Parts that are not run now are taken from when they were run last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import native, picture, replay, tables
+from benchmarks.bars import Bar, of_native, of_replay
+from benchmarks.native import Tuned
+from benchmarks.record import about_machine
+from benchmarks.replay import Episode
+from benchmarks.tables import Table
+from dsat.engines.local import find_machine
+from dsat.journal import write_atomically
+from dsat.report.format import duration
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+KEPT = ROOT / "build" / "benchmarks"
+REPORT = FOLDER / "RESULTS.md"
+PICTURE = FOLDER / "RESULTS.svg"
+# Part -> module and arguments. The last two write JSON besides what they print.
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "scale": ("benchmarks.search_scale", "--trials", "10000"),
+    "trial_start": ("benchmarks.trial_start",),
+    "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
+    "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a benchmark printed, on which machine and when, and how long it took."""
+
+    text: str
+    about: Mapping[str, Any]
+    took_s: float
+
+    def describe(self) -> str:
+        facts = [str(value) for key, value in self.about.items() if key in ("machine", "host")]
+        versions = [
+            f"{k} {v}" for k, v in self.about.items() if k not in ("machine", "host", "date")
+        ]
+        return (
+            f"{self.about['date']}, {'; '.join(facts)}; {', '.join(versions)}; took "
+            f"{duration(self.took_s)}."
+        )
+
+
+def run(name: str) -> None:
+    """Runs one part in a process of its own and keeps what it says."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", *COMMANDS[name]]
+    print(f"-- {name}", flush=True)
+    began = time.perf_counter()
+    text = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text += line
+            print(line, end="", flush=True)
+    if process.returncode:
+        raise SystemExit(f"{name} ended with status {process.returncode}")
+    data = {
+        "text": text,
+        "about": about_machine(find_machine()),
+        "took_s": time.perf_counter() - began,
+    }
+    write_atomically(KEPT / f"{name}.json", json.dumps(data))
+
+
+def kept(name: str) -> Part | None:
+    """What a part said when it was run last."""
+    path = KEPT / f"{name}.json"
+    return Part(**json.loads(path.read_text())) if path.exists() else None
+
+
+def report(
+    parts: Mapping[str, Part],
+    recorded: Sequence[Table],
+    episodes: Sequence[Episode],
+    tuned: Sequence[Tuned],
+) -> str:
+    """The whole of RESULTS.md."""
+    found = replay.summaries(episodes)
+    bars = [*of_replay(found), *of_native(tuned)]
+    sections: list[tuple[str, str, Callable[[], list[str]]]] = [
+        ("replay", "Replay on recorded tables", lambda: _replay(recorded, episodes)),
+        ("native", "For real: dsat against `deepspeed --autotuning tune`", lambda: _native(tuned)),
+        ("scale", "Cost of a decision", lambda: _block(parts["scale"])),
+        ("trial_start", "Start of a trial", lambda: _block(parts["trial_start"])),
+    ]
+    lines = ["# Benchmarks", "", "Written by `make bench`; see the modules of this folder.", ""]
+    lines += ["## Bars", "", *_bars(bars), ""]
+    for name, title, body in sections:
+        if name in parts:
+            lines += [f"## {title}", "", parts[name].describe(), "", *body(), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _bars(bars: Sequence[Bar]) -> list[str]:
+    rows = ["| bar | measured | |", "|---|---|---|"]
+    return rows + [
+        f"| {b.text} | {b.measured} | {'met' if b.met else '**missed**'} |" for b in bars
+    ]
+
+
+def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]:
+    lines = [
+        "Best found, as a fraction of the best that was recorded; medians over the seeds, the "
+        "worst in brackets; one trial at a time. All trials count: the model profile that most "
+        "begin with, the user's own configuration that dsat measures next, repetitions, and what "
+        "ran out of memory. What was not recorded is told from what was: see tables.py.",
+        "",
+        f"![Best found after each number of trials]({PICTURE.name})",
+        "",
+    ]
+    for table in recorded:
+        header = table.header
+        mine = [s for s in replay.summaries(episodes) if s.table == header.name]
+        lost = sum(not row.outcome.ok for row in table.rows)
+        facts = ", ".join(f"{key} {value}" for key, value in header.about.items())
+        lines += [
+            f"### {header.name}",
+            "",
+            f"`{header.command}`, {header.profile.num_params / 1e6:.1f} M parameters "
+            f"({header.profile.trainable_params / 1e6:.1f} M trainable), "
+            f"{header.slot_memory_bytes / 2**30:g} GiB per slot; {len(table.rows)} recorded "
+            f"trials, {lost} of them out of memory. {facts}.",
+            "",
+            *replay.lines(mine),
+            "",
+        ]
+    return lines
+
+
+def _native(tuned: Sequence[Tuned]) -> list[str]:
+    ours, theirs = tuned
+    return native.lines(ours, theirs)
+
+
+def _block(part: Part) -> list[str]:
+    return ["```", *part.text.strip().splitlines(), "```"]
+
+
+def write() -> None:
+    """Writes the report and the picture from what was kept."""
+    parts = {name: part for name in COMMANDS if (part := kept(name)) is not None}
+    episodes, tuned = [], []
+    if "replay" in parts:
+        data = json.loads((KEPT / "episodes.json").read_text())
+        episodes = [Episode.from_json(entry) for entry in data]
+    if "native" in parts:
+        tuned = [Tuned.from_json(entry) for entry in json.loads((KEPT / "tuned.json").read_text())]
+    write_atomically(REPORT, report(parts, tables.read_all(), episodes, tuned))
+    if episodes:
+        picture.draw(episodes, PICTURE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="*", choices=COMMANDS, default=list(COMMANDS))
+    for name in parser.parse_args().parts:
+        run(name)
+    write()
+    print(f"-- {REPORT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Recorded tables: what really came of every trial of a grid, and answers from it.
+
+A table is a file of JSON lines: a header (what was run, where, when, with what versions), then a
+row for each trial. `Table.answer` gives the outcome of any configuration:
+
+- Settings are mapped to the nearest recorded ones of the same strategy: by the distance of their
+  sizes, as a fraction of the recorded range, plus one for every other setting that differs.
+- Between two recorded micro batches that ran, times are interpolated so that throughput is linear
+  in the micro batch; durations are linear too.
+- Beyond the largest recorded micro batch that ran, a configuration is out of memory.
+- A bucket that alone takes more than a slot has is out of memory: contiguous gradients allocate it
+  whole, whatever the model (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:3266, stage3.py:782).
+- With more gradient accumulation than was recorded, what the forward and backward passes took is
+  multiplied, and the optimizer's step is not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsat import ds_config, space
+from dsat.journal import parse
+from dsat.overrides import overrides_for
+from dsat.strategy import of_config
+from dsat.trial import (
+    BatchTriple,
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Outcome,
+    OutcomeKind,
+)
+
+DATA = Path(__file__).parent / "data"
+SUFFIX = ".jsonl"
+SCHEMA = 1
+# Sizes that count for no more than the model has parameters.
+_AT_MOST_THE_MODEL = ("sub_group_size",)
+_OUT_OF_MEMORY = "beyond what was recorded to run"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a table is of.
+
+    Attributes:
+        name: of the table.
+        command: how the script is run, but for its DeepSpeed configuration.
+        ds_config: the user's own configuration, which settings are laid over.
+        slots: of every trial.
+        slot_memory_bytes: what a slot may use.
+        profile: what the profile trial found; it took `profile_duration_s`.
+        about: for people: machine, versions, date, the steps that were measured.
+        memory: what dsat predicts memory from (`dsat.memory.model.Basis`), simulated on the same
+            machine; None if it was not.
+    """
+
+    name: str
+    command: str
+    ds_config: Mapping[str, Any]
+    slots: int
+    slot_memory_bytes: int
+    profile: ModelProfile
+    profile_duration_s: float
+    about: Mapping[str, Any]
+    memory: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"table": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Header:
+        if data.get("table") != SCHEMA:
+            raise ValueError(f"not a table of schema {SCHEMA}: {data}")
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(**{**values, "profile": ModelProfile.from_json(data["profile"])})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial: settings as in a proposal (`stage` and keys of `zero_optimization`)."""
+
+    settings: Mapping[str, Any]
+    micro_batch: int
+    gas: int
+    slots: int
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "outcome": self.outcome.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        values = {f.name: data[f.name] for f in fields(cls)}
+        return cls(**{**values, "outcome": Outcome.from_json(data["outcome"])})
+
+
+class Table:
+    """A recorded table.
+
+    Raises:
+        ValueError: a row's slots are not the header's, or it accumulates gradients.
+    """
+
+    def __init__(self, header: Header, rows: Iterable[Row]) -> None:
+        self.header = header
+        self.rows = tuple(rows)
+        self._nearest: dict[str, _Curve] = {}
+        for row in self.rows:
+            if (row.gas, row.slots) != (1, header.slots):
+                raise ValueError(f"{header.name}: {row}")
+
+    @cached_property
+    def _curves(self) -> list[_Curve]:
+        by_settings: dict[str, list[Row]] = {}
+        for row in self.rows:
+            by_settings.setdefault(json.dumps(row.settings, sort_keys=True), []).append(row)
+        return [_Curve(rows) for rows in by_settings.values()]
+
+    def best(self, objective: Objective) -> float:
+        """The best value of all recorded trials."""
+        values = [value for row in self.rows if (value := row.outcome.value(objective)) is not None]
+        return min(values, key=objective.loss)
+
+    @cached_property
+    def choices(self) -> dict[str, list[Any]]:
+        """The values of each setting that were recorded; the default or the smallest first."""
+        found: dict[str, set[Any]] = {}
+        for row in self.rows:
+            for name, value in row.settings.items():
+                if name != "stage":
+                    found.setdefault(name, set()).add(value)
+        return {
+            name: sorted(values, reverse=isinstance(next(iter(values)), bool))
+            for name, values in found.items()
+        }
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The largest that ran with any settings."""
+        return max(row.micro_batch for row in self.rows if row.outcome.ok)
+
+    @property
+    def profile_outcome(self) -> Outcome:
+        """The outcome of the profile trial, which used what one sample does in stage 0."""
+        same = (r for r in self.rows if (r.settings, r.micro_batch) == ({"stage": 0}, 1))
+        row = next(same, None)
+        return Outcome(
+            OutcomeKind.OK,
+            memory=None if row is None else row.outcome.memory,
+            profile=self.header.profile,
+            duration_s=self.header.profile_duration_s,
+        )
+
+    def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
+        """The DeepSpeed configuration of settings and batch sizes."""
+        return ds_config.merge(self.header.ds_config, overrides_for(settings, batch))
+
+    def answer(self, config: Mapping[str, Any]) -> Outcome:
+        """The outcome of a trial of a whole DeepSpeed configuration.
+
+        Raises:
+            ValueError: nothing was recorded of its strategy.
+        """
+        batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
+        stage = ds_config.zero_stage(config)
+        zero = {**space.defaults(stage), **(config.get("zero_optimization") or {})}
+        if stage > 0 and zero["contiguous_gradients"]:
+            bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
+            if bucket_bytes > self.header.slot_memory_bytes:
+                duration_s = min(row.outcome.duration_s for row in self.rows)
+                return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
+        outcome = self._curve(of_config(config).name, zero).answer(batch.micro_batch)
+        if outcome.metrics is None:
+            return outcome
+        return _accumulated(outcome, outcome.metrics, batch, self.header)
+
+    def _curve(self, strategy: str, zero: Mapping[str, Any]) -> _Curve:
+        key = json.dumps(zero, sort_keys=True)
+        if key not in self._nearest:
+            candidates = [c for c in self._curves if c.strategy == strategy]
+            if not candidates:
+                raise ValueError(f"{self.header.name}: nothing was recorded of {strategy}")
+            self._nearest[key] = min(candidates, key=lambda c: self._distance(zero, c, candidates))
+        return self._nearest[key]
+
+    def _distance(
+        self, zero: Mapping[str, Any], curve: _Curve, candidates: Sequence[_Curve]
+    ) -> float:
+        total = 0.0
+        for name, recorded in curve.settings.items():
+            if name == "stage":
+                continue
+            wanted = zero.get(name, recorded)
+            if isinstance(recorded, bool) or not isinstance(recorded, (int, float)):
+                total += wanted != recorded
+                continue
+            sizes = [self._size(name, other.settings[name]) for other in candidates]
+            width = max(sizes) - min(sizes) or 1
+            total += abs(self._size(name, wanted) - self._size(name, recorded)) / width
+        return total
+
+    def _size(self, name: str, value: float) -> float:
+        most = self.header.profile.num_params if name in _AT_MOST_THE_MODEL else float("inf")
+        return min(value, most)
+
+
+class _Curve:
+    """What came of each micro batch with the same settings."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.settings = rows[0].settings
+        self.strategy = of_config({"zero_optimization": _nested(self.settings)}).name
+        ran = sorted((row.micro_batch, row.outcome) for row in rows if row.outcome.ok)
+        self._sizes = [size for size, _ in ran]
+        self._outcomes = [outcome for _, outcome in ran]
+        self._failed = {row.micro_batch: row.outcome for row in rows if not row.outcome.ok}
+
+    def answer(self, size: int) -> Outcome:
+        if not self._sizes or size > self._sizes[-1]:
+            if not self._failed:
+                duration_s = self._outcomes[-1].duration_s
+                return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
+            return self._failed[min(self._failed, key=lambda failed: abs(failed - size))]
+        above = bisect_left(self._sizes, size)
+        if self._sizes[above] == size or above == 0:
+            return self._outcomes[above]
+        low, high = self._sizes[above - 1], self._sizes[above]
+        part = (size - low) / (high - low)
+        return _between(self._outcomes[above - 1], self._outcomes[above], part, size)
+
+
+def _between(low: Outcome, high: Outcome, part: float, size: int) -> Outcome:
+    """What a micro batch between two others would have done."""
+    one, other = low.metrics, high.metrics
+    assert one is not None and other is not None
+
+    def mean(a: float, b: float) -> float:
+        return a + part * (b - a)
+
+    throughput = mean(one.throughput, other.throughput)
+    samples = mean(one.throughput * one.latency, other.throughput * other.latency)
+    metrics = replace(
+        one if part < 0.5 else other,
+        throughput=throughput,
+        latency=samples / throughput,
+        forward=mean(one.forward, other.forward),
+        backward=mean(one.backward, other.backward),
+        step=mean(one.step, other.step),
+    )
+    return Outcome(
+        OutcomeKind.OK,
+        metrics=metrics,
+        memory=_memory_between(low.memory, high.memory, part),
+        duration_s=mean(low.duration_s, high.duration_s),
+    )
+
+
+def _memory_between(low: MemoryUse | None, high: MemoryUse | None, part: float) -> MemoryUse | None:
+    if low is None or high is None:
+        return None
+
+    def mean(kind: str) -> dict[str, int]:
+        one, other = getattr(low, kind), getattr(high, kind)
+        return {phase: round(one[phase] + part * (other[phase] - one[phase])) for phase in one}
+
+    return MemoryUse(
+        mean("allocated_bytes"),
+        mean("reserved_bytes"),
+        mean("host_rss_bytes"),
+        max(low.context_bytes, high.context_bytes),
+    )
+
+
+def _accumulated(outcome: Outcome, metrics: Metrics, batch: BatchTriple, header: Header) -> Outcome:
+    """The outcome of a trial without accumulation, with as much of it as a batch has."""
+    more_ms = (batch.gas - 1) * (metrics.latency - metrics.step)
+    latency = metrics.latency + more_ms
+    throughput = metrics.throughput * batch.gas * metrics.latency / latency
+    changed = replace(
+        metrics,
+        throughput=throughput,
+        latency=latency,
+        forward=metrics.forward * batch.gas,
+        backward=metrics.backward * batch.gas,
+        FLOPS_per_gpu=throughput * header.profile.flops_per_sample / header.slots,
+    )
+    steps = 1 + metrics.num_steps
+    duration_s = outcome.duration_s + steps * more_ms / 1e3
+    return replace(outcome, metrics=changed, duration_s=duration_s)
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    overrides = overrides_for(settings, BatchTriple(1, 1, 1))
+    return dict(overrides.get("zero_optimization", {}))
+
+
+def read(path: Path) -> Table:
+    """Reads a table, compressed or not, also one whose recording goes on."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    lines, _ = parse(content, str(path))
+    return Table(Header.from_json(lines[0]), map(Row.from_json, lines[1:]))
+
+
+def read_all(folder: Path = DATA) -> list[Table]:
+    """All finished tables of a folder."""
+    return [read(path) for path in sorted(folder.glob(f"*{SUFFIX}.gz"))]
+
+
+def compress(path: Path) -> Path:
+    """Compresses a finished table, the same bytes each time; returns the new file."""
+    target = path.with_name(path.name + ".gz")
+    _write(target, path.read_bytes())
+    return target
+
+
+def with_memory(path: Path, memory: Mapping[str, Any]) -> None:
+    """Enters predictions of memory into the header of a finished table."""
+    head, _, rows = gzip.decompress(path.read_bytes()).partition(b"\n")
+    header = replace(Header.from_json(json.loads(head)), memory=memory)
+    _write(path, json.dumps(header.to_json(), separators=(",", ":")).encode() + b"\n" + rows)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(gzip.compress(content, mtime=0))
+    os.replace(part, path)

@@ -1,0 +1,283 @@
+"""Bytes that a configuration needs, in closed form, at once.
+
+The table behind it was read from deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
+`bf16_optimizer.py`, `fp16/fused_optimizer.py`, `engine.py`) and is held against the simulation by a
+test. Letters as usual there: P parameters, T of them trained, n = T / ranks, S bytes of the model's
+type, A of the type in which gradients are accumulated. For Adam; other optimizers with two moments
+need the same, those with fewer need less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
+from dsat.strategy import NONE, of_config
+from dsat.trial import ModelProfile
+
+_DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
+_DEFAULT_SUB_GROUP = 10**9
+_DEFAULT_LIVE = 10**9
+_DEFAULT_PREFETCH = 5 * 10**7
+_ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the closed form must know of a model.
+
+    Attributes:
+        num_params, trainable_params: elements.
+        largest_param: elements of the largest trained one.
+        forward_bytes_per_sample: activations at their largest in the forward pass, the loss's own
+            among them.
+        backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
+            not counted.
+    """
+
+    num_params: int
+    trainable_params: int
+    largest_param: int
+    forward_bytes_per_sample: float
+    backward_bytes_per_sample: float
+
+    @classmethod
+    def of_profile(cls, profile: ModelProfile) -> ModelFacts:
+        """What a profile trial tells; of the backward pass it tells nothing of its own."""
+        slope = profile.activation_bytes_per_sample
+        return cls(
+            num_params=profile.num_params,
+            trainable_params=profile.trainable_params,
+            largest_param=0,
+            forward_bytes_per_sample=slope,
+            backward_bytes_per_sample=slope,
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes that grow with the micro batch: `fixed + per_sample * micro batch`."""
+
+    fixed: float
+    per_sample: float = 0.0
+
+    def at(self, micro_batch: float) -> float:
+        return self.fixed + self.per_sample * micro_batch
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Bytes on the device without activations.
+
+    Attributes:
+        init: the peak of `deepspeed.initialize`.
+        resident: held between steps.
+        forward: added from the beginning of the forward pass.
+        backward: added at the beginning of the backward pass, when activations are largest.
+        gradients: added towards its end, when they are gone.
+        step: added to what is resident in the optimizer step.
+        gather: added to `forward` at the beginning of the pass, when there are no activations.
+    """
+
+    init: float
+    resident: float
+    forward: float
+    backward: float
+    gradients: float
+    step: float
+    gather: float = 0
+
+
+@dataclass(frozen=True)
+class _Setup:
+    facts: ModelFacts
+    slots: int
+    model_bytes: int
+    accumulation_bytes: int
+    gas: int
+    bucket: int
+    buckets: int
+    sub_group: int
+    live: int
+    prefetch: int
+    torch_adam: bool
+    offload_optimizer: bool
+    offload_param: bool
+
+    @property
+    def shard(self) -> float:
+        return self.facts.trainable_params / self.slots
+
+
+def estimate(
+    facts: ModelFacts,
+    config: Mapping[str, Any],
+    *,
+    slots: int,
+    micro_batch: int,
+    note: str = "",
+) -> MemoryEstimate:
+    """Memory of a configuration.
+
+    Args:
+        facts: of the model.
+        config: the whole DeepSpeed configuration.
+        slots: data-parallel ranks.
+        micro_batch: samples per rank and micro step.
+        note: why nothing better answers.
+    """
+    phases = lines(facts, config, slots=slots)
+    init, forward, backward, step = (
+        round(max(line.at(micro_batch) for line in phases[name])) for name in PHASES
+    )
+    pinned, pageable = _host(_setup(facts, config, slots), of_config(config).stage)
+    return MemoryEstimate(
+        init=init,
+        forward=forward,
+        backward=backward,
+        step=step,
+        host_pinned=round(pinned),
+        host_pageable=round(pageable),
+        source=CLOSED_FORM,
+        note=note,
+    )
+
+
+def lines(
+    facts: ModelFacts, config: Mapping[str, Any], *, slots: int
+) -> dict[str, tuple[Line, ...]]:
+    """Memory on the device for every micro batch: a phase's peak is the highest of its lines."""
+    setup, stage = _setup(facts, config, slots), of_config(config).stage
+    parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
+    held = parts.resident + parts.forward
+    return {
+        "init": (Line(parts.init),),
+        "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
+        "backward": (
+            Line(held + parts.backward, facts.backward_bytes_per_sample),
+            Line(held + parts.gradients),
+        ),
+        "step": (Line(parts.resident + parts.step),),
+    }
+
+
+def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
+    zero = config.get("zero_optimization") or {}
+    strategy = of_config(config)
+    size = model_bytes(config)
+    wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
+    optimizer = (config.get("optimizer") or {}).get("params") or {}
+    overlap = zero.get("overlap_comm")
+    return _Setup(
+        facts=facts,
+        slots=slots,
+        model_bytes=size,
+        accumulation_bytes=_BYTES.get(str(wanted), size),
+        gas=int(config.get("gradient_accumulation_steps", 1)),
+        bucket=int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)),
+        buckets=2 if overlap else 1,
+        sub_group=int(zero.get("sub_group_size", _DEFAULT_SUB_GROUP)),
+        live=int(zero.get("stage3_max_live_parameters", _DEFAULT_LIVE)),
+        prefetch=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
+        torch_adam=bool(optimizer.get("torch_adam", False)),
+        offload_optimizer=strategy.offload_optimizer != NONE,
+        offload_param=strategy.offload_param != NONE,
+    )
+
+
+def model_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of a parameter in the forward pass."""
+    for section in ("bf16", "bfloat16", "fp16"):
+        if (config.get(section) or {}).get("enabled") in (True, "auto"):
+            return 2
+    return 4
+
+
+def _stage_0(s: _Setup, stage: int) -> _Parts:
+    total, trained = s.facts.num_params, s.facts.trainable_params
+    flat = min(trained, _ALL_REDUCE_BUCKET)
+    if s.model_bytes == 4:
+        resident = 4 * total + 8 * trained
+        temporary = 8 if s.torch_adam else 4
+        return _Parts(4 * total, resident, 0, 0, 4 * trained + 4 * flat, temporary * trained)
+    resident = 2 * total + 12 * trained
+    init = 2 * total + (24 - 2 if s.torch_adam else 16) * trained
+    return _Parts(init, resident, 0, 0, 2 * trained + 2 * flat, 10 * trained)
+
+
+def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
+    total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
+    bucket, largest = s.buckets * s.bucket * size, s.facts.largest_param
+    if stage == 1 and s.accumulation_bytes > size:
+        resident = size * total + 4 * trained + 12 * s.shard
+        init = max(size * (total + trained), resident - 8 * s.shard)
+        return _Parts(init, resident, 0, 0, 2 * size * trained, size * trained)
+    # Gradients of parameters that touch the rank's own partition, whole; tied ones are there twice,
+    # and one that no bucket holds is reduced by itself.
+    own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
+    copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
+    gradients = bucket + size * (own + copies)
+    init = max(size * (total + trained), size * total + 8 * s.shard)
+    if s.offload_optimizer:
+        resident = size * (total + largest)
+        return _Parts(size * (total + trained), resident, 0, 0, bucket + size * own, 0)
+    resident = size * total + 12 * s.shard
+    if s.accumulation_bytes > size:
+        held = 4 * s.shard if s.gas > 1 else 0
+        cast = size * (min(trained, s.bucket) + 2 * largest)
+        step = 4 * s.shard + 8 * min(largest, s.shard)
+        return _Parts(init, resident, held, 0, bucket + 4 * s.shard + cast - held, step)
+    step = (2 * size + 4) * s.shard if size == 2 else 8 * s.shard
+    if s.shard < 2 * largest and s.slots > 1:
+        step += size * largest
+    if s.gas == 1:
+        return _Parts(init, resident, 0, 0, gradients, step)
+    held = size * s.shard if stage == 2 else size * trained + bucket
+    return _Parts(init, resident, held, 0, gradients - (held if stage == 1 else 0), step)
+
+
+def _stage_3(s: _Setup, stage: int) -> _Parts:
+    total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
+    bucket, largest = s.bucket * size, s.facts.largest_param
+    own = size * total / s.slots
+    live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
+    reduced = size * min(trained, s.bucket)
+    ahead = min(total, s.prefetch)
+    gather = size * (ahead + ahead / s.slots) if s.slots > 1 else 0
+    if s.offload_param:
+        init = max(bucket + 2 * size * largest, own)
+        return _Parts(init, bucket, live, 0, reduced + 2 * size * largest, 0, gather)
+    if s.offload_optimizer:
+        resident = bucket + own
+        gradients = reduced + size * (trained / s.slots + largest)
+        return _Parts(resident + size * largest, resident, live, 0, gradients, 0, gather)
+    group = min(s.shard, s.sub_group)
+    resident = own + (s.accumulation_bytes + 12) * s.shard + bucket
+    init = max(resident - 8 * s.shard + size * largest, own + 8 * s.shard)
+    step = (s.accumulation_bytes + 4) * group if size == 2 else 4 * group
+    if s.torch_adam:
+        step += 8 * group
+    return _Parts(init, resident, live, 0, reduced, step, gather)
+
+
+def _host(s: _Setup, stage: int) -> tuple[float, float]:
+    """Pinned and pageable bytes on the host; what the script itself holds there is not counted."""
+    if not s.offload_optimizer:
+        return 0, 0
+    size = s.model_bytes
+    if stage == 3:
+        pinned = [4 * s.shard, size * s.shard]
+        if s.offload_param:
+            pinned.append(size * s.facts.num_params / s.slots)
+        return sum(map(_pinned_block, pinned)), 12 * s.shard
+    pinned = [4 * s.shard, 4 * s.shard, size * s.shard, size * s.facts.largest_param]
+    return sum(map(_pinned_block, pinned)), 8 * s.shard
+
+
+def _pinned_block(size: float) -> int:
+    """torch allocates pinned memory in powers of two (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (math.ceil(size) - 1).bit_length() if size > 0 else 0

@@ -1,0 +1,163 @@
+"""Follows the storages of fake tensors: how many bytes live where, and their peaks by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
+_CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that sees every operator on fake tensors.
+
+    Parameters that a script built on the host are simulated on the device from the beginning,
+    because a fake tensor cannot change its device; until DeepSpeed moves them they are "parked",
+    which is to say counted as the host's.
+
+    Args:
+        device_type: the type of the fake device.
+        block_bytes: a device's allocations are multiples of it. Pinned ones are powers of two
+            (aten/src/ATen/core/CachingHostAllocator.h).
+    """
+
+    def __init__(self, device_type: str, *, block_bytes: int = _CUDA_BLOCK_BYTES) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+        self._block_bytes = block_bytes
+        self._place: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._bytes: dict[str, int] = dict.fromkeys((DEVICE, HOST, PINNED, ALL), 0)
+        self._peaks: dict[tuple[str, str], int] = {}
+        self._phase = "script"
+        self._forced: str | None = None
+        self.operations = 0
+        self.collective_bytes: dict[str, int] = {}
+
+    # -- phases
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    def begin(self, phase: str) -> None:
+        """Begins a phase, or goes on with it."""
+        self._phase = phase
+        for kind in self._bytes:
+            self._note(kind)
+
+    def forget_counts(self) -> None:
+        """Begins a new count of operators and collectives."""
+        self.operations = 0
+        self.collective_bytes = {}
+
+    def peak(self, phase: str, kind: str = DEVICE) -> int:
+        return self._peaks.get((phase, kind), 0)
+
+    def largest(self, kind: str, phases: tuple[str, ...]) -> int:
+        return max(self.peak(phase, kind) for phase in phases)
+
+    def current(self, kind: str = DEVICE) -> int:
+        return self._bytes[kind]
+
+    # -- storages
+
+    def see(self, tensor: torch.Tensor, place: str | None = None) -> None:
+        """Counts the storage of a fake tensor, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if storage in self._place or size == 0 or tensor.device.type == "meta":
+            return
+        place = place or self._forced
+        if place is None:
+            place = DEVICE if tensor.device.type == self._device_type else HOST
+        if place == PINNED:
+            size = 1 << (size - 1).bit_length()
+        elif tensor.device.type == self._device_type:
+            size = -(-size // self._block_bytes) * self._block_bytes
+        self._place[storage] = place
+        self._add(place, size)
+        weakref.finalize(storage, self._free, weakref.ref(storage), place, size)
+
+    def _free(self, _: Any, place: str, size: int) -> None:
+        self._add(place, -size)
+
+    def _add(self, place: str, size: int) -> None:
+        for kind in (place, ALL):
+            self._bytes[kind] += size
+            self._note(kind)
+
+    def _note(self, kind: str) -> None:
+        key = self._phase, kind
+        self._peaks[key] = max(self._peaks.get(key, 0), self._bytes[kind])
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._place.get(tensor.untyped_storage()) == PINNED
+
+    @contextlib.contextmanager
+    def placing(self, place: str) -> Iterator[None]:
+        """Counts what is allocated within as this kind of memory."""
+        self._forced, before = place, self._forced
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def is_parked(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the device is counted as the host's."""
+        on_device = tensor.device.type == self._device_type
+        return on_device and self._place.get(tensor.untyped_storage()) == HOST
+
+    # -- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.operations += 1
+        if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
+            self.begin("backward")
+        if func is aten._local_scalar_dense.default:
+            value = args[0]
+            if value.dtype == torch.bool:
+                return False
+            return 1.0 if value.is_floating_point() else 0  # integers flag overflows
+        if func is aten.equal.default:
+            return True
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+        out = func(*args, **kwargs)
+        fakes = [t for t in _tensors(out) if isinstance(t, FakeTensor)]
+        place = None
+        if fakes and func is aten._to_copy.default and self.is_parked(args[0]):
+            place = HOST
+        for tensor in fakes:
+            self.see(tensor, place)
+        return out
+
+    def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What the rank sends: of a gather its own part, of all others the whole."""
+        name = func._schema.name.split("::")[1].strip("_")
+        tensors = list(_tensors(args[:2]))
+        if not tensors:
+            return
+        sent = min if "allgather" in name else max
+        size = sent(t.numel() * t.element_size() for t in tensors)
+        self.collective_bytes[name] = self.collective_bytes.get(name, 0) + size
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,146 @@
+"""A model as it was when the script gave it to DeepSpeed, and fake tensors in place of its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_Named = dict[str, torch.Tensor | None]
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Everything of a tensor but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return cls(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, is_parameter, tensor.requires_grad
+        )
+
+    def fake(self, device: str) -> torch.Tensor:
+        """A new tensor of this form, under the fake mode that is active."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if not self.is_parameter:
+            return tensor
+        return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+
+
+class ModuleRecord:
+    """Remembers a module's tensors and hooks, to take them out and to put them back.
+
+    Args:
+        module: the model, before DeepSpeed has it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._modules = list(module.modules())
+        self._hooks = [
+            {name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules
+        ]
+        self._parameters: list[_Named] = [dict(m._parameters) for m in self._modules]
+        self._buffers: list[_Named] = [dict(m._buffers) for m in self._modules]
+        self._tensors = {
+            id(t): t
+            for tensors in (*self._parameters, *self._buffers)
+            for t in tensors.values()
+            if t is not None
+        }
+        self._forms = {key: _Form.of(tensor) for key, tensor in self._tensors.items()}
+        devices = [t.device.type for t in self._tensors.values()]
+        self.on_device = any(device not in ("cpu", "meta") for device in devices)
+
+    def put_fakes(self, device: str) -> dict[int, torch.Tensor]:
+        """Makes the module, as it was, one of fake tensors.
+
+        Returns:
+            The fakes by the `id` of the tensor that each stands for.
+        """
+        fakes = {key: form.fake(device) for key, form in self._forms.items()}
+        self._put(fakes)
+        for module, hooks in zip(self._modules, self._hooks, strict=True):
+            for name, functions in hooks.items():
+                module.__dict__[name] = copy.copy(functions)
+        return fakes
+
+    def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
+        """Gives the module its own tensors again, in the types that its fakes have come to have."""
+        for key, tensor in self._tensors.items():
+            if fakes[key].dtype != tensor.dtype:
+                tensor.data = tensor.data.to(fakes[key].dtype)
+        self._put(self._tensors)
+
+    def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        for module, parameters, buffers in zip(
+            self._modules, self._parameters, self._buffers, strict=True
+        ):
+            for name, own in parameters.items():
+                module._parameters[name] = None if own is None else tensors[id(own)]  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else tensors[id(buffer)]
+
+    def description(self) -> list[Any]:
+        """What the module is made of, as JSON, for the key of a cache."""
+        names = [type(m).__qualname__ for m in self._modules]
+        forms = [
+            [list(f.shape), str(f.dtype), f.requires_grad, f.is_parameter]
+            for f in self._forms.values()
+        ]
+        return [names, forms, self.on_device]
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of all parameters, of those that are trained, and of the largest of these."""
+        forms = [form for form in self._forms.values() if form.is_parameter]
+        trained = [math.prod(form.shape) for form in forms if form.requires_grad]
+        return {
+            "num_params": sum(math.prod(form.shape) for form in forms),
+            "trainable_params": sum(trained),
+            "largest_param": max(trained, default=0),
+        }
+
+
+def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
+    """A list of parameters, or of groups of them, with fakes for the real ones."""
+    if isinstance(value, torch.Tensor):
+        return fakes[id(value)]
+    if isinstance(value, dict):
+        return {**value, "params": translated(value["params"], fakes)}
+    if value is None:
+        return None
+    return [translated(part, fakes) for part in value]
+
+
+def twin_of_optimizer(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
+    """An optimizer of the same class and settings for the fakes, without any state."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    twin = copy.copy(optimizer)
+    twin.param_groups = translated(optimizer.param_groups, fakes)
+    twin.state = defaultdict(dict)
+    return twin
+
+
+Initialize = Callable[..., Any]

@@ -1,0 +1,123 @@
+"""Which configurations will run: learned from those that did and those that did not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dsat.gaussian import Array, hazard, log_cdf
+
+# How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
+# bad one, and how likely it is good; of all strategies alike, and of each by itself.
+_GOOD, _BAD, _CHANCE_OF_GOOD = (0.03, 0.015), (0.6, 0.2), 0.6
+_BLUR = 0.01  # octaves between what runs every time and what never does
+# In standard deviations of a hidden quality: a configuration fails for no want of memory in three
+# of a hundred cases, and what does so shares a strategy or a value with others that do.
+_SOUND, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB = 2.4, 1.0, 0.4
+
+
+class _Probit:
+    """Bayesian probit regression: whether x @ theta + noise exceeds a threshold.
+
+    Each outcome corrects the normal belief in theta by matching moments, in closed form (assumed
+    density filtering; Minka, MIT thesis 2001, chapter 3).
+    """
+
+    def __init__(self, mean: Array, sd: Array, noise: float) -> None:
+        self._mean, self._covariance, self._noise = mean.copy(), np.diag(sd**2), noise
+
+    def learn(self, features: Array, threshold: float, above: bool) -> float:
+        """Corrects the belief; returns the logarithm of how likely the outcome had been."""
+        towards = self._covariance @ features
+        sd = math.sqrt(float(features @ towards) + self._noise**2)
+        sign = 1.0 if above else -1.0
+        z = sign * (float(features @ self._mean) - threshold) / sd
+        slope = hazard(z)
+        self._mean = self._mean + sign * slope / sd * towards
+        self._covariance = self._covariance - slope * (z + slope) / sd**2 * np.outer(
+            towards, towards
+        )
+        return float(log_cdf(np.array(z)))
+
+    def log_chance(self, features: Array, thresholds: Array) -> Array:
+        """Of (s, k) features to exceed (m, s) thresholds: (m, s)."""
+        variance = ((features @ self._covariance) * features).sum(axis=1) + self._noise**2
+        margin = (features @ self._mean)[None, :] - thresholds
+        return log_cdf(margin / np.sqrt(np.maximum(variance, self._noise**2))[None, :])
+
+    def mean(self, features: Array) -> Array:
+        """The expected x @ theta of (s, k) features: (s,)."""
+        mean: Array = features @ self._mean
+        return mean
+
+
+class Feasibility:
+    """The chance that a configuration has enough memory, and that it runs for all else.
+
+    The largest micro batch of a configuration is the predicted one, times an error that all
+    strategies share, one of each and one of each setting. Two beliefs are kept, that predictions
+    are good and that they are not; what happens decides between them.
+
+    Predictions come with each question, as octaves: binary logarithms of largest micro batches.
+
+    Args:
+        count: the number of branches.
+        trusted: whether predictions are worth more than bounds from above.
+        knob_mean, knob_sd: prior of each feature's effect on it, in octaves.
+    """
+
+    def __init__(self, count: int, trusted: bool, knob_mean: Array, knob_sd: Array) -> None:
+        self._count = count
+        mean = np.concatenate((np.zeros(1 + count), knob_mean))
+        self._beliefs = []
+        for shared, own in (_GOOD, _BAD):
+            sd = np.concatenate(((shared,), np.full(count, own), knob_sd))
+            self._beliefs.append(_Probit(mean, sd, _BLUR))
+        self._log_weights = np.log([_CHANCE_OF_GOOD, 1 - _CHANCE_OF_GOOD])
+        if not trusted:
+            self._beliefs, self._log_weights = self._beliefs[1:], np.zeros(1)
+        sound = np.concatenate(((_SOUND,), np.zeros(count + len(knob_sd))))
+        spread = np.repeat((0.2, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB), (1, count, len(knob_sd)))
+        self._soundness = _Probit(sound, spread, 1.0)
+
+    def learn_memory(
+        self, branch: int, knobs: Array, octave: float, micro_batch: int, fits: bool
+    ) -> None:
+        features = self._features(branch, knobs[None, :])[0]
+        threshold = math.log2(micro_batch) - octave
+        likely = [belief.learn(features, threshold, fits) for belief in self._beliefs]
+        self._log_weights = self._log_weights + likely
+        self._log_weights -= np.logaddexp.reduce(self._log_weights)
+
+    def learn_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
+        self._soundness.learn(self._features(branch, knobs[None, :])[0], 0.0, sound)
+
+    def log_fits(self, branch: int, knobs: Array, octaves: Array, micro_batches: Array) -> Array:
+        """The logarithm of the chance to fit of (s, k) knobs and (m,) micro batches: (m, s)."""
+        features = self._features(branch, knobs)
+        thresholds = np.log2(micro_batches)[:, None] - octaves[None, :]
+        chances = [
+            weight + belief.log_chance(features, thresholds)
+            for weight, belief in zip(self._log_weights, self._beliefs, strict=True)
+        ]
+        total: Array = np.logaddexp.reduce(chances)
+        return np.minimum(total, 0.0)
+
+    def log_sound(self, branch: int, knobs: Array) -> Array:
+        """The logarithm of the chance to run for all but memory of (s, k) knobs: (s,)."""
+        chance: Array = self._soundness.log_chance(self._features(branch, knobs), np.zeros((1, 1)))[
+            0
+        ]
+        return chance
+
+    def expected_largest(self, branch: int, knobs: Array, octaves: Array) -> Array:
+        """The largest micro batch of (s, k) knobs by the likelier of the beliefs: (s,)."""
+        belief = self._beliefs[int(np.argmax(self._log_weights))]
+        largest: Array = np.exp2(octaves + belief.mean(self._features(branch, knobs)))
+        return largest
+
+    def _features(self, branch: int, knobs: Array) -> Array:
+        strategies = np.zeros((len(knobs), 1 + self._count))
+        strategies[:, 0] = strategies[:, 1 + branch] = 1.0
+        return np.hstack((strategies, knobs))

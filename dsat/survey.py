@@ -1,0 +1,112 @@
+"""What a run's memory is predicted from: the script's own model, simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsat.memory.estimate import SIMULATED
+from dsat.memory.model import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.simulator import Lending, SimulationUnavailable, Simulator
+from dsat.plan import Plan
+from dsat.trial import ModelProfile
+
+# The script comes to its first step, or a simulation ends, within so many seconds.
+TIMEOUT_S = 180.0
+# Where activations need no more than a tiny part of memory, more samples tell no more.
+_LARGEST_SIMULATED = 2**16
+
+
+def of_run(
+    engine: Lending,
+    plan: Plan,
+    profile: ModelProfile,
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    as_cpu: bool,
+    say: Callable[[str], None],
+) -> Basis:
+    """Simulates a configuration of each strategy, with each setting of the script's switches.
+
+    Args:
+        engine: runs the script; none of its slots are used.
+        plan: what is tuned.
+        profile: of the model, which answers where the script cannot be simulated.
+        configs: whole DeepSpeed configurations.
+        as_cpu: trials run on a CPU.
+        say: prints a line.
+    """
+    say(f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations")
+    variants: list[Variant] = []
+    for switches in _all_switches(plan):
+        with Simulator(
+            engine,
+            None,
+            as_cpu=as_cpu,
+            cache=cache_folder(),
+            script_args=switches,
+            timeout_s=TIMEOUT_S,
+        ) as simulator:
+            try:
+                variants.append(
+                    variant_of(
+                        simulator,
+                        configs,
+                        switches,
+                        slots=plan.slots_per_trial,
+                        limit_bytes=profile.slot_memory_bytes,
+                    )
+                )
+            except SimulationUnavailable as error:
+                if not variants:
+                    return Basis.of_profile(profile, plan.switches, note=str(error))
+    return Basis(tuple(variants))
+
+
+def variant_of(
+    simulator: Simulator,
+    configs: Sequence[Mapping[str, Any]],
+    script_args: Mapping[str, Any],
+    *,
+    slots: int,
+    limit_bytes: int,
+) -> Variant:
+    """Simulates each configuration at about the largest micro batch that fits.
+
+    Args:
+        simulator: of the script with these switches.
+        configs: whole DeepSpeed configurations, one of each strategy.
+        script_args: switches of the script.
+        slots: data-parallel slots.
+        limit_bytes: what a slot may use.
+
+    Raises:
+        SimulationUnavailable: the script cannot be simulated at all.
+    """
+    facts = simulator.facts(configs[0])
+    plain = Variant(dict(script_args), facts)
+    model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
+    anchors = []
+    for config in configs:
+        size = max(1, int(min(_LARGEST_SIMULATED, model.largest(model.shape(config, script_args)))))
+        estimate = simulator.estimate(config, micro_batch=size, slots=slots)
+        if estimate.source == SIMULATED:
+            anchors.append(Anchor(dict(config), size, estimate))
+    return Variant(dict(script_args), facts, tuple(anchors))
+
+
+def cache_folder() -> Path:
+    """Where answers are kept from run to run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dsat" / "memory"
+
+
+def _all_switches(plan: Plan) -> list[dict[str, bool]]:
+    """The user's own switches first, then the other setting of each that may be searched."""
+    found = [dict(plan.switches)]
+    for name, value in plan.switches.items():
+        if name not in plan.fixed:
+            found.append({**plan.switches, name: not value})
+    return found

@@ -1,0 +1,146 @@
+"""Models whose memory is predicted, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        wide = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
+        added: torch.Tensor = self.down(wide)
+        return x + added
+
+
+class GPT(nn.Module):
+    def __init__(
+        self, vocabulary: int, length: int, width: int, layers: int, heads: int, remat: bool
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self.remat = remat
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.layers(x) + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 7, 2, 3, bias=False)
+        widths, inputs, blocks = (32, 64, 128, 256), 32, []
+        for width in widths:
+            blocks.append(Bottleneck(inputs, width, 2))
+            inputs = 4 * width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(inputs, 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return logits
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its batches and its loss, which is none of the model's."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, torch.dtype], Batch]
+
+    @staticmethod
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+
+
+def _gpt(
+    vocabulary: int, length: int, width: int, layers: int, heads: int, remat: bool = False
+) -> Task:
+    def batch(size: int, dtype: torch.dtype) -> Batch:
+        tokens = torch.zeros(size, length, dtype=torch.long)
+        return tokens, tokens.clone()
+
+    return Task(lambda: GPT(vocabulary, length, width, layers, heads, remat), batch)
+
+
+def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
+    def batch(size: int, dtype: torch.dtype) -> Batch:
+        return torch.zeros(size, 3, pixels, pixels, dtype=dtype), torch.zeros(
+            size, dtype=torch.long
+        )
+
+    return Task(model, batch)
+
+
+def _lora() -> nn.Module:
+    """Only the last block of a GPT is trained."""
+    model = GPT(4096, 64, 256, 4, 4, False)
+    model.requires_grad_(False)
+    model.blocks[-1].requires_grad_(True)
+    return model
+
+
+def _resnet50() -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.resnet50()
+    return model
+
+
+TASKS = {
+    "gpt": _gpt(4096, 64, 256, 4, 4),
+    "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat=True),
+    "lora": Task(_lora, _gpt(4096, 64, 256, 4, 4).batch),
+    "resnet": _images(SmallResNet, 64),
+    "gpt2_small": _gpt(50257, 128, 768, 12, 12),
+    "resnet50": _images(_resnet50, 224),
+}

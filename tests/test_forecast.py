@@ -1,0 +1,156 @@
+"""Predicted memory in the tuner: what it waits for, launches, passes over and remembers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.memory import PHASES, SIMULATED, closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.model import Anchor, Basis, Variant
+from dsat.plan import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL, Plan
+from dsat.search import SEARCHES
+from dsat.trial import MemoryUse, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.tuner import Tuner
+from tests.helpers import Event, FakeClock, MemoryJournal, failed, plan_of, ran
+
+MIB, GIB = 2**20, 2**30
+PROFILE = ModelProfile(
+    num_params=50 * MIB,
+    trainable_params=50 * MIB,
+    param_bytes=4,
+    activation_bytes_per_sample=20 * MIB,
+    flops_per_sample=1e12,
+    slot_memory_bytes=3 * GIB,
+)
+FACTS = replace(ModelFacts.of_profile(PROFILE), backward_bytes_per_sample=30.0 * MIB)
+BUCKET = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+
+class Machine:
+    """What really fits: the closed form, and 5 % of the activations on top."""
+
+    def used(self, trial: Trial) -> dict[str, int]:
+        config = {**trial.overrides}
+        size = trial.batch.micro_batch
+        estimate = closed_form.estimate(FACTS, config, slots=1, micro_batch=size)
+        return {p: getattr(estimate, p) + round(1.5 * MIB * size) for p in PHASES}
+
+    def outcome(self, trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return Outcome(OutcomeKind.OK, profile=PROFILE, memory=MemoryUse(self.used(trial)))
+        if max(self.used(trial).values()) > PROFILE.slot_memory_bytes:
+            return failed("OOM")
+        size = trial.batch.micro_batch
+        return replace(ran(size / (size + 9)), memory=MemoryUse(self.used(trial)))
+
+
+def basis(tuner: Tuner) -> Basis:
+    """What simulations would find: the truth but for the workspaces."""
+    anchors = []
+    for config in tuner.reference_configs():
+        plain = closed_form.estimate(FACTS, config, slots=1, micro_batch=20)
+        anchors.append(Anchor(config, 20, replace(plain, source=SIMULATED)))
+    return Basis((Variant({}, FACTS, tuple(anchors)),))
+
+
+def begun(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJournal]:
+    journal = MemoryJournal(list(events or []))
+    return Tuner(plan, journal, events=events, clock=FakeClock()), journal
+
+
+def drive(tuner: Tuner) -> None:
+    while not tuner.finished:
+        if tuner.awaits_basis:
+            assert tuner.next_trials(4) == []
+            tuner.foresee(basis(tuner))
+        tuner.next_trials(1 - len(tuner.run.running))
+        for trial in tuner.run.running:
+            tuner.record(trial.id, Machine().outcome(trial))
+    tuner.stop()
+
+
+def plan(method: str, memory_model: str, **more: Any) -> Plan:
+    given = {"zero_stages": (0, 1, 2, 3), "max_trials": 25, "metric": "throughput", **more}
+    return plan_of(method, memory_model=memory_model, slot_memory_bytes=3 * GIB, **given)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_hardly_a_trial_is_lost(method: str) -> None:
+    lost = {}
+    for memory_model in (BY_SIMULATION, NO_MEMORY_MODEL):
+        tuner, _ = begun(plan(method, memory_model))
+        drive(tuner)
+        lost[memory_model] = tuner.run.count(OutcomeKind.OOM)
+        assert len(tuner.run.outcomes) > 4
+    assert lost[BY_SIMULATION] <= 1
+    assert lost[NO_MEMORY_MODEL] > lost[BY_SIMULATION]
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_the_largest_that_fits_is_found(method: str) -> None:
+    tuner, _ = begun(plan(method, BY_SIMULATION, max_trials=40, **_only(1)))
+    drive(tuner)
+    assert tuner.run.best is not None
+    full = 3 * GIB
+    assert 0.93 * full < max(Machine().used(tuner.run.best).values()) <= full
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
+    wanted = plan(method, BY_SIMULATION, max_trials=12)
+    tuner, journal = begun(wanted)
+    drive(tuner)
+    whole = journal.events
+    assert sum(event["event"] == "foreseen" for event in whole) == 1
+    for count in range(len(whole) + 1):
+        tuner, journal = begun(wanted, whole[:count])
+        drive(tuner)
+        assert journal.events == whole
+
+
+def test_trials_say_what_was_predicted_for_them() -> None:
+    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    drive(tuner)
+    profile, *others = tuner.run.trials.values()
+    assert profile.predicted_bytes is None
+    for trial in others:
+        used = max(Machine().used(trial).values())
+        assert trial.predicted_bytes == pytest.approx(used, rel=0.03), trial.name
+
+
+def test_without_a_memory_model_nothing_is_predicted() -> None:
+    tuner, _ = begun(plan("binary", NO_MEMORY_MODEL))
+    drive(tuner)
+    assert tuner.forecast is None and not tuner.awaits_basis
+    assert {trial.predicted_bytes for trial in tuner.run.trials.values()} == {None}
+
+
+def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_show() -> None:
+    """Here a third of what the backward pass needs."""
+    tuner, _ = begun(plan("binary", BY_FORMULA))
+    tuner.next_trials(1)
+    tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+    assert not tuner.awaits_basis and tuner.forecast is not None
+    drive(tuner)
+    last = list(tuner.run.trials.values())[-1]
+    assert last.predicted_bytes == pytest.approx(max(Machine().used(last).values()), rel=0.1)
+
+
+def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
+    """The profile trial ran, on a machine that does not tell what it used."""
+    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    tuner.next_trials(1)
+    tuner.record(0, replace(Machine().outcome(tuner.run.trials[0]), memory=None))
+    huge = replace(FACTS, backward_bytes_per_sample=9.0 * GIB)
+    tuner.foresee(Basis((Variant({}, huge),)))
+    assert tuner.forecast is None
+    assert tuner.next_trials(1) != []
+
+
+def _only(stage: int) -> dict[str, Any]:
+    """One stage, whose settings are all fixed."""
+    zero = {"stage": stage, "contiguous_gradients": True, **BUCKET}
+    return {"zero_stages": (stage,), "base_config": {"zero_optimization": zero}}
