@@ -371,22 +371,6 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         help="leave these settings as they are; `all` searches stage and micro batch only",
     )
     add(
-        "--memory-model",
-        choices=MEMORY_MODELS,
-        default=MEMORY_MODELS[0],
-        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
-        "fake tensors, which takes seconds for each strategy, or at once by a formula; on a "
-        "cluster always by the formula",
-    )
-    add(
-        "--no-memory-model",
-        dest="memory_model",
-        action="store_const",
-        const=MEMORY_MODELS[-1],
-        default=argparse.SUPPRESS,
-        help="the same as --memory-model none",
-    )
-    add(
         "--nvme-path",
         metavar="DIR",
         help="where offloading to NVMe may write, if nothing else fits",
@@ -523,6 +507,22 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
         "only limit that a CPU has",
+    )
+    add(
+        "--memory-model",
+        choices=MEMORY_MODELS,
+        default=MEMORY_MODELS[0],
+        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy, or at once by a formula; on a "
+        "cluster always by the formula",
+    )
+    add(
+        "--no-memory-model",
+        dest="memory_model",
+        action="store_const",
+        const=MEMORY_MODELS[-1],
+        default=argparse.SUPPRESS,
+        help="the same as --memory-model none",
     )
     add(
         "--cold",

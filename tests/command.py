@@ -19,7 +19,7 @@ from tests.local import PROGRAMS, is_alive, wait_until
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.
 FAST = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
-FAST += ["--slot-memory", "150MiB", "--memory-model", "formula"]
+FAST += ["--memory-model", "formula", "--slot-memory", "150MiB"]
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,19 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     zero = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     own = inline(train_micro_batch_size_per_gpu=4, zero_optimization=zero)
     config = experiment_of(tmp_path, "tiny", hyperparameters=own)
-    options: list[Any] = [*FAST[: FAST.index("--memory-model")], "-mt", 7, "-z", 0, 1, 2, 3]
+    options: list[Any] = [*FAST[: FAST.index("--memory-model")], "--slot-memory", "150MiB"]
+    options += ["-mt", 7, "-z", 0, 1, 2, 3]
+        *FAST[: FAST.index("--memory-model")],
+        "--slot-memory",
+        "150MiB",
+        "-mt",
+        7,
+        "-z",
+        0,
+        1,
+        2,
+        3,
+    ]
     options += ["-m", "throughput", "--slots", 1, "-mct", 1, "--max-micro-batch", 4096]
     told = dsat("model", "tiny", run_dir, *options, config=config)
     assert told.status == 0, told
