@@ -1,6 +1,6 @@
 """Runs the benchmarks and writes what they found into benchmarks/RESULTS.md, with a picture.
 
-    python -m benchmarks.results [--parts scale replay trial_start native]
+    python -m benchmarks.results [--parts scale trial_start replay memory native]
 
 Parts that are not run now are taken from when they were run last.
 """
@@ -32,11 +32,12 @@ ROOT = FOLDER.parent
 KEPT = ROOT / "build" / "benchmarks"
 REPORT = FOLDER / "RESULTS.md"
 PICTURE = FOLDER / "RESULTS.svg"
-# Part -> module and arguments. The last two write JSON besides what they print.
+# Part -> module and arguments. Some write JSON besides what they print.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "scale": ("benchmarks.search_scale", "--trials", "10000"),
     "trial_start": ("benchmarks.trial_start",),
     "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
+    "memory": ("benchmarks.memory_accuracy",),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
 }
 
@@ -100,6 +101,7 @@ def report(
     sections: list[tuple[str, str, Callable[[], list[str]]]] = [
         ("replay", "Replay on recorded tables", lambda: _replay(recorded, episodes)),
         ("native", "For real: dsat against `deepspeed --autotuning tune`", lambda: _native(tuned)),
+        ("memory", "Simulated memory against real memory", lambda: _table(parts["memory"])),
         ("scale", "Cost of a decision", lambda: _block(parts["scale"])),
         ("trial_start", "Start of a trial", lambda: _block(parts["trial_start"])),
     ]
@@ -150,6 +152,10 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
 def _native(tuned: Sequence[Tuned]) -> list[str]:
     ours, theirs = tuned
     return native.lines(ours, theirs)
+
+
+def _table(part: Part) -> list[str]:
+    return part.text.strip().splitlines()
 
 
 def _block(part: Part) -> list[str]:

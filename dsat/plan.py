@@ -111,7 +111,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        values = {f.name: data[f.name] for f in fields(cls)}
+        # What an earlier version did not know of has its default.
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         values.update({name: tuple(values[name]) for name in _TUPLES})
         values["own_batch"] = BatchTriple(**values["own_batch"])
         return cls(**values)

@@ -15,6 +15,8 @@ from dsat.trial import ModelProfile
 
 # The script comes to its first step, or a simulation ends, within so many seconds.
 TIMEOUT_S = 180.0
+# So many times the room that the formula asks for leaves no doubt.
+_PLENTY = 4.0
 # Where activations need no more than a tiny part of memory, more samples tell no more.
 _LARGEST_SIMULATED = 2**16
 
@@ -38,6 +40,9 @@ def of_run(
         as_cpu: trials run on a CPU.
         say: prints a line.
     """
+    if _is_plenty(plan, profile, configs):
+        note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
+        return Basis.of_profile(profile, plan.switches, note=note)
     say(f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations")
     variants: list[Variant] = []
     for switches in _all_switches(plan):
@@ -95,6 +100,17 @@ def variant_of(
         if estimate.source == SIMULATED:
             anchors.append(Anchor(dict(config), size, estimate))
     return Variant(dict(script_args), facts, tuple(anchors))
+
+
+def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether even a coarse formula leaves no doubt that everything fits."""
+    model = MemoryModel(
+        Basis.of_profile(profile, plan.switches),
+        slots=plan.slots_per_trial,
+        limit_bytes=profile.slot_memory_bytes,
+    )
+    largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
+    return largest > _PLENTY * plan.allowed_micro_batches[-1]
 
 
 def cache_folder() -> Path:

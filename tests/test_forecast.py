@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsat import survey
 from dsat.memory import PHASES, SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.model import Anchor, Basis, Variant
@@ -148,6 +152,35 @@ def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
     tuner.foresee(Basis((Variant({}, huge),)))
     assert tuner.forecast is None
     assert tuner.next_trials(1) != []
+
+
+class Unwilling:
+    """An engine whose script never comes to its first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "failure.json"
+        self.started: list[dict[str, Any]] = []
+
+    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        self.started.append(dict(script_args))
+        self.file.write_text(json.dumps({"message": "no GPU here"}))
+        return self.file
+
+    def stop_lending(self) -> None: ...
+
+
+@pytest.mark.parametrize(("largest", "starts"), [(20, 0), (10**5, 1)])
+def test_what_has_plenty_of_room_is_not_simulated(
+    tmp_path: Path, largest: int, starts: int
+) -> None:
+    """About 90 samples fit. Where no simulation is to be had, the formula answers too."""
+    wanted = plan("binary", BY_SIMULATION, max_micro_batch=largest)
+    configs = [{"zero_optimization": {"stage": stage, **BUCKET}} for stage in (0, 1)]
+    engine, said = Unwilling(tmp_path), list[str]()
+    basis = survey.of_run(engine, wanted, PROFILE, configs, as_cpu=True, say=said.append)
+    assert len(engine.started) == len(said) == starts
+    assert not basis.simulated and basis.variants[0].facts == ModelFacts.of_profile(PROFILE)
+    assert ("no GPU here" if starts else "up to 20 have plenty of room") in basis.note
 
 
 def _only(stage: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     config = experiment_of(tmp_path, "tiny", hyperparameters=own)
     options: list[Any] = [*FAST[: FAST.index("--memory-model")], "--slot-memory", "150MiB"]
     options += ["-mt", 7, "-z", 0, 1, 2, 3]
-    options += ["-m", "throughput", "--slots", 1, "-mct", 1, "--max-micro-batch", 4096]
+    options += ["-m", "throughput", "--slots", 1, "-mct", 1]
     told = dsat("model", "tiny", run_dir, *options, config=config)
     assert told.status == 0, told
     run = run_of(run_dir)
