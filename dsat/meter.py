@@ -19,7 +19,7 @@ from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
 from dsat.gauges import Clock, MemoryWatch, clock_for, rss_bytes
 from dsat.profiler import ModelProfiler
-from dsat.trial import MemoryUse, Metrics, ModelProfile, Trial, TrialKind
+from dsat.trial import MemoryUse, Metrics, ModelProfile, Trial, TrialKind, student_t95
 
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02
@@ -29,13 +29,6 @@ SEVERAL_ENGINES = (
     "the script trains several engines, perhaps: throughput and latency are those of the whole "
     "loop, but forward, backward, step, FLOPS and the model's size only those of the engine that "
     "trains first"
-)
-
-# Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
-_T95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 
 
@@ -428,9 +421,7 @@ def relative_ci95(values: list[float]) -> float:
         return math.inf
     mean = sum(values) / count
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    freedom = count - 1
-    quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.45 / freedom
-    return quantile * math.sqrt(variance / count) / mean
+    return student_t95(count - 1) * math.sqrt(variance / count) / mean
 
 
 @dataclass

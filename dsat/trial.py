@@ -136,6 +136,19 @@ class Trial:
         return cls(**values)
 
 
+# Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+def student_t95(freedom: int) -> float:
+    """By how many standard errors a 95 % confidence interval reaches to each side."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.45 / freedom
+
+
 @dataclass(frozen=True)
 class Metrics:
     """What a trial measured. Times are per optimizer step, the slowest rank's.
@@ -156,6 +169,11 @@ class Metrics:
     FLOPS_per_gpu: float | None
     num_steps: int
     ci95: float
+
+    @property
+    def standard_error(self) -> float:
+        """Of `latency`, as a fraction of it; of two steps alone an interval says little else."""
+        return self.ci95 / student_t95(max(1, self.num_steps - 1))
 
     def value(self, metric: str) -> float | None:
         """The value of one of `METRIC_NAMES`."""

@@ -175,7 +175,7 @@ class ModelSearch(Search):
         if value is not None and 0 < value < math.inf:
             assert outcome.metrics is not None
             log_s = self._work(micro_batch, gas) + self._sign * math.log(value)
-            ci95 = outcome.metrics.ci95
+            ci95 = 1.96 * outcome.metrics.standard_error
             self._measured.append(_Measured(branch, index, micro_batch, gas, knobs, log_s, ci95))
             self._is_stale = True
         self._assessed = None
