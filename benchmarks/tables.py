@@ -145,6 +145,11 @@ class Table:
         }
 
     @property
+    def cap(self) -> int | None:
+        """The micro batch above which nothing was tried although it ran, if there is one."""
+        return None if all(curve.has_an_end for curve in self._curves) else self.largest_micro_batch
+
+    @property
     def largest_micro_batch(self) -> int:
         """The largest that ran with any settings."""
         return max(row.micro_batch for row in self.rows if row.outcome.ok)
@@ -224,6 +229,11 @@ class _Curve:
         self._sizes = [size for size, _ in ran]
         self._outcomes = [outcome for _, outcome in ran]
         self._failed = {row.micro_batch: row.outcome for row in rows if not row.outcome.ok}
+
+    @property
+    def has_an_end(self) -> bool:
+        """Whether a larger micro batch than the largest that ran was out of memory."""
+        return bool(self._failed)
 
     def answer(self, size: int) -> Outcome:
         if not self._sizes or size > self._sizes[-1]:

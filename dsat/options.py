@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--stop-when",
         type=_probability,
-        default=0.2,
+        default=0.05,
         metavar="P",
         help="end the search when no other configuration has a chance over P to be 1 %% better "
         "than the best so far; 0 for never",

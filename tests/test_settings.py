@@ -60,7 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
     "binary": {"search_range_factor": 1.0},
     "random": {"trials_per_config": 5, "early_stopping": None},
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
-    "model": {"stop_when": 0.2, "early_stopping": None},
+    "model": {"stop_when": 0.05, "early_stopping": None},
 }
 
 

@@ -29,6 +29,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         base_config=header.ds_config,
         own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
         slot_memory_bytes=header.slot_memory_bytes,
+        max_micro_batch=table.cap,
         choices=table.choices,
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
