@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,15 @@ def of_run(
             timeout_s=TIMEOUT_S,
         ) as simulator:
             try:
-                variants.append(
-                    variant_of(
-                        simulator,
-                        configs,
-                        switches,
-                        slots=plan.slots_per_trial,
-                        limit_bytes=profile.slot_memory_bytes,
-                    )
+                found = variant_of(
+                    simulator,
+                    configs,
+                    switches,
+                    slots=plan.slots_per_trial,
+                    limit_bytes=profile.slot_memory_bytes,
+                    param_bytes=profile.param_bytes,
                 )
+                variants.append(found)
             except SimulationUnavailable as error:
                 if not variants:
                     return Basis.of_profile(profile, plan.switches, note=str(error))
@@ -77,6 +78,7 @@ def variant_of(
     *,
     slots: int,
     limit_bytes: int,
+    param_bytes: int,
 ) -> Variant:
     """Simulates each configuration at about the largest micro batch that fits.
 
@@ -86,11 +88,12 @@ def variant_of(
         script_args: switches of the script.
         slots: data-parallel slots.
         limit_bytes: what a slot may use.
+        param_bytes: of a parameter in the forward pass.
 
     Raises:
         SimulationUnavailable: the script cannot be simulated at all.
     """
-    facts = simulator.facts(configs[0])
+    facts = replace(simulator.facts(configs[0]), param_bytes=param_bytes)
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
     anchors = []

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 _ON_A_CLUSTER = ("test_cluster", "test_master", "test_memory_simulator", "test_predicted_memory")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow tests first, in two groups that share no process (see pytest-xdist's loadgroup)."""
 

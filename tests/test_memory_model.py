@@ -56,6 +56,17 @@ def test_without_simulations_the_closed_form_answers(stage: int) -> None:
         assert memory.predicted_bytes(shape, micro_batch) == pytest.approx(plain.peak, abs=1)
 
 
+def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
+    auto = config(2, reduce_bucket_size="auto", stage3_max_live_parameters="auto")
+    auto["bf16"] = {"enabled": "auto"}
+    for size, enabled in ((2, True), (4, False)):
+        facts = replace(FACTS, param_bytes=size)
+        said = {**config(2), "bf16": {"enabled": enabled}}
+        del said["zero_optimization"]["reduce_bucket_size"]
+        plain = closed_form.estimate(facts, said, slots=1, micro_batch=3)
+        assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
+
+
 def test_a_simulation_moves_its_strategy_and_no_other() -> None:
     memory = model(simulated(2, 20, 300 * MIB))
     for stage, more in ((1, 0), (2, 300 * MIB)):

@@ -37,6 +37,8 @@ class ModelFacts:
             among them.
         backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
             not counted.
+        param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
+            script ("auto").
     """
 
     num_params: int
@@ -44,6 +46,7 @@ class ModelFacts:
     largest_param: int
     forward_bytes_per_sample: float
     backward_bytes_per_sample: float
+    param_bytes: int = 2
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
@@ -55,6 +58,7 @@ class ModelFacts:
             largest_param=0,
             forward_bytes_per_sample=slope,
             backward_bytes_per_sample=slope,
+            param_bytes=profile.param_bytes,
         )
 
 
@@ -168,7 +172,7 @@ def lines(
 def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     zero = config.get("zero_optimization") or {}
     strategy = of_config(config)
-    size = model_bytes(config)
+    size = model_bytes(config, facts.param_bytes)
     wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
     optimizer = (config.get("optimizer") or {}).get("params") or {}
     overlap = zero.get("overlap_comm")
@@ -177,24 +181,36 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         slots=slots,
         model_bytes=size,
         accumulation_bytes=_BYTES.get(str(wanted), size),
-        gas=int(config.get("gradient_accumulation_steps", 1)),
-        bucket=int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)),
-        buckets=2 if overlap else 1,
-        sub_group=int(zero.get("sub_group_size", _DEFAULT_SUB_GROUP)),
-        live=int(zero.get("stage3_max_live_parameters", _DEFAULT_LIVE)),
-        prefetch=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
+        gas=_size(config, "gradient_accumulation_steps", 1),
+        bucket=_size(zero, "reduce_bucket_size", _DEFAULT_BUCKET),
+        buckets=2 if overlap is True else 1,
+        sub_group=_size(zero, "sub_group_size", _DEFAULT_SUB_GROUP),
+        live=_size(zero, "stage3_max_live_parameters", _DEFAULT_LIVE),
+        prefetch=_size(zero, "stage3_prefetch_bucket_size", _DEFAULT_PREFETCH),
         torch_adam=bool(optimizer.get("torch_adam", False)),
         offload_optimizer=strategy.offload_optimizer != NONE,
         offload_param=strategy.offload_param != NONE,
     )
 
 
-def model_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of a parameter in the forward pass."""
-    for section in ("bf16", "bfloat16", "fp16"):
-        if (config.get(section) or {}).get("enabled") in (True, "auto"):
-            return 2
-    return 4
+def _size(section: Mapping[str, Any], key: str, default: int) -> int:
+    """A number of the configuration; what is "auto" or nonsense has its default."""
+    value = section.get(key, default)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return int(value) if is_number else default
+
+
+def model_bytes(config: Mapping[str, Any], param_bytes: int = 2) -> int:
+    """Bytes of a parameter in the forward pass.
+
+    Args:
+        config: the DeepSpeed configuration.
+        param_bytes: if that leaves it to the script ("auto").
+    """
+    said = [(config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")]
+    if True in said:
+        return 2
+    return param_bytes if "auto" in said else 4
 
 
 def _stage_0(s: _Setup, stage: int) -> _Parts:
