@@ -10,23 +10,11 @@ from dsat.engines.local import Machine, find_machine
 ROOT = Path(__file__).parent.parent
 
 
-# With two workers, each of these groups has one: at most two trials at a time run on the machine.
-_ON_A_CLUSTER = ("test_cluster", "test_master", "test_memory_simulator", "test_predicted_memory")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow tests first, in two groups that share no process (see pytest-xdist's loadgroup)."""
-
-    def rank(item: pytest.Item) -> int:
-        if item.get_closest_marker("slow") is None:
-            return 2
-        return 0 if item.path.name.startswith(_ON_A_CLUSTER) else 1
-
-    for item in items:
-        if rank(item) < 2:
-            item.add_marker(pytest.mark.xdist_group(("cluster", "machine")[rank(item)]))
-    items.sort(key=rank)
+    """Files with slow tests first, so that two workers have something to do until the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
