@@ -28,7 +28,7 @@ lint: setup
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(PY) -m pip install --quiet --editable '.[examples,bench]'

@@ -76,6 +76,7 @@ def configuration(
     accumulate: str | None = None,
     offload: str = "",
     bucket: int = 5_000_000,
+    torch_adam: bool = False,
 ) -> dict[str, Any]:
     """A DeepSpeed configuration; `offload` names `optimizer`, or `optimizer param`."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
@@ -85,7 +86,7 @@ def configuration(
         "train_batch_size": micro_batch * gas * slots,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": gas,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": torch_adam}},
         "zero_optimization": zero,
     }
     if dtype != "fp32":
