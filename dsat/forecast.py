@@ -39,13 +39,7 @@ class Forecast:
 
     def largest(self, settings: Mapping[str, Any]) -> float:
         """The largest micro batch of some settings that fits; 0 if none does."""
-        key = json.dumps(settings, sort_keys=True)
-        shape = self._shapes.get(key)
-        if shape is None:
-            batch = self._space.batch(self._space.micro_batches[0], settings)
-            overrides = overrides_for(settings, batch)
-            shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
-        return self.model.largest(shape)
+        return self.model.largest(self._shape_of(settings))
 
     def describe(self) -> list[str]:
         """A line for each strategy: what its first settings need, and how we know."""
@@ -53,9 +47,7 @@ class Forecast:
         for branch in self._space.branches:
             settings = branch.settings(0)
             largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
-            smallest = self._space.micro_batches[0]
-            batch = self._space.batch(smallest, settings)
-            shape = self._shape(overrides_for(settings, batch), script_args_for(settings))
+            smallest, shape = self._space.micro_batches[0], self._shape_of(settings)
             needed = self.model.predicted_bytes(shape, smallest) / 2**30
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
             lines.append(
@@ -84,6 +76,15 @@ class Forecast:
         """Corrects what is predicted by what came of it."""
         shape = self._shape(overrides, script_args)
         self.model.learn(shape, overrides[_MICRO_BATCH], outcome)
+
+    def _shape_of(self, settings: Mapping[str, Any]) -> Shape:
+        key = json.dumps(settings, sort_keys=True)
+        shape = self._shapes.get(key)
+        if shape is None:
+            batch = self._space.batch(self._space.micro_batches[0], settings)
+            overrides = overrides_for(settings, batch)
+            shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
+        return shape
 
     def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         config = ds_config.merge(self._plan.base_config, overrides)

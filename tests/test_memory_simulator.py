@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.simulator import SimulationUnavailable, Simulator
 from tests.allocator import configuration, counting_library, real_peaks
-from tests.local import engine_of
+from tests.local import engine_of, is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +139,32 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     assert facts.trainable_params < facts.num_params / 4
     trained_state = 12 * facts.trainable_params
     assert estimate.forward - trained_state < 2.2 * facts.num_params + 10 * 2**20
+
+
+def test_one_engine_lends_again_and_again(tmp_path: Path) -> None:
+    """As for each setting of the script's switches; each time nothing is left of the one before."""
+    entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
+    engine = engine_of("memory", tmp_path, entry=entry)
+    try:
+        for _ in range(2):
+            with Simulator(engine, None, as_cpu=True) as simulator:
+                estimate = simulator.estimate(configuration(1), micro_batch=2, slots=1)
+                assert estimate.source == SIMULATED
+                [pid] = [
+                    process.pid
+                    for process in psutil.process_iter()
+                    if str(tmp_path / "simulation") in " ".join(_outputs(process))
+                ]
+            assert not is_alive(pid)
+        assert engine.poll(0) == []
+    finally:
+        engine.close()
+
+
+def _outputs(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(OSError, psutil.Error):
+        return [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)]
+    return []
 
 
 def test_answers_are_remembered(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
 LENDING_ID = -3
+_LENDING_POLL_S = 0.05
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
@@ -131,6 +132,7 @@ class LocalEngine:
         self._known: set[int] = set()
         self._running: dict[int, _Running] = {}
         self._closed = False
+        self._untold: list[tuple[int, Outcome]] = []
         self._fell_back = False
         self._ports_lost: set[int] = set()
         # Options of the interpreter need an interpreter of their own.
@@ -223,10 +225,21 @@ class LocalEngine:
         return folder / result_file(0)
 
     def stop_lending(self) -> None:
-        """Ends what `lend_model` started."""
+        """Ends what `lend_model` started, and waits until nothing of it is left.
+
+        It may hold memory of the device, and another one has the same folder.
+        """
         self.cancel(LENDING_ID)
+        while LENDING_ID in self._running and not self._closed:
+            self._untold += self._ended(_LENDING_POLL_S)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        if self._untold and not self._closed:
+            told, self._untold = self._untold, []
+            return told
+        return self._ended(timeout_s)
+
+    def _ended(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._closed:
             return []
         deadline = time.monotonic() + timeout_s
