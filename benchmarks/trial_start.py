@@ -77,9 +77,11 @@ class DsatTrials:
         model_dir = folder / "model"
         model_dir.mkdir(parents=True)
         shutil.copy(PROGRAM, model_dir)
+        own = PROGRAM.with_suffix(".json")
+        shutil.copy(own, model_dir)
         config = {
             "entrypoint": f"python3 {PROGRAM.name}",
-            "hyperparameters": {"deepspeed_config": {"train_micro_batch_size_per_gpu": 4}},
+            "hyperparameters": {"deepspeed_config": json.loads(own.read_text())},
         }
         (folder / "experiment.json").write_text(json.dumps(config))
         user = experiment.read(folder / "experiment.json", model_dir)

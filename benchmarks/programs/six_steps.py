@@ -1,14 +1,13 @@
 """Six optimizer steps of a tiny model, in plain DeepSpeed."""
 
+import json
+from pathlib import Path
+
 import deepspeed
 import torch
 from torch import nn
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000},
-}
+CONFIG = json.loads(Path(__file__).with_suffix(".json").read_text())
 WIDTH = 64
 
 model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))

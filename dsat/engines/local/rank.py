@@ -244,8 +244,30 @@ def _limit_memory(budget_bytes: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_MMAP_MAX, 2**30)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _data_bytes() + budget_bytes + _DATA_LIMIT_SLACK
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    _lift_to_compile(resource.RLIMIT_DATA, (limit, most))
+
+
+def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
+    """Lets the compilers that DeepSpeed starts for its operators have all the memory they need."""
+    import resource
+
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    load = OpBuilder.jit_load
+
+    @functools.wraps(load)
+    def unlimited(self: Any, *args: Any, **options: Any) -> Any:
+        _, most = limits
+        resource.setrlimit(limited, (most, most))
+        try:
+            return load(self, *args, **options)
+        finally:
+            resource.setrlimit(limited, limits)
+
+    OpBuilder.jit_load = unlimited
 
 
 def _data_bytes() -> int:
