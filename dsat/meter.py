@@ -19,7 +19,15 @@ from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
 from dsat.gauges import Clock, MemoryWatch, clock_for, rss_bytes
 from dsat.profiler import ModelProfiler
-from dsat.trial import MemoryUse, Metrics, ModelProfile, Trial, TrialKind, student_t95
+from dsat.trial import (
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Trial,
+    TrialKind,
+    student_t95,
+)
 
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02
@@ -38,13 +46,15 @@ class MeterSpec:
 
     Attributes:
         start_step, end_step: optimizer steps, counted from 1, both measured.
-        max_steps: the most steps to measure while the confidence interval is too wide.
+        max_steps: the most steps to measure while the confidence interval is too wide, and the best
+            so far is in it or beyond its worse end.
         micro_batch, gas, stage, slots: what the engine must turn out to use.
         own_micro_batch: that of the user's own configuration, which the script must not go on with.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         slot_memory_bytes: what a slot may use, if less than it has.
+        to_beat: see `Trial`.
     """
 
     start_step: int
@@ -59,6 +69,7 @@ class MeterSpec:
     profile: bool = False
     flops_per_sample: float | None = None
     slot_memory_bytes: int | None = None
+    to_beat: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_trial(
@@ -91,6 +102,7 @@ class MeterSpec:
             profile=profile,
             flops_per_sample=trial.flops_per_sample,
             slot_memory_bytes=slot_memory_bytes,
+            to_beat=trial.to_beat,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -361,7 +373,7 @@ class Meter:
         ci95 = relative_ci95(latencies)
         self.partial = self._measurement(per_step, ci95)
         count, most = len(latencies), max(self.spec.max_steps, 1)
-        if ci95 <= CI_TARGET or count >= most:
+        if ci95 <= CI_TARGET or count >= most or self._is_beaten(self.partial.metrics):
             self._complete = True
             self._on_complete(self.partial)
             raise TrialComplete(self.partial)
@@ -369,6 +381,14 @@ class Meter:
         # At most twice as many at a time: the first few steps say little of the spread.
         self._next_check = min(most, wanted, 2 * count)
         self._current = _StepMarks(begin=self._clock.mark())
+
+    def _is_beaten(self, metrics: Metrics) -> bool:
+        """Whether not even the better end of the interval reaches what there is to beat."""
+        return any(
+            (value := metrics.value(name)) is not None
+            and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1
+            for name, best in self.spec.to_beat.items()
+        )
 
     def _measurement(self, per_step: list[list[float]], ci95: float) -> Measurement:
         latency, *phases = (sum(column) / len(per_step) for column in zip(*per_step, strict=True))

@@ -397,7 +397,8 @@ def _method(methods: Any, name: str, description: str) -> argparse.ArgumentParse
         type=_at_least(1),
         default=5,
         metavar="N",
-        help="measure up to this step, then on while the mean step time is uncertain by over 2 %%",
+        help="measure up to this step, then on while the mean step time is uncertain by over 2 %% "
+        "and may still be the best",
     )
     add(
         "--max-profile-steps",

@@ -9,6 +9,8 @@ from typing import Any
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 SMALLER_IS_BETTER = ("forward", "backward", "step", "latency")
+# Their relative intervals are that of the latency, the only one that is measured.
+KNOWN_TO_CI95 = ("FLOPS_per_gpu", "throughput", "latency")
 METRIC_NAMES = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
 
 
@@ -107,6 +109,8 @@ class Trial:
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
         predicted_bytes: the peak that was predicted for a slot; None if nothing was.
+        to_beat: the metric and its best value so far; empty if there is none, or if the intervals
+            of the metric are not known. Who is sure to do worse need not be measured closely.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
@@ -122,6 +126,7 @@ class Trial:
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
     predicted_bytes: int | None = None
+    to_beat: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.strategy:

@@ -32,6 +32,7 @@ from dsat.search import SEARCHES, Search
 from dsat.space import Freedom, Space, defaults, smallest_buckets
 from dsat.strategy import Strategy, of_config
 from dsat.trial import (
+    KNOWN_TO_CI95,
     BatchTriple,
     ModelProfile,
     Outcome,
@@ -405,7 +406,12 @@ class Tuner:
                 if self._forecast is None
                 else self._forecast.predicted_bytes(overrides, script_args)
             ),
+            to_beat={} if kind is TrialKind.PROFILE else self._to_beat(),
         )
+
+    def _to_beat(self) -> dict[str, float]:
+        best, metric = self.run.best_value, self.plan.metric
+        return {} if best is None or metric not in KNOWN_TO_CI95 else {metric: best}
 
     def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
         config = ds_config.merge(self.plan.base_config, overrides)

@@ -346,6 +346,36 @@ def test_quiet_steps_end_the_trial_at_once(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
+    ("to_beat", "count"),
+    [
+        # 4 samples in 10 or 20 ms: 267/s, uncertain by 108 % after 3 steps, 38 % after 6 and 22 %
+        # after 12.
+        ({}, 20),
+        ({"throughput": 266.0}, 20),
+        ({"throughput": 330.0}, 20),
+        ({"throughput": 350.0}, 12),
+        ({"throughput": 430.0}, 12),
+        ({"throughput": 440.0}, 6),
+        ({"throughput": 1e9}, 6),
+        ({"latency": 15.1}, 20),
+        ({"latency": 11.5}, 12),
+        ({"latency": 5.0}, 6),
+        # Without the model's FLOPs nothing is known of the metric.
+        ({"FLOPS_per_gpu": 1e30}, 20),
+    ],
+)
+def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
+    clock: Clock, to_beat: dict[str, float], count: int
+) -> None:
+    spec = replace(SPEC, to_beat=to_beat)
+    measured = steps_of(clock, spec, lambda step: 10.0 if step % 2 else 20.0)
+    assert measured.metrics.num_steps == count
+    values = list(measured.step_ms)
+    assert values == [10.0 if step % 2 else 20.0 for step in range(3, 3 + count)]
+    assert measured.metrics.ci95 == pytest.approx(relative_ci95(values))
+
+
+@pytest.mark.parametrize(
     ("start", "end", "most", "measured"), [(1, 1, 1, 1), (2, 2, 1, 1), (1, 4, 9, 4), (5, 5, 9, 2)]
 )
 def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:

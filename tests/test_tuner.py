@@ -111,6 +111,18 @@ def test_profile_first_then_the_users_own_batch_then_the_search() -> None:
     ]
 
 
+@pytest.mark.parametrize(("metric", "known"), [("throughput", True), ("forward", False)])
+def test_trials_know_what_there_is_to_beat(metric: str, known: bool) -> None:
+    tuner, _ = _begun(plan_of(metric=metric))
+    beaten = []
+    for value in (5.0, 9.0, 7.0, 1.0):
+        (trial,) = tuner.next_trials(1)
+        beaten.append(dict(trial.to_beat))
+        tuner.record(trial.id, ran(value, metric))
+    best = [{}, {metric: 5.0}, {metric: 9.0}, {metric: 9.0}]
+    assert beaten == (best if known else [{}] * 4)
+
+
 def test_profile_keeps_to_divisible_by() -> None:
     tuner, _ = _tuner(plan_of(divisible_by=4, slots_per_trial=2))
     (profile,) = tuner.next_trials(2)
