@@ -21,6 +21,7 @@ FACTS = ModelFacts(
     largest_param=10 * MIB,
     forward_bytes_per_sample=90 * MIB,
     backward_bytes_per_sample=100 * MIB,
+    first_gradient_bytes_per_sample=80 * MIB,
 )
 
 
@@ -157,7 +158,12 @@ def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() ->
 
 
 def test_a_simulated_switch_is_used() -> None:
-    fewer = replace(FACTS, backward_bytes_per_sample=10 * MIB, forward_bytes_per_sample=9 * MIB)
+    fewer = replace(
+        FACTS,
+        forward_bytes_per_sample=9 * MIB,
+        backward_bytes_per_sample=10 * MIB,
+        first_gradient_bytes_per_sample=8 * MIB,
+    )
     switch = "gradient_checkpointing"
     variants = Variant({switch: False}, FACTS), Variant({switch: True}, fewer)
     memory = MemoryModel(Basis(variants), slots=1, limit_bytes=8 * GIB)

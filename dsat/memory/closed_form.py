@@ -37,6 +37,7 @@ class ModelFacts:
             among them.
         backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
             not counted.
+        first_gradient_bytes_per_sample: those that are left when the first gradient is there.
         param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
             script ("auto").
     """
@@ -46,6 +47,7 @@ class ModelFacts:
     largest_param: int
     forward_bytes_per_sample: float
     backward_bytes_per_sample: float
+    first_gradient_bytes_per_sample: float
     param_bytes: int = 2
 
     @classmethod
@@ -58,6 +60,7 @@ class ModelFacts:
             largest_param=0,
             forward_bytes_per_sample=slope,
             backward_bytes_per_sample=slope,
+            first_gradient_bytes_per_sample=slope,
             param_bytes=profile.param_bytes,
         )
 
@@ -81,7 +84,7 @@ class _Parts:
         init: the peak of `deepspeed.initialize`.
         resident: held between steps.
         forward: added from the beginning of the forward pass.
-        backward: added at the beginning of the backward pass, when activations are largest.
+        bucket: added with the first gradient, when most activations are still there.
         gradients: added towards its end, when they are gone.
         step: added to what is resident in the optimizer step.
         gather: added to `forward` at the beginning of the pass, when there are no activations.
@@ -90,7 +93,7 @@ class _Parts:
     init: float
     resident: float
     forward: float
-    backward: float
+    bucket: float
     gradients: float
     step: float
     gather: float = 0
@@ -162,7 +165,8 @@ def lines(
         "init": (Line(parts.init),),
         "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
         "backward": (
-            Line(held + parts.backward, facts.backward_bytes_per_sample),
+            Line(held, facts.backward_bytes_per_sample),
+            Line(held + parts.bucket, facts.first_gradient_bytes_per_sample),
             Line(held + parts.gradients),
         ),
         "step": (Line(parts.resident + parts.step),),
@@ -240,20 +244,22 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
     init = max(size * (total + trained), size * total + 8 * s.shard)
     if s.offload_optimizer:
         resident = size * (total + largest)
-        return _Parts(size * (total + trained), resident, 0, 0, bucket + size * own, 0)
+        return _Parts(size * (total + trained), resident, 0, bucket, bucket + size * own, 0)
     resident = size * total + 12 * s.shard
     if s.accumulation_bytes > size:
         held = 4 * s.shard if s.gas > 1 else 0
         cast = size * (min(trained, s.bucket) + 2 * largest)
         step = 4 * s.shard + 8 * min(largest, s.shard)
-        return _Parts(init, resident, held, 0, bucket + 4 * s.shard + cast - held, step)
+        return _Parts(init, resident, held, bucket, bucket + 4 * s.shard + cast - held, step)
     step = (2 * size + 4) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
     if s.gas == 1:
-        return _Parts(init, resident, 0, 0, gradients, step)
-    held = size * s.shard if stage == 2 else size * trained + bucket
-    return _Parts(init, resident, held, 0, gradients - (held if stage == 1 else 0), step)
+        return _Parts(init, resident, 0, bucket, gradients, step)
+    if stage == 2:
+        return _Parts(init, resident, size * s.shard, bucket, gradients, step)
+    held = size * trained + bucket
+    return _Parts(init, resident, held, 0, gradients - held, step)
 
 
 def _stage_3(s: _Setup, stage: int) -> _Parts:

@@ -241,5 +241,6 @@ class MemoryModel:
             own.facts,
             forward_bytes_per_sample=factor * own.facts.forward_bytes_per_sample,
             backward_bytes_per_sample=factor * own.facts.backward_bytes_per_sample,
+            first_gradient_bytes_per_sample=factor * own.facts.first_gradient_bytes_per_sample,
         )
         return Variant(wanted, facts), True

@@ -23,6 +23,7 @@ from dsat.memory.estimate import CLOSED_FORM, MemoryEstimate
 _VERSIONS = ("torch", "deepspeed", "dsat")
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
+_ENORMOUS = 2**40  # elements
 _MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
 _IGNORED = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 
@@ -123,7 +124,10 @@ class Simulator:
         )
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
-        """What the closed form needs, from two simulations of stage 0.
+        """What the closed form needs, from simulations of two micro batches.
+
+        Of stage 0, and of stage 1 with a bucket that exceeds all else: the backward pass then needs
+        most when it is allocated, with the first gradient.
 
         Args:
             config: of which the types and whatever else activations depend on are taken.
@@ -133,18 +137,32 @@ class Simulator:
         """
         # Types of accumulation are not for stage 0, and activations do not depend on them.
         plain = {key: value for key, value in config.items() if key != "data_types"}
-        plain.update(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
+        plain["gradient_accumulation_steps"] = 1
+        forward, backward = self._slopes({**plain, "zero_optimization": {"stage": 0}})
+        bucket = {"stage": 1, "reduce_bucket_size": _ENORMOUS}
+        first_gradient = forward
+        with contextlib.suppress(SimulationUnavailable):  # not every optimizer is one for ZeRO
+            _, first_gradient = self._slopes({**plain, "zero_optimization": bucket})
+        return ModelFacts(
+            **self._connected().sizes,
+            forward_bytes_per_sample=forward,
+            backward_bytes_per_sample=backward,
+            first_gradient_bytes_per_sample=first_gradient,
+        )
+
+    def _slopes(self, config: Mapping[str, Any]) -> tuple[float, float]:
+        """Bytes of each sample at the peaks of the forward and the backward pass.
+
+        Raises:
+            SimulationUnavailable: there is no simulation.
+        """
         small, large = (
-            self.estimate(plain, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
+            self.estimate(config, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
         )
         if CLOSED_FORM in (small.source, large.source):
             raise SimulationUnavailable(small.note or large.note)
         more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
-        return ModelFacts(
-            **self._connected().sizes,
-            forward_bytes_per_sample=(large.forward - small.forward) / more,
-            backward_bytes_per_sample=(large.backward - small.backward) / more,
-        )
+        return (large.forward - small.forward) / more, (large.backward - small.backward) / more
 
     def close(self) -> None:
         """Ends the script."""
