@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +13,7 @@ from dsat.memory.model import Basis, MemoryModel, Shape
 from dsat.overrides import overrides_for, script_args_for
 from dsat.plan import Plan
 from dsat.space import LARGEST_MICRO_BATCH, Space
-from dsat.trial import ModelProfile, Outcome
+from dsat.trial import BatchTriple, ModelProfile, Outcome
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -38,8 +40,19 @@ class Forecast:
         )
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """The largest micro batch of some settings that fits; 0 if none does."""
-        return self.model.largest(self._shape_of(settings))
+        """The largest micro batch of some settings that fits; 0 if none does.
+
+        Where the global batch is given, the largest micro batches accumulate no gradients, which
+        smaller ones may have to hold.
+        """
+        sizes = self._space.micro_batches
+        most, least = (self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1]))
+        found = self.model.largest(self._shape_of(settings, most))
+        if most == least:
+            return found
+        alone = self.model.largest(self._shape_of(settings, least))
+        reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+        return max(found, alone) if self._space.batch(reached, settings).gas == least else found
 
     def describe(self) -> list[str]:
         """A line for each strategy: what its first settings need, and how we know."""
@@ -47,7 +60,8 @@ class Forecast:
         for branch in self._space.branches:
             settings = branch.settings(0)
             largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
-            smallest, shape = self._space.micro_batches[0], self._shape_of(settings)
+            smallest = self._space.micro_batches[0]
+            shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
             needed = self.model.predicted_bytes(shape, smallest) / 2**30
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
             lines.append(
@@ -67,8 +81,10 @@ class Forecast:
         )
 
     def fits(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> bool:
-        """Whether it may be launched."""
-        return self.model.fits(self._shape(overrides, script_args), overrides[_MICRO_BATCH])
+        """Whether it may be launched: what a --search-range-factor above 1 asks for may, too."""
+        beyond = max(1.0, self._plan.search_options.get("search_range_factor", 1.0))
+        micro_batch = max(1, math.floor(overrides[_MICRO_BATCH] / beyond))
+        return self.model.fits(self._shape(overrides, script_args), micro_batch)
 
     def learn(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], outcome: Outcome
@@ -77,12 +93,12 @@ class Forecast:
         shape = self._shape(overrides, script_args)
         self.model.learn(shape, overrides[_MICRO_BATCH], outcome)
 
-    def _shape_of(self, settings: Mapping[str, Any]) -> Shape:
-        key = json.dumps(settings, sort_keys=True)
+    def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
+        key = json.dumps([settings, gas], sort_keys=True)
         shape = self._shapes.get(key)
         if shape is None:
-            batch = self._space.batch(self._space.micro_batches[0], settings)
-            overrides = overrides_for(settings, batch)
+            slots = self._plan.slots_per_trial
+            overrides = overrides_for(settings, BatchTriple(gas * slots, 1, gas))
             shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
         return shape
 

@@ -273,7 +273,7 @@ def _add_range_factor(parser: argparse.ArgumentParser) -> None:
         type=_positive_float,
         default=1.0,
         metavar="X",
-        help="multiplies the predicted largest micro batch where the bisection begins",
+        help="multiplies the largest micro batch that is predicted to fit, up to which is searched",
     )
 
 

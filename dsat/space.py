@@ -270,6 +270,12 @@ class Branch:
         """How many settings it has."""
         return prod(len(values) for _, values in self.knobs)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """By how much the number of settings grows with the next value of each knob."""
+        counts = [len(values) for _, values in self.knobs]
+        return tuple(prod(counts[:position]) for position in range(len(counts)))
+
     def settings(self, index: int) -> dict[str, Any]:
         """The settings number `index`; number 0 has the first value of every knob."""
         chosen = {"stage": self.strategy.stage, **self.base}

@@ -196,8 +196,12 @@ class Tuner:
             return self._failure
         if len(self.run.trials) >= self.plan.max_trials:
             return f"all {self.plan.max_trials} trials are done"
-        if self._search is not None and self._search.stop_reason is not None:
-            return self._search.stop_reason
+        if self._search is not None:
+            since, patience = self.run.trials_since_best, self._search.patience
+            if patience is not None and self.run.best is not None and since >= patience:
+                return f"no better configuration in the last {since} trials"
+            if self._search.stop_reason is not None:
+                return self._search.stop_reason
         if self.run.hopeless:
             return "every trial failed, and none for want of memory"
         if self._waiting and not self.run.running:
@@ -289,15 +293,21 @@ class Tuner:
             self._tell_unasked(trial, outcome)
 
     def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
-        """Lets the search know of the user's own configuration, if it is one of the space."""
+        """Lets the search know of the user's own configuration.
+
+        It is one of the space if it has the first settings of a branch: the others are not looked
+        at, for there may be millions.
+        """
         assert self._search is not None and self._space is not None
         digest = self._fingerprint(trial.overrides, trial.script_args)
+        found = None
         for number, branch in enumerate(self._space.branches):
             settings = branch.settings(0)
             batch = self._space.batch(trial.batch.micro_batch, settings)
             script_args = script_args_for(settings)
             if self._fingerprint(overrides_for(settings, batch), script_args) == digest:
-                self._search.learn(number, trial.batch.micro_batch, outcome)
+                found = number
+        self._search.learn(found, trial.batch.micro_batch, outcome)
 
     def _take_profile(self, trial: Trial, outcome: Outcome) -> None:
         """Makes the space, and begins the search unless memory is to be simulated first."""

@@ -115,6 +115,60 @@ def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
         assert journal.events == whole
 
 
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_run_on_many_slots_continues_on_one(method: str) -> None:
+    """Several trials end then with no decision between, and what follows is decided the same."""
+    wanted = plan(method, BY_SIMULATION, max_trials=14)
+    tuner, journal = begun(wanted)
+    while not tuner.finished and len(tuner.run.trials) < 8:
+        if tuner.awaits_basis:
+            tuner.foresee(basis(tuner))
+        tuner.next_trials(4 - len(tuner.run.running))
+        trial = tuner.run.running[0]
+        tuner.record(trial.id, Machine().outcome(trial))
+    tuner, journal = begun(wanted, journal.events)
+    while not tuner.finished:
+        for trial in tuner.run.running or tuner.next_trials(1):
+            tuner.record(trial.id, Machine().outcome(trial))
+    tuner.stop()
+    again, _ = begun(wanted, journal.events)
+    assert again.finished and again.run.outcomes.keys() == tuner.run.outcomes.keys()
+
+
+def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
+    """In stage 1 whole gradients are held from one micro step to the next."""
+    tuner, _ = begun(plan("model", BY_FORMULA, zero_stages=(1,), train_batch_size=128))
+    tuner.next_trials(1)
+    tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+    forecast, model = tuner.forecast, tuner.forecast.model if tuner.forecast else None
+    assert forecast is not None and model is not None
+    found = {}
+    for gas in (1, 2):
+        config = {"gradient_accumulation_steps": gas, "zero_optimization": {"stage": 1, **BUCKET}}
+        found[gas] = model.largest(model.shape(config, {}))
+    assert found[2] < found[1] < 128, "so the largest divisor of 128 that fits accumulates"
+    assert forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(found[2])
+    for size, expected in ((200, found[1]), (240, found[2])):
+        limited = replace(plan("model", BY_FORMULA, zero_stages=(1,)), max_train_batch_size=size)
+        tuner, _ = begun(limited)
+        tuner.next_trials(1)
+        tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+        assert tuner.forecast is not None
+        assert tuner.forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["random", "model"])
+def test_what_took_no_trial_does_not_count_for_early_stopping(method: str, seed: int) -> None:
+    options = {"early_stopping": 4}
+    wanted = plan(method, BY_SIMULATION, seed=seed, max_trials=60, search_options=options)
+    tuner, _ = begun(wanted)
+    drive(tuner)
+    run = tuner.run
+    assert run.stop_reason == "no better configuration in the last 4 trials"
+    assert run.best is not None and list(run.outcomes)[-5] == run.best.id
+
+
 def test_trials_say_what_was_predicted_for_them() -> None:
     tuner, _ = begun(plan("binary", BY_SIMULATION))
     drive(tuner)

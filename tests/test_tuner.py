@@ -238,8 +238,7 @@ def test_a_search_that_gives_up_ends_the_run() -> None:
     value = 10.0
     while (trials := tuner.next_trials(1)) and len(tuner.run.trials) < 50:
         tuner.record(trials[0].id, ran(value := value - 0.1))
-    # Best is the first of the search's own trials; the baseline is none of the search's.
-    assert [trial.kind for trial in tuner.run.trials.values()].count(TrialKind.SEARCH) == 3
+    assert [trial.kind for trial in tuner.run.trials.values()].count(TrialKind.SEARCH) == 2
     assert tuner.stop_reason == "no better configuration in the last 2 trials"
 
 
@@ -378,7 +377,9 @@ def test_the_plan_reaches_the_search(method: str) -> None:
     assert type(search) is SEARCHES[method]
     assert search.objective == Objective("latency")
     assert search.space.strategies == plain(2)
-    assert search._largest(0, search.space.branches[0].settings(0)) == 30
+    assert search._largest(0, search.space.branches[0].settings(0)) == 15
+    lineage = search._draw_lineage()
+    assert lineage is not None and lineage.ceiling == 30
 
 
 @pytest.mark.parametrize("method", SEARCHES)

@@ -16,7 +16,7 @@ from dsat.trial import ModelProfile, Objective, Outcome, Proposal
 
 Predict = Callable[[Mapping[str, Any]], float]
 
-_DRAWS = 64  # settings that are drawn one after the other until some fit
+_DRAWS = 4096  # settings that are drawn one after the other until some fit
 
 
 def _by_strategy(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
@@ -42,12 +42,18 @@ class Search(abc.ABC):
         objective: the metric to optimise.
         space: what may be tried.
         seed: of every random choice.
-        search_range_factor: multiplies the predicted largest micro batch where a search begins.
+        search_range_factor: multiplies the largest micro batch that is predicted to fit, up to
+            which is searched.
         memory_model: begin from the predicted largest micro batch; otherwise from the one whose
             activations alone would fill a slot, which no strategy can exceed.
         predict: predicts the largest micro batch of some settings, 0 if none fits, and may know
             better from one call to the next; by default a rough guess by strategy does.
+
+    Attributes:
+        patience: end the search after so many trials without a new best; None for never.
     """
+
+    patience: int | None = None
 
     def __init__(
         self,
@@ -84,13 +90,15 @@ class Search(abc.ABC):
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """What came of a proposal; in any order among those that run at once."""
 
-    def learn(self, branch: int, micro_batch: int, outcome: Outcome) -> None:  # noqa: B027
+    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:  # noqa: B027
         """What came of a trial that the search did not ask for.
 
         Most searches have no use for it.
 
         Args:
-            branch: the number of the branch whose first settings it had.
+            branch: the number of the branch whose first settings it had; None if it had others.
+            micro_batch: its samples per slot and micro step.
+            outcome: how it ended; predictions may have learned from it as well.
         """
 
     @property
@@ -106,7 +114,7 @@ class Search(abc.ABC):
     def _largest(self, branch: int, settings: Mapping[str, Any]) -> float:
         """The largest micro batch that settings of a branch should allow; 0 if none."""
         found = self._rough[branch] if self._predict is None else self._predict(settings)
-        return self._search_range_factor * min(found, 2.0 * self.space.micro_batches[-1])
+        return min(found, 2.0 * self.space.micro_batches[-1])
 
     def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
         """A lineage with settings that were not drawn before; None when all were, or none fits.
@@ -136,7 +144,7 @@ class Search(abc.ABC):
                 branch=number,
                 settings=settings,
                 micro_batches=self.space.micro_batches,
-                ceiling=max(1, int(largest)),
+                ceiling=max(1, int(self._search_range_factor * largest)),
             )
             self._lineages.append(lineage)
             return lineage

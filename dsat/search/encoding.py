@@ -59,11 +59,8 @@ class Encoding:
 
     def row(self, branch: int, index: int) -> Array:
         """The features of the settings number `index` of a branch."""
-        features = np.zeros(self.count)
-        for table in self.tables[branch]:
-            index, digit = divmod(index, len(table))
-            features += table[digit]
-        return features
+        row: Array = self.rows(branch, np.array([index]))[0]
+        return row
 
     def rows(self, branch: int, indexes: Array) -> Array:
         """The features of several settings of a branch, (n, features)."""
@@ -87,13 +84,19 @@ class Encoding:
             group[switch] = -1
         return KnobPrior(mean, sd, group)
 
-    def memory_prior(self) -> tuple[Array, Array]:
-        """Mean and standard deviation of effects on the largest micro batch, in octaves."""
+    def memory_prior(self, *, predicted: bool) -> tuple[Array, Array]:
+        """Mean and standard deviation of effects on the largest micro batch, in octaves.
+
+        Args:
+            predicted: they are relative to predictions that know the switches of the script.
+        """
         mean = np.zeros(self.count)
         sd = np.array([_MEMORY_TREND_SD if len(k) == 1 else _MEMORY_SD for k in self._columns])
         switch = self._columns.get((CHECKPOINTING, _text(True)))
         if switch is not None:
             mean[switch], sd[switch] = _RECOMPUTE_OCTAVES
+            if predicted:
+                mean[switch] = 0.0
         return mean, sd
 
     def _table(self, branch: int, key: str, values: Sequence[Any]) -> Array:

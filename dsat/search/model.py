@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,10 +82,11 @@ class ModelSearch(Search):
     ) -> None:
         super().__init__(*args, memory_model=memory_model, **kwargs)
         self._stop_when = stop_when
-        self._early_stopping = early_stopping
+        self.patience = early_stopping
         self._encoding = Encoding(self.space)
         count = len(self.space.branches)
-        self._feasibility = Feasibility(count, memory_model, *self._encoding.memory_prior())
+        prior = self._encoding.memory_prior(predicted=self._predict is not None)
+        self._feasibility = Feasibility(count, memory_model, *prior)
         largest = [2.0 ** self._octave(branch, 0) for branch in range(count)]
         layout = speed.Layout(
             strategies=self.space.strategies,
@@ -99,14 +100,10 @@ class ModelSearch(Search):
         self._asked: list[set[int]] = []  # positions of micro batches, by lineage
         self._running: dict[tuple[int, int], _Measured] = {}  # by lineage and micro batch
         self._measured: list[_Measured] = []
-        self._gas_of: dict[tuple[int | None, int], int] = {}
         self._starved: list[tuple[int, int]] = []  # micro batch and gas that wanted more data
         self._first: tuple[Lineage, int] | None = None
         self._second_is_due = True
-        self._best: float | None = None
-        self._since_best = 0
         self._fit = _fitted(layout, [])
-        self._is_stale = False
         self._assessed: tuple[_Choice | None] | None = None  # the best choice, running ones aside
 
     def ask(self) -> Proposal | None:
@@ -125,10 +122,14 @@ class ModelSearch(Search):
 
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         del self._running[proposal.lineage, proposal.micro_batch]
+        self._assessed = None
         lineage = self._told(proposal, outcome)
         self._take_in(*self._keys[lineage.id], proposal.micro_batch, outcome)
 
-    def learn(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
+    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
+        self._assessed = None
+        if branch is None:
+            return
         lineage = self._open(branch, 0)
         position = lineage.position(micro_batch)
         if micro_batch in self.space.micro_batches:
@@ -141,8 +142,6 @@ class ModelSearch(Search):
 
     @property
     def stop_reason(self) -> str | None:
-        if self._early_stopping is not None and self._since_best >= self._early_stopping:
-            return f"no better configuration in the last {self._since_best} trials"
         if not self._stop_when or len(self._measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
@@ -168,17 +167,13 @@ class ModelSearch(Search):
         elif kind is not OutcomeKind.CANCELED:
             self._feasibility.learn_soundness(branch, knobs, outcome.ok or short_of_memory)
         value = outcome.value(self.objective)
-        if value is not None and self.objective.is_better(value, self._best):
-            self._best, self._since_best = value, 0
-        elif self._best is not None:
-            self._since_best += 1
         if value is not None and 0 < value < math.inf:
             assert outcome.metrics is not None
             log_s = self._work(micro_batch, gas) + self._sign * math.log(value)
             ci95 = 1.96 * outcome.metrics.standard_error
             self._measured.append(_Measured(branch, index, micro_batch, gas, knobs, log_s, ci95))
-            self._is_stale = True
-        self._assessed = None
+            # At once: when it is asked for must not matter, since a fit begins with the one before.
+            self._fit = _fitted(self._fit.layout, self._measured, self._fit)
 
     @property
     def _sign(self) -> int:
@@ -196,18 +191,12 @@ class ModelSearch(Search):
         settings = self.space.branches[branch].settings(index)
         return math.log2(math.floor(self._largest(branch, settings)) + 0.5)
 
+    def _octaves(self, branch: int, indexes: Array) -> Array:
+        return np.array([self._octave(branch, int(index)) for index in indexes])
+
     def _gas(self, branch: int, index: int, micro_batch: int) -> int:
-        steps: int | None = None
-        for key, values in self.space.branches[branch].knobs:
-            if key == GAS:
-                steps = int(values[index % len(values)])
-                break
-            index //= len(values)
-        known = self._gas_of.get((steps, micro_batch))
-        if known is None:
-            settings = {} if steps is None else {GAS: steps}
-            known = self._gas_of[steps, micro_batch] = self.space.batch(micro_batch, settings).gas
-        return known
+        settings = self.space.branches[branch].settings(index)
+        return self.space.batch(micro_batch, settings).gas
 
     def _predicted(self, lineage: Lineage, position: int) -> _Measured:
         branch, index = self._keys[lineage.id]
@@ -216,14 +205,8 @@ class ModelSearch(Search):
         configuration = _Measured(
             branch, index, micro_batch, gas, self._encoding.row(branch, index), 0.0, 0.0
         )
-        self._refit()
         log_s = float(self._fit.predict(_points([configuration]))[0][0])
-        return _Measured(branch, index, micro_batch, gas, configuration.knobs, log_s, 0.0)
-
-    def _refit(self) -> None:
-        if self._is_stale:
-            self._fit = _fitted(self._fit.layout, self._measured, self._fit)
-            self._is_stale = False
+        return replace(configuration, log_s=log_s)
 
     # -- what to try
 
@@ -287,7 +270,6 @@ class ModelSearch(Search):
     def _assess(self) -> _Choice | None:
         """The best choice by what was told; what runs is left out, and not taken into account."""
         if self._assessed is None:
-            self._refit()
             self._assessed = (self._choose(self._fit, self._measured),)
         return self._assessed[0]
 
@@ -332,18 +314,19 @@ class ModelSearch(Search):
         indexes = self._promising(fit, branch)
         knobs = self._encoding.rows(branch, indexes)
         at = None if reference is None else _points([reference])
-        octaves = np.array([self._octave(branch, int(index)) for index in indexes])
+        octaves = self._octaves(branch, indexes)
         edges = self._feasibility.expected_largest(branch, knobs, octaves)
         near = [edges[0], edges.max(), *([reference.micro_batch] if reference else [])]
         positions = self._grid.positions(edges=near[:2], best=near[2:])
         sizes = np.array([self.space.micro_batches[p] for p in positions], float)
         if not len(sizes):
             return
-        log_fits = self._feasibility.log_fits(branch, knobs, octaves, sizes)
         log_sound = self._feasibility.log_sound(branch, knobs)
         for offset in self._accumulations(branch):
             gas = np.array([self._gas(branch, offset, int(size)) for size in sizes])
-            fits = log_fits.copy()
+            if offset:
+                octaves = self._octaves(branch, indexes + offset)
+            fits = self._feasibility.log_fits(branch, knobs, octaves, sizes)
             is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
             if not is_open.any():
                 continue
@@ -387,21 +370,20 @@ class ModelSearch(Search):
 
     def _promising(self, fit: speed.Fit, branch: int) -> Array:
         """Numbers of settings: the first, those that should be best and those that might be."""
-        tables, knobs = self._encoding.tables[branch], self.space.branches[branch].knobs
+        tables, space = self._encoding.tables[branch], self.space.branches[branch]
         closed = sum(
             1
             for lineage in self._lineages
             if lineage.branch == branch
             and (lineage.abandoned or len(self._asked[lineage.id]) > lineage.open_hi)
         )
-        means, hopes, strides, stride = [], [], [], 1
-        for (key, values), table in zip(knobs, tables, strict=True):
+        means, hopes, strides = [], [], []
+        for (key, _), table, stride in zip(space.knobs, tables, space.strides, strict=True):
             if key != GAS:
                 mean, sd = fit.knob_effects(table)
                 means.append(-mean)
                 hopes.append(sd - mean)
                 strides.append(stride)
-            stride *= len(values)
         count = _SETTINGS + closed
         found = np.concatenate(
             ([0], _largest_sums(means, strides, count), _largest_sums(hopes, strides, count))
@@ -411,12 +393,11 @@ class ModelSearch(Search):
 
     def _accumulations(self, branch: int) -> list[int]:
         """What to add to the number of settings for each number of accumulation steps."""
-        stride = 1
-        for key, values in self.space.branches[branch].knobs:
+        space = self.space.branches[branch]
+        for (key, values), stride in zip(space.knobs, space.strides, strict=True):
             if key == GAS:
                 spread = np.linspace(0, len(values) - 1, min(len(values), _ACCUMULATIONS))
                 return [stride * int(digit) for digit in np.unique(spread.round())]
-            stride *= len(values)
         return [0]
 
 

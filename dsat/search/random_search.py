@@ -32,12 +32,10 @@ class RandomSearch(Search):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._trials_per_config = trials_per_config
-        self._early_stopping = early_stopping
+        self.patience = early_stopping
         self._ready: deque[Lineage] = deque()
         self._largest_ran: dict[int, int] = {}
         self._best_in_branch: dict[int, tuple[float, int, int]] = {}
-        self._best: float | None = None
-        self._since_best = 0
 
     def ask(self) -> Proposal | None:
         while self._ready:
@@ -55,19 +53,11 @@ class RandomSearch(Search):
         value = outcome.value(self.objective)
         if value is not None:
             self._note_success(lineage, proposal.micro_batch, value)
-        elif self._best is not None:
-            self._since_best += 1
         is_at_the_top = outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory
         if is_at_the_top and self._predict is None:
             # The rough ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
         self._ready.append(lineage)
-
-    @property
-    def stop_reason(self) -> str | None:
-        if self._early_stopping is None or self._since_best < self._early_stopping:
-            return None
-        return f"no better configuration in the last {self._since_best} trials"
 
     def _random_step(self, lineage: Lineage) -> Proposal:
         width = lineage.open_hi - lineage.lo
@@ -79,10 +69,6 @@ class RandomSearch(Search):
         best = self._best_in_branch.get(branch)
         if best is None or self.objective.is_better(value, best[0]):
             self._best_in_branch[branch] = (value, lineage.position(micro_batch), lineage.hi)
-        if self.objective.is_better(value, self._best):
-            self._best, self._since_best = value, 0
-        else:
-            self._since_best += 1
 
     def _is_worthwhile(self, branch: int) -> bool:
         """Whether no sharding strategy that causes less traffic is known to run."""
