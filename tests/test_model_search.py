@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dsat.search import SEARCHES, ModelSearch
+from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
-from dsat.search.model import _Grid, _largest_sums
 from dsat.space import Freedom, Space
 from dsat.strategy import plain
 from dsat.trial import ModelProfile, Outcome, OutcomeKind, Proposal
@@ -370,7 +370,7 @@ def test_values_that_are_no_rates_are_no_measurements() -> None:
         proposal = search.ask()
         assert proposal is not None
         search.tell(proposal, ran(value))
-    assert len(search._measured) == 1
+    assert len(search._belief.measured) == 1
 
 
 # -- its parts
@@ -414,19 +414,19 @@ def test_the_largest_sums_are_found_without_trying_all() -> None:
         for score in scores:
             rest, digit = divmod(rest, len(score))
             total[index] += score[digit]
-    found = _largest_sums(scores, strides, 20)
+    found = largest_sums(scores, strides, 20)
     assert found.tolist() == np.argsort(-total)[:20].tolist()
 
 
 def test_micro_batches_are_compared_closely_near_the_edge() -> None:
-    grid = _Grid(range(1, 2**20))
+    grid = MicroBatches(range(1, 2**20))
     assert 100 < len(grid.ladder) < 180
     found = [position + 1 for position in grid.positions(edges=[1000.0], best=[400])]
     assert found == sorted(set(found)) and max(found) <= 4100
     near = [size for size in found if 900 <= size <= 1000]
     assert len(near) >= 6 and 1000 in near and 388 in found
-    assert _Grid((3, 6, 9)).positions(edges=[1.0], best=[]) == [0, 1, 2]
-    divisible = _Grid(range(48, 48 * 200, 48))
+    assert MicroBatches((3, 6, 9)).positions(edges=[1.0], best=[]) == [0, 1, 2]
+    divisible = MicroBatches(range(48, 48 * 200, 48))
     assert {(48 * (p + 1)) % 48 for p in divisible.positions(edges=[500.0], best=[])} == {0}
 
 

@@ -59,7 +59,7 @@ class Feasibility:
     strategies share, one of each and one of each setting. Two beliefs are kept, that predictions
     are good and that they are not; what happens decides between them.
 
-    Predictions come with each question, as octaves: binary logarithms of largest micro batches.
+    Predictions come with each question, as binary logarithms of largest micro batches.
 
     Args:
         count: the number of branches.
@@ -82,21 +82,33 @@ class Feasibility:
         self._soundness = _Probit(sound, spread, 1.0)
 
     def learn_memory(
-        self, branch: int, knobs: Array, octave: float, micro_batch: int, fits: bool
+        self, branch: int, knobs: Array, log2_largest: float, micro_batch: int, fits: bool
     ) -> None:
+        """Corrects the beliefs in memory by a trial that had enough of it, or not.
+
+        Args:
+            branch: the number of its branch.
+            knobs: features of its settings, (k,).
+            log2_largest: binary logarithm of the micro batch that was predicted to be the largest.
+            micro_batch: the one that was tried, itself.
+            fits: whether it had enough memory.
+        """
         features = self._features(branch, knobs[None, :])[0]
-        threshold = math.log2(micro_batch) - octave
+        threshold = math.log2(micro_batch) - log2_largest
         likely = [belief.learn(features, threshold, fits) for belief in self._beliefs]
         self._log_weights = self._log_weights + likely
         self._log_weights -= np.logaddexp.reduce(self._log_weights)
 
     def learn_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
+        """Corrects the belief in failures: whether settings (k,) of a branch ran but for memory."""
         self._soundness.learn(self._features(branch, knobs[None, :])[0], 0.0, sound)
 
-    def log_fits(self, branch: int, knobs: Array, octaves: Array, micro_batches: Array) -> Array:
+    def log_fits(
+        self, branch: int, knobs: Array, log2_largest: Array, micro_batches: Array
+    ) -> Array:
         """The logarithm of the chance to fit of (s, k) knobs and (m,) micro batches: (m, s)."""
         features = self._features(branch, knobs)
-        thresholds = np.log2(micro_batches)[:, None] - octaves[None, :]
+        thresholds = np.log2(micro_batches)[:, None] - log2_largest[None, :]
         chances = [
             weight + belief.log_chance(features, thresholds)
             for weight, belief in zip(self._log_weights, self._beliefs, strict=True)
@@ -111,10 +123,10 @@ class Feasibility:
         ]
         return chance
 
-    def expected_largest(self, branch: int, knobs: Array, octaves: Array) -> Array:
+    def expected_largest(self, branch: int, knobs: Array, log2_largest: Array) -> Array:
         """The largest micro batch of (s, k) knobs by the likelier of the beliefs: (s,)."""
         belief = self._beliefs[int(np.argmax(self._log_weights))]
-        largest: Array = np.exp2(octaves + belief.mean(self._features(branch, knobs)))
+        largest: Array = np.exp2(log2_largest + belief.mean(self._features(branch, knobs)))
         return largest
 
     def _features(self, branch: int, knobs: Array) -> Array:
