@@ -157,10 +157,8 @@ class ModelSearch(Search):
         belief, best = self._belief, None
         sizes = np.array([size for size in self._sizes.ladder if size <= _FIRST_LARGEST])
         for branch in range(len(self.space.branches)):
-            knobs, edges = (
-                belief.encoding.rows(branch, np.zeros(1, int)),
-                belief.log2_largest(branch, [0]),
-            )
+            knobs = belief.encoding.rows(branch, np.zeros(1, int))
+            edges = belief.log2_largest(branch, [0])
             fits = belief.feasibility.log_fits(branch, knobs, edges, sizes)[:, 0]
             safe = sizes[fits >= _SAFE]
             if not len(safe):
