@@ -35,7 +35,7 @@ from dsat.journal import Journal
 from dsat.overrides import overrides_for
 from dsat.plan import BY_SIMULATION
 from dsat.report.format import duration
-from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.trial import BatchTriple, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
 from dsat.tuner import Tuner
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
@@ -177,20 +177,8 @@ def _fill(
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
-        header = Header(
-            name=spec.name,
-            command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
-            ds_config=spec.ds_config,
-            slots=1,
-            slot_memory_bytes=spec.slot_memory_bytes,
-            profile=profile.profile,
-            profile_duration_s=profile.duration_s,
-            about={
-                **about_machine(machine),
-                "concurrent trials": concurrent,
-                "measured steps": f"{START_STEP} to {END_STEP}",
-            },
-        )
+        about = {**about_machine(machine), "concurrent trials": concurrent}
+        header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append(header.to_json())
     known: list[dict[int, bool]] = [{} for _ in spec.settings]
     for row in map(Row.from_json, journal.events[1:]):
@@ -227,12 +215,36 @@ def _fill(
             )
 
 
+def _header(
+    spec: Spec, profile: ModelProfile, profile_duration_s: float, about: Mapping[str, Any]
+) -> Header:
+    return Header(
+        name=spec.name,
+        command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
+        ds_config=spec.ds_config,
+        slots=1,
+        slot_memory_bytes=spec.slot_memory_bytes,
+        profile=profile,
+        profile_duration_s=profile_duration_s,
+        about={**about, "measured steps": f"{START_STEP} to {END_STEP}"},
+    )
+
+
 def _check_same(spec: Spec, journal: Journal) -> None:
+    """Refuses to go on with a recording of another program, configuration or grid.
+
+    Raises:
+        SystemExit: it is one.
+    """
     if not journal.events:
         return
-    header = Header.from_json(journal.events[0])
-    if (header.ds_config, header.slot_memory_bytes) != (spec.ds_config, spec.slot_memory_bytes):
-        raise SystemExit(f"{spec.name} was begun with other settings; delete it to begin anew")
+    begun = Header.from_json(journal.events[0])
+    same = begun == _header(spec, begun.profile, begun.profile_duration_s, begun.about)
+    rows = map(Row.from_json, journal.events[1:])
+    if not same or any(row.settings not in spec.settings for row in rows):
+        raise SystemExit(
+            f"{spec.name} was begun with other settings; delete {journal.path} to begin anew"
+        )
 
 
 def _refuse(outcome: Outcome, what: str) -> None:

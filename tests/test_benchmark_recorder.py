@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from benchmarks import record, tables
 from benchmarks.record import Spec
 from benchmarks.tables import Header, Row
-from dsat.trial import ModelProfile
+from dsat.trial import ModelProfile, Outcome, OutcomeKind
 from tests.local import cpu_machine
 
 pytestmark = pytest.mark.slow
@@ -57,11 +59,27 @@ def _what(row: Row) -> str:
     return json.dumps([row.settings, row.micro_batch, row.outcome.kind.value])
 
 
-def test_a_table_that_was_begun_with_other_settings_is_left_alone(tmp_path: Path) -> None:
-    profile = ModelProfile(1, 1, 4, 1, 1.0, 2**40)
-    header = Header("small", "", SPEC.ds_config, 1, 2**40, profile, 1.0, {})
+PROFILE = ModelProfile(1, 1, 4, 1, 1.0, 2**40)
+BEGUN = record._header(SPEC, PROFILE, 1.0, {})
+OUT_OF_MEMORY = Outcome(OutcomeKind.OOM)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [replace(BEGUN, slot_memory_bytes=2**40)],
+        [replace(BEGUN, ds_config={})],
+        [replace(BEGUN, command="train.py --model gpt-5m --side 128")],
+        [replace(BEGUN, about={"measured steps": "1 to 9"})],
+        [BEGUN, Row({"stage": 3}, 1, 1, 1, OUT_OF_MEMORY)],
+    ],
+    ids=["memory", "configuration", "program", "steps", "grid"],
+)
+def test_a_table_that_was_begun_with_other_settings_is_left_alone(
+    tmp_path: Path, lines: Sequence[Header | Row]
+) -> None:
     path = tmp_path / "small.jsonl"
-    path.write_text(json.dumps(header.to_json()) + "\n")
+    path.write_text("".join(json.dumps(line.to_json()) + "\n" for line in lines))
     before = path.read_bytes()
     with pytest.raises(SystemExit, match="begun with other settings"):
         record.record(SPEC, cpu_machine(1), tmp_path)
