@@ -432,6 +432,15 @@ def test_bars_hold_on_every_table_or_not_at_all() -> None:
     assert not _bars(never)["random needs"]
 
 
+def test_a_tuner_that_was_left_out_meets_no_bar() -> None:
+    of_each = bars.of_replay([_summary("dsat asha", median_trials_to=(4.0, 4.0))])
+    said = {" ".join(bar.text.replace("`", "").split()[:2]): bar.measured for bar in of_each}
+    assert said["asha needs"] == "made-up 4 to -"
+    assert said["binary needs"] == "made-up - to -"
+    assert said["model reaches"] == said["model loses"] == "made-up -"
+    assert [bar.text.split()[:2] for bar in of_each if bar.met] == [["`asha`", "loses"]]
+
+
 def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
     config = _config(1, 4, reduce_bucket_size=10**6)
     return Tuned(name, f"{name} train.py", wall_s, 12, config, throughputs)
