@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import run_trial
 from benchmarks.record import OPTIMIZER, PROGRAM
 from dsat import ds_config, experiment
 from dsat.autotuning import SECTION
@@ -30,7 +31,7 @@ from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, f
 from dsat.journal import FILE_NAME, read_events, write_atomically
 from dsat.report.format import duration
 from dsat.run import Run
-from dsat.trial import Outcome, Trial, TrialKind
+from dsat.trial import Trial, TrialKind
 
 BIN = Path(sys.executable).parent
 CAP = 32
@@ -195,14 +196,11 @@ def _stopwatch(
             stage = ds_config.zero_stage(config)
             overrides = {**config, **batch.config()}
             name = f"t{number}"
-            engine.launch(Trial(number, TrialKind.SEARCH, name, stage, batch, overrides))
-            ended: list[tuple[int, Outcome]] = []
-            while not ended:
-                ended = engine.poll(10.0)
-            metrics = ended[0][1].metrics
-            if metrics is None:
-                raise SystemExit(f"{config} does not run: {ended[0][1].message}")
-            found[which].append(metrics.throughput)
+            trial = Trial(number, TrialKind.SEARCH, name, stage, batch, overrides)
+            outcome = run_trial(engine, trial)
+            if outcome.metrics is None:
+                raise SystemExit(f"{config} does not run: {outcome.message}")
+            found[which].append(outcome.metrics.throughput)
     finally:
         engine.close()
     return [tuple(values) for values in found]

@@ -30,13 +30,13 @@ from typing import Any
 import psutil
 
 from benchmarks import tables
+from benchmarks.common import run_trial
 from benchmarks.grid import Cell, Grid
 from benchmarks.peers.ours import plan_of
-from benchmarks.search_scale import MemoryJournal
 from benchmarks.tables import Header, Row
 from dsat import experiment, survey
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.journal import Journal
+from dsat.journal import Journal, MemoryJournal
 from dsat.overrides import overrides_for
 from dsat.plan import BY_SIMULATION
 from dsat.report.format import duration
@@ -195,7 +195,8 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
 def _fill(
     spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
 ) -> None:
-    profile = _one(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    profile = run_trial(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    _refuse(profile, "the profile")
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
@@ -272,15 +273,6 @@ def _refuse(outcome: Outcome, what: str) -> None:
             f"{what}: {outcome.kind.value}: {outcome.message}\n{outcome.detail}\n"
             "Run the command again to go on."
         )
-
-
-def _one(engine: LocalEngine, trial: Trial) -> Outcome:
-    engine.launch(trial)
-    ended: list[tuple[int, Outcome]] = []
-    while not ended:
-        ended = engine.poll(5.0)
-    _refuse(ended[0][1], trial.name)
-    return ended[0][1]
 
 
 def _trial(

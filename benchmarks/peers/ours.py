@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from benchmarks.search_scale import MemoryJournal, Silent
 from benchmarks.tables import Table
 from dsat import ds_config, settings
 from dsat.engines.simulated import SimulatedEngine
+from dsat.journal import MemoryJournal
 from dsat.loop import drive
 from dsat.memory.model import Basis
 from dsat.plan import BY_FORMULA, BY_SIMULATION, Plan
