@@ -39,20 +39,22 @@ def of_replay(found: Sequence[Summary]) -> list[Bar]:
     ]
 
 
-def of_native(tuned: Sequence[Tuned]) -> list[Bar]:
-    """The bars of the real comparison: dsat first, then DeepSpeed's autotuner."""
-    if not tuned:
-        return []
-    ours, theirs = tuned
+def of_native(workload: str, ours: Tuned, theirs: Tuned) -> list[Bar]:
+    """The bars of a real comparison with DeepSpeed's autotuner.
+
+    Args:
+        workload: what was tuned, for people.
+    """
     share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
     return [
         Bar(
-            "for real: at most a tenth of the native autotuner's wall time",
+            f"for real, {workload}: at most a tenth of the native autotuner's wall time",
             f"{ours.wall_s:.0f} s of {theirs.wall_s:.0f} s: {share:.2f}",
             share <= SHARE_OF_TIME,
         ),
         Bar(
-            f"for real: an answer at least as fast (the stopwatch tells {STOPWATCH_NOISE:.0%})",
+            f"for real, {workload}: an answer at least as fast (the stopwatch tells "
+            f"{STOPWATCH_NOISE:.0%})",
             f"{ours.throughput:.2f} to {theirs.throughput:.2f} samples/s: {gain:.3f}",
             gain >= 1 - STOPWATCH_NOISE,
         ),

@@ -452,7 +452,7 @@ def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
 def test_bars_of_the_real_comparison(wall_s: float, throughput: float, met: list[bool]) -> None:
     ours = _tuned("dsat", wall_s, 1, throughput, 1000)
     theirs = _tuned("deepspeed", 100, 90, 100, 110)
-    assert [bar.met for bar in bars.of_native([ours, theirs])] == met
+    assert [bar.met for bar in bars.of_native("short", ours, theirs)] == met
 
 
 def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
@@ -463,12 +463,19 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
     ]
     about = {"machine": "2 cpu slots", "host": "2 cores", "date": "today", "torch": "2.0"}
     parts = {name: results.Part(f"{name} said this\n", about, 61.0) for name in results.COMMANDS}
-    tuned = [_tuned("dsat", 9, 2), _tuned("deepspeed", 99, 2)]
+    tuned = {
+        "native": (_tuned("dsat", 9, 2), _tuned("deepspeed", 99, 2)),
+        "native_16": (_tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)),
+    }
     text = results.report(parts, [table], episodes, tuned)
     assert "today, 2 cpu slots; 2 cores; torch 2.0; took 1 min 01 s." in text
     assert "scale said this" in text and "trial_start said this" in text
     assert "| Determined asha | 100.0% (100.0%) |" in text
     assert "| `dsat` | 9.0 s | 12 | stage 1, micro batch 4, gas 1 | 2.00 (2.00 to 2.00) |" in text
+    assert "For real, sequences of 16 tokens: dsat" in text
+    assert "| `dsat` | 8.0 s | 12 | stage 1, micro batch 4, gas 1 | 3.00 (3.00 to 3.00) |" in text
+    assert "for real, sequences of 128 tokens: at most" in text
+    assert "| 8 s of 16 s: 0.50 | **missed** |" in text
     assert "| **missed** |" in text and "| met |" in text
     picture.draw(episodes, tmp_path / "one.svg")
     picture.draw(episodes, tmp_path / "two.svg")
@@ -479,9 +486,12 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
 
 def test_a_report_of_a_part_has_only_that_part(table: Table) -> None:
     part = results.Part("fast\n", {"machine": "m", "host": "h", "date": "today"}, 1.0)
-    text = results.report({"scale": part}, [table], [], [])
+    text = results.report({"scale": part}, [table], [], {})
     assert "Cost of a decision" in text
     assert "Replay" not in text and "For real" not in text
+    both = _tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)
+    text = results.report({"native_16": part}, [table], [], {"native_16": both})
+    assert "16 tokens" in text and "128 tokens" not in text
 
 
 def test_the_best_is_that_of_all_recorded_trials(table: Table) -> None:
