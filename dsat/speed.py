@@ -187,21 +187,6 @@ class Fit:
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 0.0))
 
-    def terms_s(self, strategy: int) -> dict[str, float]:
-        """The terms of the formula for one strategy; all of them at least zero."""
-        theta, own = self.theta, len(_SHARED_MEAN) + _PER_STRATEGY * strategy
-        scale = math.exp(theta[_SCALE])
-        micro_units, boundary_units = _units(self.layout.strategies[strategy], self.layout.slots)
-        return {
-            "floor": scale * math.exp(theta[_FLOOR]),
-            "micro_step": scale * math.exp(theta[_FIXED]),
-            "sample": scale / self.layout.reference_micro_batch,
-            "strategy_micro_step": scale * micro_units * math.exp(theta[_MICRO_UNIT] + theta[own]),
-            "strategy_step": scale
-            * boundary_units
-            * math.exp(theta[_BOUNDARY_UNIT] + theta[own + 1]),
-        }
-
     def grid(
         self, strategy: int, micro_batch: Array, gas: Array, knobs: Array, reference: Points | None
     ) -> tuple[Array, Array]:
