@@ -32,6 +32,7 @@ from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, f
 from dsat.journal import FILE_NAME, read_events, write_atomically
 from dsat.report.format import duration
 from dsat.run import Run
+from dsat.strategy import of_config
 from dsat.trial import Trial, TrialKind
 
 BIN = Path(sys.executable).parent
@@ -201,7 +202,7 @@ def _stopwatch(
             which = number % len(configs)
             config = ds_config.clean_for_use(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
-            stage = ds_config.zero_stage(config)
+            stage = of_config(config).stage
             overrides = {**config, **batch.config()}
             name = f"t{number}"
             trial = Trial(number, TrialKind.SEARCH, name, stage, batch, overrides)
@@ -221,7 +222,7 @@ def lines(ours: Tuned, theirs: Tuned) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for tuned in (ours, theirs):
-        stage = ds_config.zero_stage(tuned.config)
+        stage = of_config(tuned.config).stage
         batch = ds_config.resolve_batch(tuned.config, 1, where="the answer")
         spread = f"{min(tuned.throughputs):.2f} to {max(tuned.throughputs):.2f}"
         rows.append(

@@ -204,14 +204,14 @@ class Table:
             ValueError: nothing was recorded of its strategy.
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
-        stage = ds_config.zero_stage(config)
-        zero = {**space.defaults(stage), **(config.get("zero_optimization") or {})}
-        if stage > 0 and zero["contiguous_gradients"]:
+        strategy = of_config(config)
+        zero = {**space.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
+        if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:
                 duration_s = min(row.outcome.duration_s for row in self.rows)
                 return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
-        outcome = self._curve(of_config(config).name, zero).answer(batch.micro_batch)
+        outcome = self._curve(strategy.name, zero).answer(batch.micro_batch)
         if outcome.metrics is None:
             return outcome
         return _accumulated(outcome, outcome.metrics, batch, self.header)
