@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.native import Tuned
@@ -39,20 +39,22 @@ def of_replay(found: Sequence[Summary]) -> list[Bar]:
     ]
 
 
-def of_native(tuned: Sequence[Tuned]) -> list[Bar]:
-    """The bars of the real comparison: dsat first, then DeepSpeed's autotuner."""
-    if not tuned:
-        return []
-    ours, theirs = tuned
+def of_native(workload: str, ours: Tuned, theirs: Tuned) -> list[Bar]:
+    """The bars of a real comparison with DeepSpeed's autotuner.
+
+    Args:
+        workload: what was tuned, for people.
+    """
     share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
     return [
         Bar(
-            "for real: at most a tenth of the native autotuner's wall time",
+            f"for real, {workload}: at most a tenth of the native autotuner's wall time",
             f"{ours.wall_s:.0f} s of {theirs.wall_s:.0f} s: {share:.2f}",
             share <= SHARE_OF_TIME,
         ),
         Bar(
-            f"for real: an answer at least as fast (the stopwatch tells {STOPWATCH_NOISE:.0%})",
+            f"for real, {workload}: an answer at least as fast (the stopwatch tells "
+            f"{STOPWATCH_NOISE:.0%})",
             f"{ours.throughput:.2f} to {theirs.throughput:.2f} samples/s: {gain:.3f}",
             gain >= 1 - STOPWATCH_NOISE,
         ),
@@ -63,37 +65,57 @@ _ByName = dict[tuple[str, str], Summary]
 
 
 def _within_ten(names: Sequence[str], by_name: _ByName) -> Bar:
-    text = f"`model` reaches 99 % of the best within 10 trials in {SEEDS_OF_20} of 20 seeds"
-    mine = [by_name.get((table, "dsat model")) for table in names]
-    said = "; ".join(
-        f"{table} " + ("-" if s is None else f"{s.within_10_of_99}/{s.seeds}")
-        for table, s in zip(names, mine, strict=True)
+    return _on_each(
+        f"`model` reaches 99 % of the best within 10 trials in {SEEDS_OF_20} of 20 seeds",
+        names,
+        by_name,
+        ("dsat model",),
+        say=lambda s: f"{s.within_10_of_99}/{s.seeds}",
+        meets=lambda s: s.within_10_of_99 / s.seeds >= SEEDS_OF_20 / 20,
     )
-    met = all(s is not None and s.within_10_of_99 / s.seeds >= SEEDS_OF_20 / 20 for s in mine)
-    return Bar(text, said, met)
 
 
 def _fewer_trials(method: str, names: Sequence[str], by_name: _ByName) -> Bar:
-    text = f"`{method}` needs fewer trials to 95 % than Determined's (medians)"
-    pairs = [
-        (
-            by_name[table, f"dsat {method}"].median_trials_to[0],
-            by_name[table, f"Determined {method}"].median_trials_to[0],
-        )
-        for table in names
-    ]
-    said = "; ".join(
-        f"{table} {number(mine)} to {number(other)}"
-        for table, (mine, other) in zip(names, pairs, strict=True)
+    return _on_each(
+        f"`{method}` needs fewer trials to 95 % than Determined's (medians)",
+        names,
+        by_name,
+        (f"dsat {method}", f"Determined {method}"),
+        say=lambda s: number(s.median_trials_to[0]),
+        meets=lambda mine, other: mine.median_trials_to[0] < other.median_trials_to[0],
     )
-    return Bar(text, said, all(mine < other for mine, other in pairs))
 
 
 def _few_lost(method: str, names: Sequence[str], by_name: _ByName) -> Bar:
-    text = f"`{method}` loses at most {MOST_OOM} trial of a search to out of memory (worst seed)"
-    mine = [by_name.get((table, f"dsat {method}")) for table in names]
-    said = "; ".join(
-        f"{table} " + ("-" if s is None else str(s.worst_oom))
-        for table, s in zip(names, mine, strict=True)
+    return _on_each(
+        f"`{method}` loses at most {MOST_OOM} trial of a search to out of memory (worst seed)",
+        names,
+        by_name,
+        (f"dsat {method}",),
+        say=lambda s: str(s.worst_oom),
+        meets=lambda s: s.worst_oom <= MOST_OOM,
     )
-    return Bar(text, said, all(s is not None and s.worst_oom <= MOST_OOM for s in mine))
+
+
+def _on_each(
+    text: str,
+    names: Sequence[str],
+    by_name: _ByName,
+    tuners: Sequence[str],
+    *,
+    say: Callable[[Summary], str],
+    meets: Callable[..., bool],
+) -> Bar:
+    """A bar on some tuners: their summaries are told in turn, with a dash for one left out.
+
+    Args:
+        text: what is demanded.
+        names: of the tables.
+        tuners: whose summaries `meets` is given; the bar is missed without one of them.
+    """
+    said, met = [], True
+    for table in names:
+        found = [by_name.get((table, tuner)) for tuner in tuners]
+        said.append(f"{table} {' to '.join('-' if s is None else say(s) for s in found)}")
+        met = met and None not in found and meets(*found)
+    return Bar(text, "; ".join(said), met)

@@ -1,9 +1,10 @@
 """For real: `dsat tune` against `deepspeed --autotuning tune`, on this machine.
 
-    python -m benchmarks.native [--tuner TYPE] [--rounds 5] [--output FILE]
+    python -m benchmarks.native [--side 128] [--tuner TYPE] [--rounds 5] [--output FILE]
 
-Both get the same script, configuration file, slot and limits: a 5 M parameter GPT, sequences of 128
-tokens. Both answers are then measured by one stopwatch, dsat's meter, in turns.
+Both get the same script, configuration file, slot and limits: a 5 M parameter GPT, sequences of as
+many tokens as `--side` says. With 128 a trial's steps take most of its time, with 16 its start.
+Both answers are then measured by one stopwatch, dsat's meter, in turns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import run_trial
 from benchmarks.record import OPTIMIZER, PROGRAM
 from dsat import ds_config, experiment
 from dsat.autotuning import SECTION
@@ -30,12 +32,13 @@ from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, f
 from dsat.journal import FILE_NAME, read_events, write_atomically
 from dsat.report.format import duration
 from dsat.run import Run
-from dsat.trial import Outcome, Trial, TrialKind
+from dsat.strategy import of_config
+from dsat.trial import Trial, TrialKind
 
 BIN = Path(sys.executable).parent
 CAP = 32
 TIME_LIMIT_S = 3600.0
-PROGRAM_ARGS = ("--model", "gpt-5m", "--side", "128", "--steps", "1000")
+SIDE = 128
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": OPTIMIZER,
@@ -77,10 +80,11 @@ class Tuned:
         return statistics.median(self.throughputs)
 
 
-def compare(tuner: str, rounds: int) -> tuple[Tuned, Tuned]:
+def compare(side: int, tuner: str, rounds: int) -> tuple[Tuned, Tuned]:
     """Runs both tuners, then measures both answers.
 
     Args:
+        side: tokens of a sequence.
         tuner: `tuner_type`; the other's fast mode knows only one way.
         rounds: how often each answer is measured.
 
@@ -88,11 +92,12 @@ def compare(tuner: str, rounds: int) -> tuple[Tuned, Tuned]:
         What dsat and what DeepSpeed's autotuner did.
     """
     machine = find_machine()
+    script = _script(side)
     with tempfile.TemporaryDirectory(prefix="dsat-native-") as scratch:
         folder = Path(scratch)
-        ours = _dsat(_folder(folder / "dsat", tuner), machine)
-        theirs = _deepspeed(_folder(folder / "deepspeed", tuner), machine)
-        times = _stopwatch(folder, machine, (ours.config, theirs.config), rounds)
+        ours = _dsat(_folder(folder / "dsat", tuner), script, machine)
+        theirs = _deepspeed(_folder(folder / "deepspeed", tuner), script, machine)
+        times = _stopwatch(folder, script, machine, (ours.config, theirs.config), rounds)
     return (
         replace(ours, throughputs=times[0]),
         replace(theirs, throughputs=times[1]),
@@ -107,21 +112,22 @@ def _folder(folder: Path, tuner: str) -> Path:
     return folder
 
 
-def _script() -> list[str]:
-    return [PROGRAM.name, *PROGRAM_ARGS, "--deepspeed", "--deepspeed_config", "ds_config.json"]
+def _script(side: int) -> list[str]:
+    args = ["--model", "gpt-5m", "--side", str(side), "--steps", "1000"]
+    return [PROGRAM.name, *args, "--deepspeed", "--deepspeed_config", "ds_config.json"]
 
 
-def _dsat(folder: Path, machine: Machine) -> Tuned:
-    command = [sys.executable, "-m", "dsat", "tune", "--num_gpus", "1", *_script()]
+def _dsat(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
+    command = [sys.executable, "-m", "dsat", "tune", "--num_gpus", "1", *script]
     wall_s = _run(command, folder, machine)
     run = Run(read_events(folder / _RESULTS / FILE_NAME))
     return Tuned("dsat tune", _said(command), wall_s, len(run.outcomes), _answer(folder))
 
 
-def _deepspeed(folder: Path, machine: Machine) -> Tuned:
+def _deepspeed(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
     first_port = random.randrange(20000, 30000, 100)
     command = [str(BIN / "deepspeed"), "--autotuning", "tune", "--num_gpus", "1", "--num_nodes"]
-    command += ["1", "--master_port", str(first_port), *_script()]
+    command += ["1", "--master_port", str(first_port), *script]
     try:
         wall_s = _run(command, folder, machine)
     finally:
@@ -173,7 +179,11 @@ def _unlink_buffers(ports: range) -> None:
 
 
 def _stopwatch(
-    folder: Path, machine: Machine, configs: Sequence[Mapping[str, Any]], rounds: int
+    folder: Path,
+    script: Sequence[str],
+    machine: Machine,
+    configs: Sequence[Mapping[str, Any]],
+    rounds: int,
 ) -> list[tuple[float, ...]]:
     """The throughputs of configurations, measured in turns so that they share slow spells."""
     model_dir = folder / "stopwatch"
@@ -181,7 +191,7 @@ def _stopwatch(
     shutil.copy(PROGRAM, model_dir)
     base = {key: CONFIG[key] for key in ("train_micro_batch_size_per_gpu", "optimizer")}
     (model_dir / "ds_config.json").write_text(json.dumps(base))
-    command = ["python3", *_script()]
+    command = ["python3", *script]
     user = experiment.of_command(command, "stopwatch", model_dir, model_dir / "ds_config.json")
     program = entrypoint.parse(user.entrypoint, model_dir)
     options = LocalOptions(600.0, start_step=3, end_step=8, max_steps=20)
@@ -192,17 +202,14 @@ def _stopwatch(
             which = number % len(configs)
             config = ds_config.clean_for_use(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
-            stage = ds_config.zero_stage(config)
+            stage = of_config(config).stage
             overrides = {**config, **batch.config()}
             name = f"t{number}"
-            engine.launch(Trial(number, TrialKind.SEARCH, name, stage, batch, overrides))
-            ended: list[tuple[int, Outcome]] = []
-            while not ended:
-                ended = engine.poll(10.0)
-            metrics = ended[0][1].metrics
-            if metrics is None:
-                raise SystemExit(f"{config} does not run: {ended[0][1].message}")
-            found[which].append(metrics.throughput)
+            trial = Trial(number, TrialKind.SEARCH, name, stage, batch, overrides)
+            outcome = run_trial(engine, trial)
+            if outcome.metrics is None:
+                raise SystemExit(f"{config} does not run: {outcome.message}")
+            found[which].append(outcome.metrics.throughput)
     finally:
         engine.close()
     return [tuple(values) for values in found]
@@ -215,7 +222,7 @@ def lines(ours: Tuned, theirs: Tuned) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for tuned in (ours, theirs):
-        stage = ds_config.zero_stage(tuned.config)
+        stage = of_config(tuned.config).stage
         batch = ds_config.resolve_batch(tuned.config, 1, where="the answer")
         spread = f"{min(tuned.throughputs):.2f} to {max(tuned.throughputs):.2f}"
         rows.append(
@@ -235,11 +242,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     types = ("gridsearch", "random", "model_based")
+    parser.add_argument("--side", type=int, default=SIDE, metavar="N", help="tokens of a sequence")
     parser.add_argument("--tuner", choices=types, default="model_based", metavar="TYPE")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as JSON")
     args = parser.parse_args()
-    ours, theirs = compare(args.tuner, args.rounds)
+    ours, theirs = compare(args.side, args.tuner, args.rounds)
     print("\n".join(lines(ours, theirs)))
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)

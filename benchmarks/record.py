@@ -1,17 +1,22 @@
 """Records tables of real trials: every setting of a grid at every micro batch, up to out of memory.
 
-    python -m benchmarks.record [--list] [--concurrent N] [--data DIR] [NAME ...]
+    python -m benchmarks.record [--list] [--passes N] [--concurrent N] [--again] [--data DIR]
+        [NAME ...]
 
 Without names, all tables of this machine's accelerator. A recording that was killed goes on where
-it was. The micro batches of each setting double until one is out of memory; then the edge is
-bisected until it is known to a sixth. Larger ones are not run: they need more memory.
+it was; one that was begun with `--again` does with `--again`. The micro batches of each setting
+double until one is out of memory; then the edge is bisected until it is known to a sixth. Larger
+ones are not run: they need more memory. Further passes measure all that ran once more, one after
+the other, so that a machine's slow spells meet all of them alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
+import os
 import platform
 import shutil
 import sys
@@ -19,36 +24,37 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks import tables
+from benchmarks.common import run_trial
+from benchmarks.grid import Cell, Grid
 from benchmarks.peers.ours import plan_of
-from benchmarks.search_scale import MemoryJournal
 from benchmarks.tables import Header, Row
 from dsat import experiment, survey
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.journal import Journal
+from dsat.journal import Journal, MemoryJournal
 from dsat.overrides import overrides_for
 from dsat.plan import BY_SIMULATION
 from dsat.report.format import duration
-from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.trial import BatchTriple, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
 from dsat.tuner import Tuner
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 GIB = 2**30
-# One warm-up step and two measured ones: the grid is wide, and a table is answered from neighbours.
-START_STEP, END_STEP, MAX_STEPS = 2, 3, 2
+# One warm-up step, then three measured ones, or up to six as long as their mean is uncertain.
+START_STEP, END_STEP, MAX_STEPS = 2, 4, 6
+AGAIN = "again"
 VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 
 
 def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
     """All combinations of the values of knobs."""
-    combinations = product(*knobs.values())
+    combinations = itertools.product(*knobs.values())
     return [dict(zip(knobs, values, strict=True)) for values in combinations]
 
 
@@ -71,6 +77,7 @@ class Spec:
         config: keys of the DeepSpeed configuration besides the optimizer.
         seconds_per_trial: measured on a quiet machine; to tell people how long it takes.
         largest: no micro batch above this is tried.
+        passes: how often each trial that runs is measured.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Spec:
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[Mapping[str, Any]] = SETTINGS
     largest: int = 4096
+    passes: int = 1
 
     @property
     def ds_config(self) -> dict[str, Any]:
@@ -90,34 +98,15 @@ class Spec:
 
 _BF16 = {"bf16": {"enabled": True}}
 SPECS = (
-    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.5 * GIB), 13.0),
-    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), 10.0, largest=32),
-    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), 6.0),
-    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0),
+    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.5 * GIB), 13.0, passes=3),
+    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), 10.0, largest=32, passes=3),
+    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), 6.0, passes=3),
+    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0, passes=3),
     Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
     Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
     Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
     Spec("gpu-resnet50", "cuda", "resnet50", 224, 16 * GIB, 6.0, _BF16),
 )
-
-
-def next_size(known: Mapping[int, bool], largest: int) -> int | None:
-    """The next micro batch to try with some settings, or None if their edge is known.
-
-    Args:
-        known: whether a micro batch ran, for those that were tried.
-        largest: none above this is tried.
-    """
-    size = 1
-    while known.get(size) and 2 * size <= largest:
-        size *= 2
-    if size not in known:
-        return size
-    ran = max((tried for tried, ok in known.items() if ok), default=0)
-    failed = min((tried for tried, ok in known.items() if not ok), default=None)
-    if failed is None or failed - ran <= max(1, ran // 6):
-        return None
-    return (ran + failed) // 2
 
 
 def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> Path:
@@ -144,6 +133,39 @@ def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -
     finished = tables.compress(path)
     path.unlink()
     return finished
+
+
+def finish(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> Path:
+    """Does what is left to do of a table: the recording, and the simulation of its memory.
+
+    Args:
+        folder: for the table; made if it is missing.
+        concurrent: trials at once.
+
+    Returns:
+        The table.
+    """
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{spec.name}{tables.SUFFIX}.gz"
+    if path.exists():
+        print(f"{path}: recorded before")
+    else:
+        began = time.monotonic()
+        record(spec, machine, folder, concurrent=concurrent)
+        print(f"{path}: {duration(time.monotonic() - began)}", flush=True)
+    if tables.read(path).header.memory is None:
+        began = time.monotonic()
+        predict(spec, machine, path)
+        print(f"{path}: simulated in {duration(time.monotonic() - began)}", flush=True)
+    return path
+
+
+def again(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> None:
+    """Records a table anew in a folder of its own, then replaces the old one, if there is one."""
+    path = finish(spec, machine, folder / AGAIN, concurrent=concurrent)
+    os.replace(path, folder / path.name)
+    if not any(path.parent.iterdir()):
+        path.parent.rmdir()
 
 
 def predict(spec: Spec, machine: Machine, path: Path) -> None:
@@ -173,66 +195,76 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
 def _fill(
     spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
 ) -> None:
-    profile = _one(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    profile = run_trial(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    _refuse(profile, "the profile")
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
-        header = Header(
-            name=spec.name,
-            command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
-            ds_config=spec.ds_config,
-            slots=1,
-            slot_memory_bytes=spec.slot_memory_bytes,
-            profile=profile.profile,
-            profile_duration_s=profile.duration_s,
-            about={
-                **about_machine(machine),
-                "concurrent trials": concurrent,
-                "measured steps": f"{START_STEP} to {END_STEP}",
-            },
-        )
+        about = {**about_machine(machine), "concurrent trials": concurrent}
+        header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append(header.to_json())
-    known: list[dict[int, bool]] = [{} for _ in spec.settings]
-    for row in map(Row.from_json, journal.events[1:]):
-        known[list(spec.settings).index(row.settings)][row.micro_batch] = row.outcome.ok
-    running: dict[int, tuple[int, int]] = {}
-    busy: set[int] = set()
-    count = 0
+    todo = Grid(spec.settings, spec.largest, spec.passes, journal.events[1:])
+    running: dict[int, Cell] = {}
+    numbers = itertools.count(1)
     while True:
-        for number, settings in enumerate(spec.settings):
-            if len(running) == concurrent:
-                break
-            size = None if number in busy else next_size(known[number], spec.largest)
-            if size is None:
-                continue
-            count += 1
-            busy.add(number)
-            running[count] = number, size
-            engine.launch(_trial(spec, count, TrialKind.SEARCH, settings, size))
+        while len(running) < concurrent and (cell := todo.begin()) is not None:
+            number = next(numbers)
+            settings = spec.settings[cell.settings]
+            running[number] = cell
+            engine.launch(_trial(spec, number, TrialKind.SEARCH, settings, cell.micro_batch))
         if not running:
             return
-        for trial_id, outcome in engine.poll(5.0):
-            number, size = running.pop(trial_id)
-            busy.discard(number)
-            _refuse(outcome, f"{spec.settings[number]} at micro batch {size}")
-            known[number][size] = outcome.ok
+        for number, outcome in engine.poll(5.0):
+            cell = running.pop(number)
+            settings = spec.settings[cell.settings]
+            what = f"{json.dumps(settings)} at micro batch {cell.micro_batch}"
+            _refuse(outcome, what)
             # The log of an expected failure is of no use, and large.
-            kept = Outcome.from_json({**outcome.to_json(), "detail": ""})
-            journal.append(Row(spec.settings[number], size, 1, 1, kept).to_json())
+            kept = replace(outcome, detail="")
+            row = Row(settings, cell.micro_batch, 1, 1, kept)
+            journal.append(tables.of_pass(row, cell.number))
+            todo.end(cell, ok=outcome.ok)
             said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
             print(
-                f"{spec.name} {json.dumps(spec.settings[number])} micro batch {size}: {said} "
-                f"({outcome.duration_s:.1f} s)",
+                f"{spec.name} {what}, pass {cell.number}: {said} ({outcome.duration_s:.1f} s)",
                 flush=True,
             )
 
 
+def _header(
+    spec: Spec, profile: ModelProfile, profile_duration_s: float, about: Mapping[str, Any]
+) -> Header:
+    return Header(
+        name=spec.name,
+        command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
+        ds_config=spec.ds_config,
+        slots=1,
+        slot_memory_bytes=spec.slot_memory_bytes,
+        profile=profile,
+        profile_duration_s=profile_duration_s,
+        about={
+            **about,
+            "passes": spec.passes,
+            "measured steps": f"{END_STEP - START_STEP + 1} to {MAX_STEPS}",
+        },
+    )
+
+
 def _check_same(spec: Spec, journal: Journal) -> None:
+    """Refuses to go on with a recording of another program, configuration or grid.
+
+    Raises:
+        SystemExit: it is one.
+    """
     if not journal.events:
         return
-    header = Header.from_json(journal.events[0])
-    if (header.ds_config, header.slot_memory_bytes) != (spec.ds_config, spec.slot_memory_bytes):
-        raise SystemExit(f"{spec.name} was begun with other settings; delete it to begin anew")
+    begun = Header.from_json(journal.events[0])
+    same = begun == _header(spec, begun.profile, begun.profile_duration_s, begun.about)
+    rows = map(Row.from_json, journal.events[1:])
+    if not same or any(row.settings not in spec.settings for row in rows):
+        raise SystemExit(
+            f"{spec.name} was begun with other settings; delete {journal.path} to begin anew"
+        )
 
 
 def _refuse(outcome: Outcome, what: str) -> None:
@@ -241,15 +273,6 @@ def _refuse(outcome: Outcome, what: str) -> None:
             f"{what}: {outcome.kind.value}: {outcome.message}\n{outcome.detail}\n"
             "Run the command again to go on."
         )
-
-
-def _one(engine: LocalEngine, trial: Trial) -> Outcome:
-    engine.launch(trial)
-    ended: list[tuple[int, Outcome]] = []
-    while not ended:
-        ended = engine.poll(5.0)
-    _refuse(ended[0][1], trial.name)
-    return ended[0][1]
 
 
 def _trial(
@@ -293,11 +316,11 @@ def about_machine(machine: Machine) -> dict[str, str]:
 
 
 def _estimate(spec: Spec, concurrent: int) -> str:
-    trials = 8 * len(spec.settings)
+    trials = (8 + 6 * (spec.passes - 1)) * len(spec.settings)
     seconds = spec.seconds_per_trial * trials / concurrent
     return (
-        f"{spec.name}: {len(spec.settings)} settings, about {trials} trials, "
-        f"{duration(seconds)} with {concurrent} at once"
+        f"{spec.name}: {len(spec.settings)} settings, passes: {spec.passes}, about {trials} "
+        f"trials, {duration(seconds)} with {concurrent} at once"
     )
 
 
@@ -306,6 +329,19 @@ def main(argv: Iterable[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument(
+        "--passes",
+        type=int,
+        choices=range(1, 100),
+        metavar="N",
+        help="how often each trial that runs is measured; the table has the median (default: "
+        f"{' or '.join(map(str, sorted({spec.passes for spec in SPECS})))}, see --list)",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="record tables anew that are finished, and replace them once the new ones are",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, record nothing")
     parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="trials at once")
     parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
@@ -317,23 +353,17 @@ def main(argv: Iterable[str] | None = None) -> None:
     specs = [s for s in SPECS if s.name in args.names or not args.names]
     if not args.names:
         specs = [s for s in specs if args.list or s.accelerator == machine.accelerator]
-    args.data.mkdir(exist_ok=True)
+    if args.passes is not None:
+        specs = [replace(spec, passes=args.passes) for spec in specs]
     for spec in specs:
         if args.list:
             print(_estimate(spec, args.concurrent))
         elif spec.accelerator != machine.accelerator:
             sys.exit(f"{spec.name} is for {spec.accelerator}, and this is {machine.describe()}")
-        elif (args.data / f"{spec.name}{tables.SUFFIX}.gz").exists():
-            print(f"{spec.name}: recorded before")
+        elif args.again:
+            again(spec, machine, args.data, concurrent=args.concurrent)
         else:
-            began = time.monotonic()
-            path = record(spec, machine, args.data, concurrent=args.concurrent)
-            print(f"{path}: {duration(time.monotonic() - began)}", flush=True)
-        finished = args.data / f"{spec.name}{tables.SUFFIX}.gz"
-        if not args.list and tables.read(finished).header.memory is None:
-            began = time.monotonic()
-            predict(spec, machine, finished)
-            print(f"{spec.name}: simulated in {duration(time.monotonic() - began)}", flush=True)
+            finish(spec, machine, args.data, concurrent=args.concurrent)
 
 
 if __name__ == "__main__":

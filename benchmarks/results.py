@@ -1,6 +1,6 @@
 """Runs the benchmarks and writes what they found into benchmarks/RESULTS.md, with a picture.
 
-    python -m benchmarks.results [--parts scale trial_start replay memory native]
+    python -m benchmarks.results [--parts scale trial_start replay memory native native_16]
 
 Parts that are not run now are taken from when they were run last.
 """
@@ -39,6 +39,12 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
     "memory": ("benchmarks.memory_accuracy",),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
+    "native_16": ("benchmarks.native", "--side", "16", "--output", str(KEPT / "tuned_16.json")),
+}
+# Part -> what it compares, and where it keeps that.
+NATIVE = {
+    "native": ("sequences of 128 tokens", KEPT / "tuned.json"),
+    "native_16": ("sequences of 16 tokens", KEPT / "tuned_16.json"),
 }
 
 
@@ -93,23 +99,38 @@ def report(
     parts: Mapping[str, Part],
     recorded: Sequence[Table],
     episodes: Sequence[Episode],
-    tuned: Sequence[Tuned],
+    tuned: Mapping[str, tuple[Tuned, Tuned]],
 ) -> str:
-    """The whole of RESULTS.md."""
-    found = replay.summaries(episodes)
-    bars = [*of_replay(found), *of_native(tuned)]
-    sections: list[tuple[str, str, Callable[[], list[str]]]] = [
-        ("replay", "Replay on recorded tables", lambda: _replay(recorded, episodes)),
-        ("native", "For real: dsat against `deepspeed --autotuning tune`", lambda: _native(tuned)),
-        ("memory", "Simulated memory against real memory", lambda: _table(parts["memory"])),
-        ("scale", "Cost of a decision", lambda: _block(parts["scale"])),
-        ("trial_start", "Start of a trial", lambda: _block(parts["trial_start"])),
+    """The whole of RESULTS.md.
+
+    Args:
+        parts: what was run, by its name in `COMMANDS`.
+        recorded: the tables that were replayed.
+        episodes: of the replay.
+        tuned: what dsat and DeepSpeed's autotuner did, by the part's name in `NATIVE`.
+    """
+    bars = of_replay(replay.summaries(episodes))
+    for name, both in tuned.items():
+        bars += of_native(NATIVE[name][0], *both)
+    sections: list[tuple[str, str, Callable[[Part], list[str]]]] = [
+        ("replay", "Replay on recorded tables", lambda _: _replay(recorded, episodes)),
+        *(
+            (
+                name,
+                f"For real, {workload}: dsat against `deepspeed --autotuning tune`",
+                lambda _, name=name: native.lines(*tuned[name]),
+            )
+            for name, (workload, _) in NATIVE.items()
+        ),
+        ("memory", "Simulated memory against real memory", _table),
+        ("scale", "Cost of a decision", _block),
+        ("trial_start", "Start of a trial", _block),
     ]
     lines = ["# Benchmarks", "", "Written by `make bench`; see the modules of this folder.", ""]
     lines += ["## Bars", "", *_bars(bars), ""]
     for name, title, body in sections:
         if name in parts:
-            lines += [f"## {title}", "", parts[name].describe(), "", *body(), ""]
+            lines += [f"## {title}", "", parts[name].describe(), "", *body(parts[name]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -149,11 +170,6 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
     return lines
 
 
-def _native(tuned: Sequence[Tuned]) -> list[str]:
-    ours, theirs = tuned
-    return native.lines(ours, theirs)
-
-
 def _table(part: Part) -> list[str]:
     return part.text.strip().splitlines()
 
@@ -165,12 +181,15 @@ def _block(part: Part) -> list[str]:
 def write() -> None:
     """Writes the report and the picture from what was kept."""
     parts = {name: part for name in COMMANDS if (part := kept(name)) is not None}
-    episodes, tuned = [], []
+    episodes = []
+    tuned: dict[str, tuple[Tuned, Tuned]] = {}
     if "replay" in parts:
         data = json.loads((KEPT / "episodes.json").read_text())
         episodes = [Episode.from_json(entry) for entry in data]
-    if "native" in parts:
-        tuned = [Tuned.from_json(entry) for entry in json.loads((KEPT / "tuned.json").read_text())]
+    for name, (_, path) in NATIVE.items():
+        if name in parts:
+            ours, theirs = map(Tuned.from_json, json.loads(path.read_text()))
+            tuned[name] = ours, theirs
     write_atomically(REPORT, report(parts, tables.read_all(), episodes, tuned))
     if episodes:
         picture.draw(episodes, PICTURE)

@@ -1,11 +1,12 @@
-"""What a search of 20,000 simulated trials costs: every decision, journal events included.
+"""What a search of many simulated trials costs: every decision, journal events included.
 
-    python benchmarks/search_scale.py [--trials 20000]
+    python -m benchmarks.search_scale [--trials 20000]
 
-The bar is 10 s for 20,000 trials. No time passes in a trial; sixteen run at once, and the micro
-batch that fits differs from configuration to configuration. `search alone` is asks and tells on a
-space that has no end; `whole run` is the tuner with its journal's events, made JSON and kept in
-memory, on the real space, which a search may exhaust earlier.
+No time passes in a trial; sixteen run at once, and the micro batch that fits differs from
+configuration to configuration. `search alone` is asks and tells on a space that has no end; `whole
+run` is the tuner with its journal's events, made JSON, read back and kept in memory, on the real
+space, which a search may exhaust earlier. The bar is 10 s for the default of 20,000 trials; `make
+bench` runs 10,000. `model` is for dear trials: no more than 1,000 of it are run, and it has no bar.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common import Silent
 from dsat.engines.simulated import SimulatedEngine
-from dsat.forecast import Forecast
+from dsat.journal import MemoryJournal
 from dsat.loop import drive
 from dsat.plan import Plan
-from dsat.run import Run
 from dsat.search import SEARCHES
 from dsat.space import Freedom, Space, allowed_micro_batches
 from dsat.strategy import plain
@@ -51,24 +52,6 @@ PROFILE = ModelProfile(
     flops_per_sample=1e12,
     slot_memory_bytes=400 * 2**30,
 )
-
-
-class MemoryJournal:
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def append(self, event: Mapping[str, Any]) -> None:
-        self.bytes += len(json.dumps(event))
-
-
-class Silent:
-    def started(self, run: Run, trial: Trial) -> None: ...
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
-
-    def began(self, run: Run, forecast: Forecast | None) -> None: ...
-
-    def waited(self, run: Run) -> None: ...
 
 
 def outcome_of(trial: Trial) -> Outcome:

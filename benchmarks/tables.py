@@ -1,7 +1,8 @@
 """Recorded tables: what really came of every trial of a grid, and answers from it.
 
 A table is a file of JSON lines: a header (what was run, where, when, with what versions), then a
-row for each trial. `Table.answer` gives the outcome of any configuration:
+row for each trial (while it is recorded, one of each pass). `Table.answer` gives the outcome of any
+configuration:
 
 - Settings are mapped to the nearest recorded ones of the same strategy: by the distance of their
   sizes, as a fraction of the recorded range, plus one for every other setting that differs.
@@ -104,6 +105,32 @@ class Row:
         return cls(**{**values, "outcome": Outcome.from_json(data["outcome"])})
 
 
+def of_pass(row: Row, number: int) -> dict[str, Any]:
+    """A row as it is recorded: tables that measure each trial several times have one of each."""
+    return {**row.to_json(), "pass": number}
+
+
+def pass_of(event: Mapping[str, Any]) -> int:
+    """Which pass a recorded row is of, from 1 on."""
+    return int(event.get("pass", 1))
+
+
+def fold(rows: Iterable[Row]) -> list[Row]:
+    """One row for each trial: the one whose throughput is the median of all passes.
+
+    The lower one of an even number. Out of memory counts as the least.
+    """
+    passes: dict[str, list[Row]] = {}
+    for row in rows:
+        which = json.dumps([row.settings, row.micro_batch, row.gas, row.slots], sort_keys=True)
+        passes.setdefault(which, []).append(row)
+    return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in passes.values()]
+
+
+def _throughput(row: Row) -> float:
+    return 0.0 if row.outcome.metrics is None else row.outcome.metrics.throughput
+
+
 class Table:
     """A recorded table.
 
@@ -177,14 +204,14 @@ class Table:
             ValueError: nothing was recorded of its strategy.
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
-        stage = ds_config.zero_stage(config)
-        zero = {**space.defaults(stage), **(config.get("zero_optimization") or {})}
-        if stage > 0 and zero["contiguous_gradients"]:
+        strategy = of_config(config)
+        zero = {**space.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
+        if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:
                 duration_s = min(row.outcome.duration_s for row in self.rows)
                 return Outcome(OutcomeKind.OOM, message=_OUT_OF_MEMORY, duration_s=duration_s)
-        outcome = self._curve(of_config(config).name, zero).answer(batch.micro_batch)
+        outcome = self._curve(strategy.name, zero).answer(batch.micro_batch)
         if outcome.metrics is None:
             return outcome
         return _accumulated(outcome, outcome.metrics, batch, self.header)
@@ -318,7 +345,7 @@ def read(path: Path) -> Table:
     """Reads a table, compressed or not, also one whose recording goes on."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines, _ = parse(content, str(path))
-    return Table(Header.from_json(lines[0]), map(Row.from_json, lines[1:]))
+    return Table(Header.from_json(lines[0]), fold(map(Row.from_json, lines[1:])))
 
 
 def read_all(folder: Path = DATA) -> list[Table]:
@@ -327,20 +354,22 @@ def read_all(folder: Path = DATA) -> list[Table]:
 
 
 def compress(path: Path) -> Path:
-    """Compresses a finished table, the same bytes each time; returns the new file."""
+    """Folds and compresses a finished table, to the same bytes each time; returns the new file."""
     target = path.with_name(path.name + ".gz")
-    _write(target, path.read_bytes())
+    table = read(path)
+    _write(target, table.header, table.rows)
     return target
 
 
 def with_memory(path: Path, memory: Mapping[str, Any]) -> None:
     """Enters predictions of memory into the header of a finished table."""
-    head, _, rows = gzip.decompress(path.read_bytes()).partition(b"\n")
-    header = replace(Header.from_json(json.loads(head)), memory=memory)
-    _write(path, json.dumps(header.to_json(), separators=(",", ":")).encode() + b"\n" + rows)
+    table = read(path)
+    _write(path, replace(table.header, memory=memory), table.rows)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, header: Header, rows: Iterable[Row]) -> None:
+    lines = [header.to_json(), *(row.to_json() for row in rows)]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     part = path.with_name(path.name + ".part")
-    part.write_bytes(gzip.compress(content, mtime=0))
+    part.write_bytes(gzip.compress(text.encode(), mtime=0))
     os.replace(part, path)

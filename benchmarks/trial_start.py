@@ -1,6 +1,6 @@
 """How long a two-rank, six-step trial of a tiny model takes from its launch to its outcome.
 
-    python benchmarks/trial_start.py [--runs 7]
+    python -m benchmarks.trial_start [--runs 7]
 
 Beside dsat's warm and cold trials: the same script as plain processes with environment variables,
 under torchrun and under the deepspeed launcher, each until its last process has ended. The kinds
@@ -23,9 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.common import run_trial
 from dsat import experiment
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.trial import BatchTriple, OutcomeKind, Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "six_steps.py"
 BIN = Path(sys.executable).parent
@@ -99,11 +100,7 @@ class DsatTrials:
         self.count += 1
         name = f"trial{self.count}"
         trial = Trial(self.count, TrialKind.SEARCH, name, 1, BATCH, BATCH.config())
-        self.engine.launch(trial)
-        ended: list[tuple[int, Outcome]] = []
-        while not ended:
-            ended = self.engine.poll(60.0)
-        outcome = ended[0][1]
+        outcome = run_trial(self.engine, trial)
         assert outcome.kind is OutcomeKind.OK, outcome
 
     def close(self) -> None:

@@ -83,11 +83,6 @@ def same_setting(one: str, other: str) -> bool:
     return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage; 0 when none is given."""
-    return int(config.get("zero_optimization", {}).get("stage", 0))
-
-
 def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
     """The batch sizes as DeepSpeed derives them (`DeepSpeedConfig._set_batch_related_parameters`).
 

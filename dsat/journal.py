@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,6 +77,25 @@ class Journal:
     def _sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+class MemoryJournal:
+    """A journal without a file, for what others make durable; it too keeps what JSON keeps.
+
+    Args:
+        events: to begin with.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.events: list[dict[str, Any]] = [dict(event) for event in events]
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Keeps one event.
+
+        Raises:
+            ValueError: it has a number that JSON has not.
+        """
+        self.events.append(json.loads(json.dumps(event, allow_nan=False)))
 
 
 def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:

@@ -187,7 +187,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-micro-batches",
         type=_at_least(1),
         metavar="N",
-        help="leave a setting after N micro batches that ran, the largest first (default: all)",
+        help="leave a setting after N micro batches that ran: the smallest first where only some "
+        "are allowed, as divisors of --train-batch-size are, else from the largest power of two "
+        "that should fit (default: all)",
     )
     grid.add_argument(
         "--early-stopping",

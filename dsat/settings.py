@@ -164,9 +164,3 @@ def _defaults() -> dict[str, Any]:
     for name in ("config", "model_dir", *SEARCH_OPTIONS["binary"]):
         values.pop(name)
     return {**values, "config": None, "model_dir": None}
-
-
-def defaults_of(method: str) -> dict[str, Any]:
-    """The options of a search when none is given."""
-    values = vars(build_parser().parse_args([method, "-", "-"]))
-    return {parameter: values[flag] for flag, parameter in SEARCH_OPTIONS[method].items()}

@@ -182,25 +182,10 @@ class Fit:
     knob_scales: Array
 
     def predict(self, points: Points) -> tuple[Array, Array]:
-        """Mean and standard deviation of the logarithm of the time."""
+        """Mean and standard deviation of the natural logarithm of the time, both (n,)."""
         mean, gradient = self.layout.predict(self.theta, points)
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 0.0))
-
-    def terms_s(self, strategy: int) -> dict[str, float]:
-        """The terms of the formula for one strategy; all of them at least zero."""
-        theta, own = self.theta, len(_SHARED_MEAN) + _PER_STRATEGY * strategy
-        scale = math.exp(theta[_SCALE])
-        micro_units, boundary_units = _units(self.layout.strategies[strategy], self.layout.slots)
-        return {
-            "floor": scale * math.exp(theta[_FLOOR]),
-            "micro_step": scale * math.exp(theta[_FIXED]),
-            "sample": scale / self.layout.reference_micro_batch,
-            "strategy_micro_step": scale * micro_units * math.exp(theta[_MICRO_UNIT] + theta[own]),
-            "strategy_step": scale
-            * boundary_units
-            * math.exp(theta[_BOUNDARY_UNIT] + theta[own + 1]),
-        }
 
     def grid(
         self, strategy: int, micro_batch: Array, gas: Array, knobs: Array, reference: Points | None
@@ -246,10 +231,16 @@ def fit(
     """Fits the model to measured times; without any it is the prior.
 
     Args:
-        points: what was measured.
-        log_s: logarithms of the measured times.
-        ci95: half-widths of their 95 % confidence intervals, as a fraction.
-        start: an earlier fit to begin from.
+        layout: what the parameters stand for.
+        points: the n configurations that were measured.
+        log_s: natural logarithms of the measured seconds of an optimizer step, (n,); up to a
+            constant that is the same for all.
+        ci95: half-widths of the 95 % confidence intervals of the times, as fractions of them, (n,).
+        start: an earlier fit of the same layout to begin from.
+
+    Returns:
+        The most likely parameters and their covariance. What it predicts is up to the same constant
+        as `log_s`.
     """
     mean = layout.prior_mean()
     if len(points):

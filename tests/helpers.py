@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,16 +157,6 @@ def plan_of(method: str = "binary", **changes: Any) -> Plan:
         own_batch=BatchTriple(4, 4, 1),
     )
     return replace(plan, **changes)
-
-
-@dataclass
-class MemoryJournal:
-    """A journal without a file; like one, it keeps what JSON keeps."""
-
-    events: list[Event]
-
-    def append(self, event: Mapping[str, Any]) -> None:
-        self.events.append(json.loads(json.dumps(event, allow_nan=False)))
 
 
 class FakeClock:

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bars, picture, record, results, tables
+from benchmarks import bars, grid, picture, record, results, tables
+from benchmarks.grid import Cell, Grid
 from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS, UNSEEDED, player
 from benchmarks.replay import Episode, Summary, play, summaries
 from benchmarks.tables import Header, Row, Table
+from dsat.engines.local import Machine
 from dsat.trial import BatchTriple, Metrics, ModelProfile, Outcome, OutcomeKind
+from tests.local import cpu_machine
 
 # DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
 pytestmark = pytest.mark.filterwarnings(
@@ -61,7 +64,7 @@ def table() -> Table:
     rows = []
     for settings in record.SETTINGS:
         known: dict[int, bool] = {}
-        while (size := record.next_size(known, 4096)) is not None:
+        while (size := grid.next_size(known, 4096)) is not None:
             outcome = _outcome(settings, size)
             known[size] = outcome.ok
             rows.append(Row(settings, size, 1, 1, outcome))
@@ -82,7 +85,7 @@ def _config(stage: int, size: int, gas: int = 1, **zero: Any) -> dict[str, Any]:
 def test_the_edge_is_bisected_once_doubling_has_passed_it() -> None:
     known: dict[int, bool] = {}
     asked = []
-    while (size := record.next_size(known, 1024)) is not None:
+    while (size := grid.next_size(known, 1024)) is not None:
         asked.append(size)
         known[size] = size <= 53
     assert asked == [1, 2, 4, 8, 16, 32, 64, 48, 56]
@@ -97,9 +100,103 @@ def test_a_grid_ends_where_nothing_more_is_to_be_learned(
 ) -> None:
     known: dict[int, bool] = {}
     for size in asked:
-        assert record.next_size(known, largest) == size
+        assert grid.next_size(known, largest) == size
         known[size] = size <= edge
-    assert record.next_size(known, largest) is None
+    assert grid.next_size(known, largest) is None
+
+
+def _small_grid(passes: int, *lines: dict[str, Any]) -> Grid:
+    return Grid(record.grid(stage=[0, 1]), 4096, passes, lines)
+
+
+def test_further_passes_begin_when_all_edges_are_known() -> None:
+    small = _small_grid(3)
+    running: list[Cell] = []
+    ended = []
+    while True:
+        while (cell := small.begin()) is not None:
+            running.append(cell)
+        if not running:
+            break
+        cell = running.pop()
+        small.end(cell, ok=cell.micro_batch <= 2 - cell.settings)
+        ended.append(cell)
+    passes = [cell.number for cell in ended]
+    assert passes[:6] == [1] * 6 and len(set(ended)) == len(ended)
+    assert sorted(passes[6:]) == [2, 2, 2, 3, 3, 3]
+    for number in (2, 3):
+        cells = {(c.settings, c.micro_batch) for c in ended if c.number == number}
+        assert cells == {(0, 1), (0, 2), (1, 1)}, "nothing that is out of memory"
+
+
+def test_a_recording_goes_on_with_what_its_pass_lacks() -> None:
+    def line(stage: int, size: int, number: int, *, ok: bool = True) -> dict[str, Any]:
+        outcome = _outcome({"stage": 0}, size) if ok else Outcome(OutcomeKind.OOM)
+        return tables.of_pass(Row({"stage": stage}, size, 1, 1, outcome), number)
+
+    first = [line(0, 1, 1), line(0, 2, 1, ok=False), line(1, 1, 1), line(1, 2, 1, ok=False)]
+    assert _small_grid(1, *first).begin() is None
+    assert _small_grid(2, *first).begin() == Cell(0, 1, 2)
+    small = _small_grid(2, *first, line(0, 1, 2))
+    assert small.begin() == Cell(1, 1, 2)
+    assert small.begin() is None
+
+
+def test_of_several_passes_a_table_has_the_median(table: Table, tmp_path: Path) -> None:
+    row = next(row for row in table.rows if row.outcome.ok)
+    assert row.outcome.metrics is not None
+
+    def measured(throughput: float) -> Row:
+        assert row.outcome.metrics is not None
+        metrics = replace(row.outcome.metrics, throughput=throughput)
+        return replace(row, outcome=replace(row.outcome, metrics=metrics))
+
+    lost = replace(row, outcome=Outcome(OutcomeKind.OOM))
+    other = replace(row, micro_batch=1000)
+    three, two = measured(3.0), measured(2.0)
+    assert tables.fold([three, other, measured(5.0), two]) == [three, other]
+    assert tables.fold([three, two]) == [two]
+    assert tables.fold([lost, three, two]) == [two]
+    path = tmp_path / "made-up.jsonl"
+    lines = [HEADER.to_json(), *(tables.of_pass(r, n) for n, r in enumerate((three, two), 1))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tables.read(path).rows == tables.read(tables.compress(path)).rows == (two,)
+
+
+def test_a_table_is_replaced_once_the_new_one_is_finished(
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(record.SPECS[0], name="made-up")
+    machine = cpu_machine(1)
+    recorded: list[Path] = []
+
+    def fake(spec: record.Spec, machine: Machine, folder: Path, *, concurrent: int) -> Path:
+        path = folder / "made-up.jsonl"
+        path.write_text(json.dumps(HEADER.to_json()) + "\n")
+        recorded.append(tables.compress(path))
+        path.unlink()
+        return recorded[-1]
+
+    def killed(spec: record.Spec, machine: Machine, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    def predicted(spec: record.Spec, machine: Machine, path: Path) -> None:
+        tables.with_memory(path, {"simulated": []})
+
+    old = tmp_path / "made-up.jsonl.gz"
+    tables._write(old, replace(HEADER, memory={"old": 1}), table.rows)
+    before = old.read_bytes()
+    monkeypatch.setattr(record, "record", fake)
+    monkeypatch.setattr(record, "predict", killed)
+    assert record.finish(spec, machine, tmp_path) == old and not recorded
+    with pytest.raises(KeyboardInterrupt):
+        record.again(spec, machine, tmp_path)
+    assert old.read_bytes() == before and len(recorded) == 1
+    monkeypatch.setattr(record, "predict", predicted)
+    record.again(spec, machine, tmp_path)
+    assert len(recorded) == 1, "only the simulation was left to do"
+    assert [path.name for path in tmp_path.iterdir()] == [old.name]
+    assert tables.read(old).header.memory == {"simulated": []}
 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
@@ -335,6 +432,15 @@ def test_bars_hold_on_every_table_or_not_at_all() -> None:
     assert not _bars(never)["random needs"]
 
 
+def test_a_tuner_that_was_left_out_meets_no_bar() -> None:
+    of_each = bars.of_replay([_summary("dsat asha", median_trials_to=(4.0, 4.0))])
+    said = {" ".join(bar.text.replace("`", "").split()[:2]): bar.measured for bar in of_each}
+    assert said["asha needs"] == "made-up 4 to -"
+    assert said["binary needs"] == "made-up - to -"
+    assert said["model reaches"] == said["model loses"] == "made-up -"
+    assert [bar.text.split()[:2] for bar in of_each if bar.met] == [["`asha`", "loses"]]
+
+
 def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
     config = _config(1, 4, reduce_bucket_size=10**6)
     return Tuned(name, f"{name} train.py", wall_s, 12, config, throughputs)
@@ -346,7 +452,7 @@ def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
 def test_bars_of_the_real_comparison(wall_s: float, throughput: float, met: list[bool]) -> None:
     ours = _tuned("dsat", wall_s, 1, throughput, 1000)
     theirs = _tuned("deepspeed", 100, 90, 100, 110)
-    assert [bar.met for bar in bars.of_native([ours, theirs])] == met
+    assert [bar.met for bar in bars.of_native("short", ours, theirs)] == met
 
 
 def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
@@ -357,12 +463,19 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
     ]
     about = {"machine": "2 cpu slots", "host": "2 cores", "date": "today", "torch": "2.0"}
     parts = {name: results.Part(f"{name} said this\n", about, 61.0) for name in results.COMMANDS}
-    tuned = [_tuned("dsat", 9, 2), _tuned("deepspeed", 99, 2)]
+    tuned = {
+        "native": (_tuned("dsat", 9, 2), _tuned("deepspeed", 99, 2)),
+        "native_16": (_tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)),
+    }
     text = results.report(parts, [table], episodes, tuned)
     assert "today, 2 cpu slots; 2 cores; torch 2.0; took 1 min 01 s." in text
     assert "scale said this" in text and "trial_start said this" in text
     assert "| Determined asha | 100.0% (100.0%) |" in text
     assert "| `dsat` | 9.0 s | 12 | stage 1, micro batch 4, gas 1 | 2.00 (2.00 to 2.00) |" in text
+    assert "For real, sequences of 16 tokens: dsat" in text
+    assert "| `dsat` | 8.0 s | 12 | stage 1, micro batch 4, gas 1 | 3.00 (3.00 to 3.00) |" in text
+    assert "for real, sequences of 128 tokens: at most" in text
+    assert "| 8 s of 16 s: 0.50 | **missed** |" in text
     assert "| **missed** |" in text and "| met |" in text
     picture.draw(episodes, tmp_path / "one.svg")
     picture.draw(episodes, tmp_path / "two.svg")
@@ -373,9 +486,12 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
 
 def test_a_report_of_a_part_has_only_that_part(table: Table) -> None:
     part = results.Part("fast\n", {"machine": "m", "host": "h", "date": "today"}, 1.0)
-    text = results.report({"scale": part}, [table], [], [])
+    text = results.report({"scale": part}, [table], [], {})
     assert "Cost of a decision" in text
     assert "Replay" not in text and "For real" not in text
+    both = _tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)
+    text = results.report({"native_16": part}, [table], [], {"native_16": both})
+    assert "16 tokens" in text and "128 tokens" not in text
 
 
 def test_the_best_is_that_of_all_recorded_trials(table: Table) -> None:

@@ -17,7 +17,6 @@ from dsat.ds_config import (
     fingerprint,
     merge,
     resolve_batch,
-    zero_stage,
 )
 from dsat.errors import UserInputError
 from dsat.trial import BatchTriple
@@ -72,14 +71,6 @@ def test_merge_shares_nothing_with_its_arguments() -> None:
     merged["fp16"]["levels"].append(2)
     assert base == NESTED
     assert overrides == before
-
-
-@pytest.mark.parametrize(
-    ("config", "stage"),
-    [({}, 0), ({"zero_optimization": {}}, 0), ({"zero_optimization": {"stage": 2}}, 2)],
-)
-def test_zero_stage(config: dict[str, Any], stage: int) -> None:
-    assert zero_stage(config) == stage
 
 
 # -- batch sizes

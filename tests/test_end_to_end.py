@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsat import ds_config
+from dsat.journal import MemoryJournal
 from dsat.run import Run
 from dsat.trial import OutcomeKind, TrialKind
 from dsat.tuner import Tuner
@@ -30,7 +31,6 @@ from tests.command import (
     run_of,
     searched,
 )
-from tests.helpers import MemoryJournal
 from tests.local import (
     PROGRAMS,
     buffers_of,

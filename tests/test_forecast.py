@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dsat import survey
+from dsat.journal import MemoryJournal
 from dsat.memory import PHASES, SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.model import Anchor, Basis, Variant
@@ -18,7 +19,7 @@ from dsat.plan import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL, Plan
 from dsat.search import SEARCHES
 from dsat.trial import MemoryUse, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
 from dsat.tuner import Tuner
-from tests.helpers import Event, FakeClock, MemoryJournal, failed, plan_of, ran
+from tests.helpers import Event, FakeClock, failed, plan_of, ran
 
 MIB, GIB = 2**20, 2**30
 PROFILE = ModelProfile(

@@ -71,7 +71,9 @@ MAY_IMPORT = {
     "engines.determined.context": "engines.determined.job errors",
     "engines.determined.client": "engines.determined.job engines.determined.patience errors",
     # What follows are programs of the cluster, with an engine and a tuner in them.
-    "engines.determined.search": "engines.determined.engine plan report.* run trial tuner",
+    "engines.determined.search": (
+        "engines.determined.engine journal plan report.* run trial tuner"
+    ),
     "engines.determined.runner": (
         "engines.determined.engine engines.determined.job engines.determined.master "
         "engines.determined.patience engines.determined.search journal report.* run"

@@ -8,11 +8,12 @@ import pytest
 from dsat.engines import Engine
 from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import EngineError
+from dsat.journal import MemoryJournal
 from dsat.search import SEARCHES
 from dsat.trial import BatchTriple, Outcome, Trial, TrialKind
 from dsat.tuner import Tuner
 from tests.engine_contract import Behaviour, EngineContract
-from tests.helpers import FakeClock, MemoryJournal, World, failed, plan_of, ran
+from tests.helpers import FakeClock, World, failed, plan_of, ran
 
 
 def _behave(trial: Trial) -> Outcome:

@@ -28,6 +28,7 @@ def offloading(slots: int = 1, zero: dict[str, Any] | None = None, **changes: An
     ("config", "strategy", "name"),
     [
         ({}, Strategy(0), "z0"),
+        ({"zero_optimization": None}, Strategy(0), "z0"),
         ({"zero_optimization": {"stage": 2}}, Strategy(2), "z2"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": ON_CPU}},

@@ -10,6 +10,7 @@ import pytest
 
 from dsat import ds_config
 from dsat.errors import JournalMismatch
+from dsat.journal import MemoryJournal
 from dsat.plan import Plan
 from dsat.run import HOPELESS_AFTER, Run
 from dsat.search import SEARCHES
@@ -27,7 +28,6 @@ from dsat.tuner import _SAID_AS, Tuner
 from tests.helpers import (
     Event,
     FakeClock,
-    MemoryJournal,
     World,
     drive,
     failed,

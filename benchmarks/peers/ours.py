@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from benchmarks.search_scale import MemoryJournal, Silent
 from benchmarks.tables import Table
-from dsat import ds_config, settings
+from dsat import ds_config
 from dsat.engines.simulated import SimulatedEngine
+from dsat.journal import MemoryJournal
 from dsat.loop import drive
 from dsat.memory.model import Basis
+from dsat.options import build_parser
 from dsat.plan import BY_FORMULA, BY_SIMULATION, Plan
+from dsat.settings import SEARCH_OPTIONS
 from dsat.space import KNOB_NAMES
 from dsat.trial import Outcome, Trial, TrialKind
 from dsat.tuner import Tuner
@@ -22,7 +27,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
-        search_options=settings.defaults_of(method),
+        search_options=_defaults_of(method),
         zero_stages=STAGES,
         seed=seed,
         slots_per_trial=header.slots,
@@ -34,6 +39,12 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
     )
+
+
+def _defaults_of(method: str) -> dict[str, Any]:
+    """The options of a search when none is given."""
+    values = vars(build_parser().parse_args([method, "-", "-"]))
+    return {parameter: values[flag] for flag, parameter in SEARCH_OPTIONS[method].items()}
 
 
 def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:

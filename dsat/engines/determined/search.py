@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsat.engines.determined.engine import ClusterEngine, Operation
+from dsat.journal import MemoryJournal
 from dsat.plan import Plan
 from dsat.report import narration
 from dsat.run import Run
@@ -34,16 +35,6 @@ from dsat.tuner import Tuner
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
-
-
-class MemoryJournal:
-    """A journal that others make durable: the runner's checkpoints hold it."""
-
-    def __init__(self, events: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.events: list[dict[str, Any]] = [dict(event) for event in events]
-
-    def append(self, event: Mapping[str, Any]) -> None:
-        self.events.append(dict(event))
 
 
 class ClusterSearch:
@@ -55,6 +46,9 @@ class ClusterSearch:
         info: for people, into the journal's first line.
         events: the journal of an earlier process, to continue from.
         say: prints a line.
+
+    Attributes:
+        journal: the runner's checkpoints make it durable.
     """
 
     def __init__(
