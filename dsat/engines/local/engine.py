@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import shutil
 import socket
-import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,17 @@ from dsat import ds_config
 from dsat.engines.local import verdict
 from dsat.engines.local.client import SupervisorClient
 from dsat.engines.local.entrypoint import Entrypoint
+from dsat.engines.local.launch import COMMAND_FILE, Launch, working_folder
 from dsat.engines.local.rank import (
     CAPTURED_FILE,
     CONFIG_FILE,
     MODULES_FILE,
     SPEC_FILE,
-    RankSpec,
     result_file,
 )
 from dsat.engines.local.slots import Machine
 from dsat.errors import EngineError, ScriptFailed
-from dsat.experiment import Experiment, length_in_units, trial_hparams
+from dsat.experiment import Experiment
 from dsat.journal import write_atomically
 from dsat.memory.capture import CAPTURED_MICRO_BATCH
 from dsat.meter import MeterSpec
@@ -49,13 +46,6 @@ _NO_FORK_CUDA = (
 )
 _LINGER_S = 20.0
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
-_SHOWN_TO_SCRIPTS = frozenset(
-    """
-    checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
-    min_validation_period name optimizations perform_initial_validation profiling project
-    records_per_epoch reproducibility resources scheduling_unit searcher workspace
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,6 @@ class _Running:
     folder: Path
     meter: MeterSpec | None
     slots: list[int]
-    ports: list[int]
     began_s: float
     cold: bool
     canceled: bool = False
@@ -137,7 +126,7 @@ class LocalEngine:
         self._ports_lost: set[int] = set()
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options)
-        self._cwd = _working_folder(experiment, folder)
+        self._cwd = working_folder(experiment, folder)
         self._supervisor = SupervisorClient(
             machine.accelerator,
             folder / "supervisor.log",
@@ -295,127 +284,38 @@ class LocalEngine:
         if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        ports = free_ports(3)
         config = ds_config.clean_for_use(
             ds_config.merge(self._experiment.base_config, trial.overrides)
         )
-        config_path = folder / CONFIG_FILE
         program = self._program
         if trial.id != CAPTURE_ID:
+            config_path = folder / CONFIG_FILE
             write_atomically(config_path, json.dumps(config, indent=2) + "\n")
             program = program.for_config(
                 str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
             )
-        spec = replace(
-            self._spec(trial, program, meter, slots or [0], ports),
-            lend_to=None if lend_to is None else str(lend_to),
-        )
-        write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
-        environments = [
-            self._environment(rank, slots or [0], ports[0], folder, spec)
-            for rank in range(len(slots) or 1)
-        ]
-        cold = [sys.executable, *program.python_options, "-m", "dsat.engines.local.rank"]
-        cold.append(str(folder.resolve()))
-        command_text = _command_text(
-            program, cold, environments, self._cwd, {*self._experiment.env, *program.env}
-        )
-        write_atomically(folder / "cmd.txt", command_text)
-        self._running[trial.id] = _Running(
-            trial, folder, meter, slots, ports, time.monotonic(), self._cold
-        )
-        cores = [[int(self._machine.devices[s])] if self._machine.is_cpu else [] for s in slots]
-        cores = cores or [[]]
-        self._supervisor.send(
-            {
-                "op": "launch",
-                "trial": trial.id,
-                "folder": str(folder.resolve()),
-                "cwd": str(self._cwd.resolve()),
-                "port": ports[0],
-                "command": cold if self._cold else None,
-                "ranks": [
-                    {"env": env, "cores": core}
-                    for env, core in zip(environments, cores, strict=True)
-                ],
-                "linger_s": None if trial.id == FULL_RUN_ID else _LINGER_S,
-            }
-        )
-
-    def _spec(
-        self,
-        trial: Trial,
-        program: Entrypoint,
-        meter: MeterSpec | None,
-        slots: Sequence[int],
-        ports: Sequence[int],
-    ) -> RankSpec:
-        hparams = trial_hparams(self._experiment, trial.overrides)
-        # What else is there may hold credentials, which no file of ours should.
-        config = {k: v for k, v in self._experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
-        length = _max_length(config)
-        if meter is not None:
-            hparams[ds_config.DSAT_MODE_KEY] = True
-            length = length_in_units(meter.longest, config, trial.batch)
-            config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
-        is_cpu = self._machine.is_cpu
-        return RankSpec(
-            trial=trial.to_json(),
-            program={**asdict(program), "env": {}},
-            task={
-                "trial_id": max(trial.id, 0),
-                "slots": len(slots),
-                "hparams": hparams,
-                "experiment_config": config,
-                "length": length,
-                "seed": self._options.seed,
-                "ports": list(ports[1:]),
-                "devices": [] if is_cpu else [self._machine.devices[slot] for slot in slots],
-            },
-            meter=None if meter is None else meter.to_json(),
+        launch = Launch(
+            experiment=self._experiment,
+            program=program,
+            machine=self._machine,
+            trial=trial,
+            folder=folder,
+            meter=meter,
+            slots=tuple(slots),
+            ports=tuple(free_ports(3)),
+            seed=self._options.seed,
+            cold=self._cold,
+            cpu_memory_bytes=self._options.slot_memory_bytes,
             capture=trial.id == CAPTURE_ID,
-            cpu_memory_bytes=self._options.slot_memory_bytes if is_cpu and meter else None,
-            threads=1 if is_cpu else None,
+            lend_to=lend_to,
+            linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
-
-    def _environment(
-        self, rank: int, slots: Sequence[int], port: int, folder: Path, spec: RankSpec
-    ) -> dict[str, str]:
-        size = str(len(slots))
-        env = {**os.environ, **self._experiment.env, **self._program.env}
-        env.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=size,
-            LOCAL_SIZE=size,
-            LOCAL_WORLD_SIZE=size,
-            CROSS_RANK="0",
-            CROSS_SIZE="1",
-            GROUP_RANK="0",
-            GROUP_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            USE_DEEPSPEED="1",
-            DET_CHIEF_IP="127.0.0.1",
-            DS_ACCELERATOR=self._machine.accelerator,
-            PYTHONUNBUFFERED="1",
-            DSAT_TRIAL_DIR=str(folder.resolve()),
+        write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
+        write_atomically(folder / COMMAND_FILE, launch.command_text(self._cwd))
+        self._running[trial.id] = _Running(
+            trial, folder, meter, slots, time.monotonic(), self._cold
         )
-        # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
-        # another version of ninja would compile everything anew.
-        programs, path = os.path.dirname(sys.executable), env.get("PATH", os.defpath)
-        if programs not in path.split(os.pathsep):
-            env["PATH"] = os.pathsep.join([programs, path])
-        for variable in self._machine.visible_devices:
-            env[variable] = ",".join(self._machine.devices[slot] for slot in slots)
-        if spec.threads is not None:
-            env["OMP_NUM_THREADS"] = str(spec.threads)
-        elif self._program.one_thread and len(slots) > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")
-        if self._cold:
-            package = str(Path(__file__).resolve().parents[3])
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), package]))
-        return env
+        self._supervisor.send(launch.request(self._cwd))
 
     # -- ending
 
@@ -506,47 +406,3 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def _working_folder(experiment: Experiment, folder: Path) -> Path:
-    """Where trials run: the model folder, or one that shows it together with the includes."""
-    if not experiment.includes:
-        return experiment.model_dir
-    together = folder / "context"
-    together.mkdir(exist_ok=True)
-    for path in [*experiment.model_dir.iterdir(), *experiment.includes]:
-        link = together / path.name
-        if not link.is_symlink():
-            link.symlink_to(path.resolve())
-    return together
-
-
-def _command_text(
-    program: Entrypoint,
-    cold: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    cwd: Path,
-    users_own: Collection[str],
-) -> str:
-    """The program, and a command for each rank that a person can paste into a shell.
-
-    Variables of the user's experiment may be credentials: they are named, not written down.
-    """
-    lines = [f"# {shlex.join(program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
-    for env in environments:
-        changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
-        words = [
-            f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
-            for key, value in sorted(changed.items())
-        ]
-        lines.append(" ".join(["env", *words, shlex.join(cold)]))
-    return "\n".join([*lines[:2], " &\n".join(lines[2:])]) + "\n"
-
-
-def _max_length(config: Mapping[str, Any]) -> int:
-    """Of a full-length run: `searcher.max_length`, a number or `{unit: number}`."""
-    searcher = config.get("searcher")
-    length = searcher.get("max_length", 1) if isinstance(searcher, Mapping) else 1
-    if isinstance(length, Mapping):
-        length = next(iter(length.values()), 1)
-    return int(length)

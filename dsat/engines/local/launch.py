@@ -1,0 +1,205 @@
+"""What one trial's processes are started with: their task, their environment, their command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat import ds_config
+from dsat.engines.local.entrypoint import Entrypoint
+from dsat.engines.local.rank import RankSpec
+from dsat.engines.local.slots import Machine
+from dsat.experiment import Experiment, length_in_units, trial_hparams
+from dsat.meter import MeterSpec
+from dsat.trial import Trial
+
+COMMAND_FILE = "cmd.txt"
+_SHOWN_TO_SCRIPTS = frozenset(
+    """
+    checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
+    min_validation_period name optimizations perform_initial_validation profiling project
+    records_per_epoch reproducibility resources scheduling_unit searcher workspace
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a trial's ranks.
+
+    Attributes:
+        experiment: what is run.
+        program: its entrypoint, with the trial's own configuration.
+        machine: the slots.
+        trial: as the tuner decided it.
+        folder: of the trial.
+        meter: what is measured; None in a run that is not.
+        slots: numbers of the slots; none if the script is only to lend its model.
+        ports: on loopback, three of them.
+        seed: `trial_seed` of Determined scripts.
+        cold: each rank is a fresh Python process.
+        cpu_memory_bytes: if given, what a rank may use in a measured run on a CPU.
+        capture: the run is only to tell which configuration the script passes to DeepSpeed.
+        lend_to: path of the socket that the model is lent to, if it is.
+        linger_s: how long processes may go on after the trial's end; None for ever.
+    """
+
+    experiment: Experiment
+    program: Entrypoint
+    machine: Machine
+    trial: Trial
+    folder: Path
+    meter: MeterSpec | None
+    slots: tuple[int, ...]
+    ports: tuple[int, ...]
+    seed: int
+    cold: bool
+    cpu_memory_bytes: int | None
+    capture: bool
+    lend_to: Path | None
+    linger_s: float | None
+
+    def spec(self) -> RankSpec:
+        """What every rank needs to know."""
+        hparams = trial_hparams(self.experiment, self.trial.overrides)
+        # What else is there may hold credentials, which no file of ours should.
+        config = {k: v for k, v in self.experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
+        length = _max_length(config)
+        if self.meter is not None:
+            hparams[ds_config.DSAT_MODE_KEY] = True
+            length = length_in_units(self.meter.longest, config, self.trial.batch)
+            config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
+        is_limited = self.machine.is_cpu and self.meter is not None
+        return RankSpec(
+            trial=self.trial.to_json(),
+            program={**asdict(self.program), "env": {}},
+            task={
+                "trial_id": max(self.trial.id, 0),
+                "slots": self._ranks,
+                "hparams": hparams,
+                "experiment_config": config,
+                "length": length,
+                "seed": self.seed,
+                "ports": list(self.ports[1:]),
+                "devices": [] if self.machine.is_cpu else self._devices,
+            },
+            meter=None if self.meter is None else self.meter.to_json(),
+            capture=self.capture,
+            lend_to=None if self.lend_to is None else str(self.lend_to),
+            cpu_memory_bytes=self.cpu_memory_bytes if is_limited else None,
+            threads=1 if self.machine.is_cpu else None,
+        )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """All variables of a rank."""
+        size = str(self._ranks)
+        env = {**os.environ, **self.experiment.env, **self.program.env}
+        env.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=size,
+            LOCAL_SIZE=size,
+            LOCAL_WORLD_SIZE=size,
+            CROSS_RANK="0",
+            CROSS_SIZE="1",
+            GROUP_RANK="0",
+            GROUP_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.ports[0]),
+            USE_DEEPSPEED="1",
+            DET_CHIEF_IP="127.0.0.1",
+            DS_ACCELERATOR=self.machine.accelerator,
+            PYTHONUNBUFFERED="1",
+            DSAT_TRIAL_DIR=str(self.folder.resolve()),
+        )
+        # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
+        # another version of ninja would compile everything anew.
+        programs, path = os.path.dirname(sys.executable), env.get("PATH", os.defpath)
+        if programs not in path.split(os.pathsep):
+            env["PATH"] = os.pathsep.join([programs, path])
+        for variable in self.machine.visible_devices:
+            env[variable] = ",".join(self._devices)
+        if self.machine.is_cpu:
+            env["OMP_NUM_THREADS"] = "1"
+        elif self.program.one_thread and self._ranks > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")
+        if self.cold:
+            package = str(Path(__file__).resolve().parents[3])
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), package]))
+        return env
+
+    def request(self, cwd: Path) -> dict[str, Any]:
+        """What the supervisor is asked for, to be run in the folder `cwd`."""
+        cores = [[int(self.machine.devices[s])] if self.machine.is_cpu else [] for s in self.slots]
+        return {
+            "op": "launch",
+            "trial": self.trial.id,
+            "folder": str(self.folder.resolve()),
+            "cwd": str(cwd.resolve()),
+            "port": self.ports[0],
+            "command": self._cold_command if self.cold else None,
+            "ranks": [
+                {"env": self.environment(rank), "cores": core}
+                for rank, core in enumerate(cores or [[]])
+            ],
+            "linger_s": self.linger_s,
+        }
+
+    def command_text(self, cwd: Path) -> str:
+        """The program, and a command for each rank that a person can paste into a shell.
+
+        Variables of the user's experiment may be credentials: they are named, not written down.
+        """
+        users_own = {*self.experiment.env, *self.program.env}
+        ranks = []
+        for rank in range(self._ranks):
+            env: Mapping[str, str] = self.environment(rank)
+            changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
+            words = [
+                f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
+                for key, value in sorted(changed.items())
+            ]
+            ranks.append(" ".join(["env", *words, shlex.join(self._cold_command)]))
+        lines = [f"# {shlex.join(self.program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
+        return "\n".join([*lines, " &\n".join(ranks)]) + "\n"
+
+    @property
+    def _ranks(self) -> int:
+        return len(self.slots) or 1
+
+    @property
+    def _devices(self) -> list[str]:
+        return [self.machine.devices[slot] for slot in self.slots or (0,)]
+
+    @property
+    def _cold_command(self) -> list[str]:
+        options = self.program.python_options
+        module = ["-m", "dsat.engines.local.rank", str(self.folder.resolve())]
+        return [sys.executable, *options, *module]
+
+
+def working_folder(experiment: Experiment, folder: Path) -> Path:
+    """Where trials run: the model folder, or one that shows it together with the includes."""
+    if not experiment.includes:
+        return experiment.model_dir
+    together = folder / "context"
+    together.mkdir(exist_ok=True)
+    for path in [*experiment.model_dir.iterdir(), *experiment.includes]:
+        link = together / path.name
+        if not link.is_symlink():
+            link.symlink_to(path.resolve())
+    return together
+
+
+def _max_length(config: Mapping[str, Any]) -> int:
+    """Of a full-length run: `searcher.max_length`, a number or `{unit: number}`."""
+    searcher = config.get("searcher")
+    length = searcher.get("max_length", 1) if isinstance(searcher, Mapping) else 1
+    if isinstance(length, Mapping):
+        length = next(iter(length.values()), 1)
+    return int(length)
