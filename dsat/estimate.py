@@ -71,7 +71,7 @@ def run(chosen: Settings) -> None:
     )
     try:
         with Simulator(
-            engine, None, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
+            engine, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
         ) as simulator:
             facts = simulator.facts(user.base_config)
             lines = _lines(chosen.search_options, user.base_config, facts, simulator)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +12,11 @@ import psutil
 import pytest
 
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.simulator import SimulationUnavailable, Simulator
 from tests.allocator import configuration, counting_library, real_peaks
 from tests.local import engine_of, is_alive
 
 pytestmark = pytest.mark.slow
-
-FACTS = ModelFacts(1000, 1000, 100, 10.0, 10.0, 10.0)
 
 
 def simulator_of(model: str, folder: Path, *, as_cpu: bool, **more: Any) -> Iterator[Simulator]:
@@ -28,7 +24,7 @@ def simulator_of(model: str, folder: Path, *, as_cpu: bool, **more: Any) -> Iter
     folder.mkdir(exist_ok=True)
     engine = engine_of("memory", folder, entry=entry)
     try:
-        with Simulator(engine, more.pop("facts", None), as_cpu=as_cpu, **more) as simulator:
+        with Simulator(engine, as_cpu=as_cpu, **more) as simulator:
             yield simulator
     finally:
         engine.close()
@@ -154,7 +150,7 @@ def test_one_engine_lends_again_and_again(tmp_path: Path) -> None:
     engine = engine_of("memory", tmp_path, entry=entry)
     try:
         for _ in range(2):
-            with Simulator(engine, None, as_cpu=True) as simulator:
+            with Simulator(engine, as_cpu=True) as simulator:
                 estimate = simulator.estimate(configuration(1), micro_batch=2, slots=1)
                 assert estimate.source == SIMULATED
                 [pid] = [
@@ -188,12 +184,7 @@ def test_answers_are_remembered(tmp_path: Path) -> None:
             simulator.estimate(config, micro_batch=3, slots=1)
 
 
-def test_the_closed_form_answers_where_no_simulation_does(tmp_path: Path) -> None:
-    config = configuration(2)
-    for simulator in simulator_of("--no-such-model", tmp_path, as_cpu=False, facts=FACTS):
-        estimate = simulator.estimate(config, micro_batch=2, slots=1)
-    assert estimate.source == CLOSED_FORM
-    assert estimate.note == "the script cannot be simulated: the script ended with sys.exit(2)"
-    formula = closed_form.estimate(FACTS, config, slots=1, micro_batch=2)
-    assert estimate.peak == formula.peak
-    assert json.loads(json.dumps(estimate.to_json()))["source"] == CLOSED_FORM
+def test_a_script_that_never_gets_there_says_why(tmp_path: Path) -> None:
+    for simulator in simulator_of("--no-such-model", tmp_path, as_cpu=False):
+        with pytest.raises(SimulationUnavailable, match=r"the script ended with sys.exit\(2\)"):
+            simulator.facts(configuration(2))

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 from dsat.journal import write_atomically
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import CLOSED_FORM, MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _VERSIONS = ("torch", "deepspeed", "dsat")
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
 _ENORMOUS = 2**40  # elements
+_PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
 _MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
 _IGNORED = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 
@@ -48,7 +49,6 @@ class Simulator:
 
     Args:
         engine: runs the script.
-        facts: the model, for the closed form that answers where no simulation does.
         as_cpu: trials run on a CPU.
         cache: folder of the answers; they are found by what they depend on.
         model_key: what else distinguishes the script that is run (its files and arguments, say),
@@ -60,7 +60,6 @@ class Simulator:
     def __init__(
         self,
         engine: Lending,
-        facts: ModelFacts | None,
         *,
         as_cpu: bool,
         cache: Path | None = None,
@@ -69,7 +68,7 @@ class Simulator:
         timeout_s: float = 120.0,
     ) -> None:
         self._engine = engine
-        self._facts = facts
+        self._facts: ModelFacts | None = None
         self._as_cpu = as_cpu
         self._cache = cache
         self._model_key = model_key
@@ -95,39 +94,27 @@ class Simulator:
             slots: data-parallel ranks.
 
         Returns:
-            The simulation's answer, or the closed form's with a note that tells why.
+            The simulation's answer, or, once the facts are known, the closed form's with a note
+            that tells why.
 
         Raises:
             SimulationUnavailable: there is no simulation, and no facts for the closed form.
         """
-        question = {
-            "config": _relevant(config),
-            "micro_batch": micro_batch,
-            "slots": slots,
-            "as_cpu": self._as_cpu,
-        }
         try:
-            key = self._key(question)
-            answer = self._remembered(key)
-            if answer is None:
-                answer = self._ask({**question, "timeout_s": self._timeout_s})
-                self._remember(key, answer)
-            if "estimate" in answer:
-                return MemoryEstimate.from_json(answer["estimate"])
-            problem = str(answer["failed"])
+            return self._simulated(config, micro_batch, slots)
         except SimulationUnavailable as error:
-            problem = str(error)
-        if self._facts is None:
-            raise SimulationUnavailable(problem)
-        return closed_form.estimate(
-            self._facts, config, slots=slots, micro_batch=micro_batch, note=problem
-        )
+            if self._facts is None:
+                raise
+            return closed_form.estimate(
+                self._facts, config, slots=slots, micro_batch=micro_batch, note=str(error)
+            )
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
         """What the closed form needs, from simulations of two micro batches.
 
         Of stage 0, and of stage 1 with a bucket that exceeds all else: the backward pass then needs
-        most when it is allocated, with the first gradient.
+        most when it is allocated, with the first gradient. From then on the closed form answers
+        where a simulation fails.
 
         Args:
             config: of which the types and whatever else activations depend on are taken.
@@ -143,12 +130,13 @@ class Simulator:
         first_gradient = forward
         with contextlib.suppress(SimulationUnavailable):  # not every optimizer is one for ZeRO
             _, first_gradient = self._slopes({**plain, "zero_optimization": bucket})
-        return ModelFacts(
+        self._facts = ModelFacts(
             **self._connected().sizes,
             forward_bytes_per_sample=forward,
             backward_bytes_per_sample=backward,
             first_gradient_bytes_per_sample=first_gradient,
         )
+        return self._facts
 
     def _slopes(self, config: Mapping[str, Any]) -> tuple[float, float]:
         """Bytes of each sample at the peaks of the forward and the backward pass.
@@ -157,12 +145,31 @@ class Simulator:
             SimulationUnavailable: there is no simulation.
         """
         small, large = (
-            self.estimate(config, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
+            self._simulated(config, size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
         )
-        if CLOSED_FORM in (small.source, large.source):
-            raise SimulationUnavailable(small.note or large.note)
         more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
         return (large.forward - small.forward) / more, (large.backward - small.backward) / more
+
+    def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
+        """A simulation's answer.
+
+        Raises:
+            SimulationUnavailable: there is none.
+        """
+        question = {
+            "config": _relevant(config),
+            "micro_batch": micro_batch,
+            "slots": slots,
+            "as_cpu": self._as_cpu,
+        }
+        key = self._key(question)
+        answer = self._remembered(key)
+        if answer is None:
+            answer = self._ask({**question, "timeout_s": self._timeout_s})
+            self._remember(key, answer)
+        if "estimate" not in answer:
+            raise SimulationUnavailable(str(answer["failed"]))
+        return MemoryEstimate.from_json(answer["estimate"])
 
     def close(self) -> None:
         """Ends the script."""
@@ -174,7 +181,12 @@ class Simulator:
     # -- the script
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return self._connected().ask(request, self._timeout_s + 10)
+        try:
+            return self._connected().ask(request, self._timeout_s + _PATIENCE_S)
+        except SimulationUnavailable as error:
+            # A late answer would be taken for that to the next question.
+            self._problem = str(error)
+            raise
 
     def _connected(self) -> _Connection:
         if self._problem:
