@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat import injection
+from dsat.memory import fingerprint
 from dsat.memory.patches import SimulationUnsupported, for_fake_cpu
 from dsat.memory.simulation import THAT_WRITE, Candidate, Captured, Simulation, tensors_in
 from dsat.memory.tracker import StorageTracker
@@ -91,11 +92,17 @@ class Loan:
         engine.forward = forward
 
     def description(self, args: Any, kwargs: Any) -> list[Any]:
-        """All of the model and its batch that memory depends on, as JSON."""
+        """All of the script, its model and its batch that memory depends on, as JSON."""
         batch = [[list(t.shape), str(t.dtype)] for t in tensors_in([args, dict(kwargs)])]
         optimizer = self._arguments.get("optimizer")
         settings = getattr(optimizer, "defaults", None)
-        return [*self._record.description(), batch, type(optimizer).__qualname__, repr(settings)]
+        return [
+            *self._record.description(),
+            fingerprint.of_script(self._arguments["model"].modules()),
+            batch,
+            type(optimizer).__qualname__,
+            repr(settings),
+        ]
 
     def sizes(self) -> dict[str, int]:
         """Of the model, as `ModelFacts` has them."""

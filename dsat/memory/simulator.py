@@ -44,15 +44,13 @@ class SimulationUnavailable(Exception):
 class Simulator:
     """Memory of configurations of one script, simulated where possible.
 
-    The script is started at the first question that the cache cannot answer, and goes on until the
-    simulator is closed. Used as a context manager.
+    The script is started at the first question, because only it can tell what its model is, and
+    goes on until the simulator is closed. Used as a context manager.
 
     Args:
         engine: runs the script.
         as_cpu: trials run on a CPU.
         cache: folder of the answers; they are found by what they depend on.
-        model_key: what else distinguishes the script that is run (its files and arguments, say),
-            so that answers are found without starting it; without it each run starts the script.
         script_args: switches of the script.
         timeout_s: for the script to reach its first step, and for each simulation.
     """
@@ -63,7 +61,6 @@ class Simulator:
         *,
         as_cpu: bool,
         cache: Path | None = None,
-        model_key: str | None = None,
         script_args: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
@@ -71,7 +68,6 @@ class Simulator:
         self._facts: ModelFacts | None = None
         self._as_cpu = as_cpu
         self._cache = cache
-        self._model_key = model_key
         self._script_args = dict(script_args or {})
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
@@ -203,9 +199,8 @@ class Simulator:
     # -- the cache
 
     def _key(self, question: Mapping[str, Any]) -> str:
-        model = self._model_key if self._model_key is not None else self._connected().model
         content = {
-            "model": model,
+            "model": self._connected().model,
             "script_args": self._script_args,
             "versions": {name: version(name) for name in _VERSIONS},
             "question": question,
