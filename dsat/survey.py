@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def of_run(
                     switches,
                     slots=plan.slots_per_trial,
                     limit_bytes=profile.slot_memory_bytes,
-                    param_bytes=profile.param_bytes,
                     say=say,
                 )
                 variants.append(found)
@@ -79,7 +77,6 @@ def variant_of(
     *,
     slots: int,
     limit_bytes: int,
-    param_bytes: int,
     say: Callable[[str], None],
 ) -> Variant:
     """Simulates each configuration at about the largest micro batch that fits.
@@ -92,13 +89,12 @@ def variant_of(
         script_args: switches of the script.
         slots: data-parallel slots.
         limit_bytes: what a slot may use.
-        param_bytes: of a parameter in the forward pass.
         say: prints a line.
 
     Raises:
         SimulationUnavailable: not even the facts of the model can be simulated.
     """
-    facts = replace(simulator.facts(configs[0]), param_bytes=param_bytes)
+    facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
     anchors = []

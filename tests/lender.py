@@ -15,7 +15,7 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.strategy import of_config
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-SIZES = ("num_params", "trainable_params", "largest_param")
+SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes")
 
 
 class FakeLender:

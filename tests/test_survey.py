@@ -34,7 +34,7 @@ CONFIGS = [
 def variant(answer: Answer, said: list[str]) -> Any:
     with Simulator(FakeLender(FACTS, answer), as_cpu=False) as simulator:
         return survey.variant_of(
-            simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, param_bytes=4, say=said.append
+            simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, say=said.append
         )
 
 

@@ -105,8 +105,10 @@ class Loan:
         ]
 
     def sizes(self) -> dict[str, int]:
-        """Of the model, as `ModelFacts` has them."""
-        return self._record.sizes()
+        """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""
+        parameters = self._arguments["model"].parameters()
+        size = max((p.element_size() for p in parameters), default=4)
+        return {**self._record.sizes(), "param_bytes": size}
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulates a candidate up to the forward pass that the script has called.
