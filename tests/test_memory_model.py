@@ -175,3 +175,12 @@ def test_a_simulated_switch_is_used() -> None:
 def test_a_basis_survives_json() -> None:
     basis = Basis((Variant({"x": True}, FACTS, (simulated(3, 4, 5),)),), note="why")
     assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
+
+
+def test_a_journal_of_before_there_were_first_gradients_is_read() -> None:
+    basis = Basis((Variant({}, FACTS),))
+    data = json.loads(json.dumps(basis.to_json()))
+    del data["variants"][0]["facts"]["first_gradient_bytes_per_sample"]
+    [variant] = Basis.from_json(data).variants
+    first = FACTS.forward_bytes_per_sample
+    assert variant.facts == replace(FACTS, first_gradient_bytes_per_sample=first)

@@ -51,6 +51,12 @@ class ModelFacts:
     param_bytes: int = 2
 
     @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:
+        """From a journal; older ones do not tell the activations at the first gradient."""
+        first = data.get("first_gradient_bytes_per_sample", data["forward_bytes_per_sample"])
+        return cls(**{**data, "first_gradient_bytes_per_sample": first})
+
+    @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
         """What a profile trial tells; of the backward pass it tells nothing of its own."""
         slope = profile.activation_bytes_per_sample

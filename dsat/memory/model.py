@@ -62,7 +62,7 @@ class Variant:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Variant:
         anchors = tuple(Anchor.from_json(anchor) for anchor in data["anchors"])
-        return cls(data["script_args"], ModelFacts(**data["facts"]), anchors)
+        return cls(data["script_args"], ModelFacts.from_json(data["facts"]), anchors)
 
 
 @dataclass(frozen=True)
