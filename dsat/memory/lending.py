@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat import injection
 from dsat.memory import fingerprint
+from dsat.memory.estimate import as_simulated, without_besides
 from dsat.memory.patches import SimulationUnsupported, for_fake_cpu
-from dsat.memory.simulation import THAT_WRITE, Candidate, Captured, Simulation, tensors_in
+from dsat.memory.simulation import Candidate, Captured, Simulation, tensors_in
 from dsat.memory.tracker import StorageTracker
 from dsat.memory.twin import Initialize, ModuleRecord, translated
 
@@ -54,8 +55,8 @@ class Loan:
         Returns:
             What `deepspeed.initialize` returns.
         """
-        config = {k: v for k, v in self._config.items() if k not in (*THAT_WRITE, "optimizer")}
-        config["zero_optimization"] = {"stage": 0}
+        config = without_besides({**self._config, "zero_optimization": {"stage": 0}})
+        config.pop("optimizer", None)
         with _on_fake_cpu():
             fakes = self._record.put_fakes("cpu")
             trained = self._arguments.get("model_parameters")
@@ -128,7 +129,7 @@ class Loan:
             micro_batch=self._samples([args, dict(kwargs)]),
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        config = injection.completed(request["config"], self._config)
+        config = as_simulated(injection.completed(request["config"], self._config))
         candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)

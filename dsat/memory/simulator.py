@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from dsat.journal import write_atomically
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate, as_simulated
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _VERSIONS = ("torch", "deepspeed", "dsat")
@@ -25,8 +25,6 @@ _VERSIONS = ("torch", "deepspeed", "dsat")
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
 _ENORMOUS = 2**40  # elements
 _PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
-_MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
-_IGNORED = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 
 
 class Lending(Protocol):
@@ -153,7 +151,7 @@ class Simulator:
             SimulationUnavailable: there is none.
         """
         question = {
-            "config": _relevant(config),
+            "config": as_simulated(config),
             "micro_batch": micro_batch,
             "slots": slots,
             "as_cpu": self._as_cpu,
@@ -277,16 +275,3 @@ def _connect(engine: Lending, script_args: Mapping[str, Any], timeout_s: float) 
                 )
         connection, _ = listener.accept()
         return _Connection(connection, timeout_s)
-
-
-def _relevant(config: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = (
-        *_IGNORED,
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    )
-    kept = {key: value for key, value in config.items() if key not in left_out}
-    gas = "gradient_accumulation_steps"
-    if isinstance(kept.get(gas), int):
-        kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
-    return kept
