@@ -66,13 +66,11 @@ class Calibration:
     Attributes:
         fixed_bytes, bytes_per_sample: to every phase; the slope is never negative.
         context_bytes: to the largest.
-        observations: trials it is drawn from.
     """
 
     fixed_bytes: float = 0.0
     bytes_per_sample: float = 0.0
     context_bytes: int = 0
-    observations: int = 0
 
     def added_bytes(self, micro_batch: float) -> float:
         """What a phase needs beyond its simulation."""
@@ -107,5 +105,4 @@ def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibr
         fixed_bytes=mean_excess - slope * mean_size,
         bytes_per_sample=slope,
         context_bytes=max(o.context_bytes for o in observations),
-        observations=count,
     )
