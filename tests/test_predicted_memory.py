@@ -110,4 +110,5 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     assert others and all(trial.predicted_bytes for trial in others)
     assert re.search(r" used of [\d.]+ [MG]iB predicted", told.out)
     text = (run_dir / "summary.md").read_text()
-    assert "memory: predicted by simulation, off by " in text and "memory predicted" in text
+    # A resident set is no measure of how good that was.
+    assert "memory: predicted by simulation\n" in text and "memory predicted" in text
