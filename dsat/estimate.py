@@ -21,7 +21,7 @@ from dsat.memory.simulator import SimulationUnavailable, Simulator
 from dsat.overrides import overrides_for, strategy_settings
 from dsat.report import format as fmt
 from dsat.report.summary import markdown_table
-from dsat.settings import Settings
+from dsat.settings import EstimateSettings
 from dsat.space import LARGEST_MICRO_BATCH
 from dsat.strategy import NVME, Strategy
 from dsat.trial import BatchTriple
@@ -52,7 +52,7 @@ class Line:
         }
 
 
-def run(chosen: Settings) -> None:
+def run(chosen: EstimateSettings) -> None:
     """Prints the table.
 
     Raises:
@@ -75,7 +75,14 @@ def run(chosen: Settings) -> None:
         ) as simulator:
             facts = simulator.facts(user.base_config)
             base = arguments.batch_from_args(user.base_config, program.args, user.arg_mappings)
-            found = lines(base, facts, simulator, **chosen.search_options)
+            found = lines(
+                base,
+                facts,
+                simulator,
+                slot_counts=chosen.slot_counts,
+                slot_memories=chosen.slot_memories,
+                exact=chosen.exact,
+            )
     except SimulationUnavailable as error:
         log = folder / "simulation" / "stderr.log"
         raise DsatError(
