@@ -53,7 +53,7 @@ def main(models: list[str]) -> None:
             (folder / model).mkdir()
             engine = engine_of("memory", folder / model, entry=entry)
             try:
-                with Simulator(engine, None, as_cpu=True, timeout_s=300) as simulator:
+                with Simulator(engine, as_cpu=True, timeout_s=300) as simulator:
                     for case in _cases(model):
                         _compare(simulator, library, model, case)
             finally:

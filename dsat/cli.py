@@ -22,7 +22,6 @@ from dsat.live import LiveView
 from dsat.loop import drive
 from dsat.memory.model import Basis
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from dsat.options import ESTIMATE
 from dsat.prepare import Prepared, prepare
 from dsat.report import native, summary
 from dsat.run import Run
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if chosen.method == ESTIMATE:
+        if isinstance(chosen, settings.EstimateSettings):
             estimate.run(chosen)
             return EXIT_OK
         where = cluster.where(chosen)

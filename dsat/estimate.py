@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config, ladder, prepare, survey
+from dsat import arguments, ds_config, ladder, prepare, survey
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.errors import DsatError
 from dsat.memory import closed_form
@@ -21,7 +21,7 @@ from dsat.memory.simulator import SimulationUnavailable, Simulator
 from dsat.overrides import overrides_for, strategy_settings
 from dsat.report import format as fmt
 from dsat.report.summary import markdown_table
-from dsat.settings import Settings
+from dsat.settings import EstimateSettings
 from dsat.space import LARGEST_MICRO_BATCH
 from dsat.strategy import NVME, Strategy
 from dsat.trial import BatchTriple
@@ -52,7 +52,7 @@ class Line:
         }
 
 
-def run(chosen: Settings) -> None:
+def run(chosen: EstimateSettings) -> None:
     """Prints the table.
 
     Raises:
@@ -71,10 +71,18 @@ def run(chosen: Settings) -> None:
     )
     try:
         with Simulator(
-            engine, None, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
+            engine, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
         ) as simulator:
             facts = simulator.facts(user.base_config)
-            lines = _lines(chosen.search_options, user.base_config, facts, simulator)
+            base = arguments.batch_from_args(user.base_config, program.args, user.arg_mappings)
+            found = lines(
+                base,
+                facts,
+                simulator,
+                slot_counts=chosen.slot_counts,
+                slot_memories=chosen.slot_memories,
+                exact=chosen.exact,
+            )
     except SimulationUnavailable as error:
         log = folder / "simulation" / "stderr.log"
         raise DsatError(
@@ -85,31 +93,47 @@ def run(chosen: Settings) -> None:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
     if chosen.json:
-        told = {"name": user.name, "model": vars(facts), "lines": [x.to_json() for x in lines]}
+        told = {"name": user.name, "model": vars(facts), "lines": [x.to_json() for x in found]}
         print(json.dumps(told, indent=2))
         return
-    for line in describe(user.name, facts, lines):
+    for line in describe(user.name, facts, found):
         print(line)
 
 
-def _lines(
-    options: Mapping[str, Any], base: Mapping[str, Any], facts: ModelFacts, simulator: Simulator
+def lines(
+    base: Mapping[str, Any],
+    facts: ModelFacts,
+    simulator: Simulator,
+    *,
+    slot_counts: Sequence[int],
+    slot_memories: Sequence[int],
+    exact: bool,
 ) -> list[Line]:
+    """Every rung with every number of slots.
+
+    Args:
+        base: the user's DeepSpeed configuration.
+        facts: of the model.
+        simulator: of the script.
+        slot_counts: numbers of data-parallel slots.
+        slot_memories: memory of a slot, in bytes.
+        exact: each rung is simulated; otherwise only the formula is asked.
+    """
     found = []
-    for slots in options["slot_counts"]:
+    for slots in slot_counts:
         for strategy in ladder.LADDER:
             if NVME in (strategy.offload_optimizer, strategy.offload_param):
                 continue  # the same for the slot as offloading to the host
-            config = configuration(base, strategy)
+            config = configuration(base, strategy, slots)
             estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
             anchors: tuple[Anchor, ...] = ()
-            if options["exact"]:
+            if exact:
                 simulated = simulator.estimate(config, micro_batch=1, slots=slots)
                 if simulated.source == SIMULATED:
                     estimate, anchors = simulated, (Anchor(config, 1, simulated),)
             basis = Basis((Variant({}, facts, anchors),))
             largest = {}
-            for size in options["slot_memories"]:
+            for size in slot_memories:
                 model = MemoryModel(basis, slots=slots, limit_bytes=size)
                 most = model.largest(model.shape(config, {}))
                 largest[size] = int(min(most, LARGEST_MICRO_BATCH))
@@ -117,11 +141,21 @@ def _lines(
     return found
 
 
-def configuration(base: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """The user's configuration with another strategy."""
+def configuration(base: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
+    """The user's configuration with another strategy, and the micro steps that it asks for."""
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
-    merged = ds_config.merge(base, overrides_for(settings, BatchTriple(1, 1, 1)))
+    gas = _gas(base, slots)
+    merged = ds_config.merge(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))
     return {key: value for key, value in merged.items() if "batch_size" not in key}
+
+
+def _gas(base: Mapping[str, Any], slots: int) -> int:
+    total, micro, gas = (base.get(key) for key in ds_config.BATCH_KEYS)
+    if isinstance(gas, int):
+        return gas
+    if isinstance(total, int) and isinstance(micro, int):
+        return max(1, total // (micro * slots))
+    return 1
 
 
 def describe(name: str, facts: ModelFacts, lines: Sequence[Line]) -> list[str]:

@@ -516,8 +516,8 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         choices=MEMORY_MODELS,
         default=MEMORY_MODELS[0],
         help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
-        "fake tensors, which takes seconds for each strategy, or at once by a formula; on a "
-        "cluster always by the formula",
+        "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
+        "place), at once by a formula, or not at all",
     )
     add(
         "--no-memory-model",

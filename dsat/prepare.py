@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat import __version__, arguments, autotuning, ds_config, experiment
+from dsat import __version__, arguments, autotuning, ds_config, experiment, survey
 from dsat.arguments import CHECKPOINTING
 from dsat.autotuning import Autotuning
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
@@ -21,7 +21,7 @@ from dsat.experiment import Experiment
 from dsat.options import RUN, TUNE
 from dsat.overrides import GAS
 from dsat.plan import Plan
-from dsat.settings import Settings
+from dsat.settings import EstimateSettings, Settings
 from dsat.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -92,7 +92,7 @@ def prepare(chosen: Settings, words: list[str]) -> list[Prepared]:
     return [Prepared(words, chosen, user, program, machine, plan)]
 
 
-def prepare_estimate(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine]:
+def prepare_estimate(chosen: EstimateSettings) -> tuple[Experiment, Entrypoint, Machine]:
     """Reads and checks what is needed to run the script without a trial.
 
     Raises:
@@ -110,7 +110,7 @@ def prepare_estimate(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine]
     config = _config_of_command(chosen.ds_config, program, folder)
     user = experiment.of_command(chosen.command, _name(program), folder, config)
     if config is None and not program.trial_class:
-        captured = _capture(chosen, user, program, machine, 1)
+        captured = _capture(user, program, machine, 1, survey.TIMEOUT_S)
         user = experiment.of_dict(chosen.command, user.name, folder, captured)
     return user, program, machine
 
@@ -138,7 +138,7 @@ def _of_command(chosen: Settings) -> tuple[Experiment, Entrypoint, Machine, int]
     check_ranks(program, slots)
     _check_slots(chosen, machine, slots)
     if config is None and not program.trial_class:
-        captured = _capture(chosen, user, program, machine, slots)
+        captured = _capture(user, program, machine, slots, chosen.trial_timeout_s)
         user = experiment.of_dict(chosen.command, user.name, folder, captured)
     return user, program, machine, slots
 
@@ -164,10 +164,10 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 
 def _capture(
-    chosen: Settings, user: Experiment, program: Entrypoint, machine: Machine, slots: int
+    user: Experiment, program: Entrypoint, machine: Machine, slots: int, timeout_s: float
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
-    options = LocalOptions(trial_timeout_s=chosen.trial_timeout_s, cold=True)
+    options = LocalOptions(trial_timeout_s=timeout_s, cold=True)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(user, program, machine, folder, options, slots_per_trial=slots)
     try:

@@ -29,7 +29,6 @@ SEARCH_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "num_micro_batches": "num_micro_batches",
         "early_stopping": "early_stopping",
     },
-    ESTIMATE: {name: name for name in ("slot_memories", "slot_counts", "exact")},
     "model": {
         "stop_when": "stop_when",
         "early_stopping": "early_stopping",
@@ -82,7 +81,28 @@ class Settings:
     search_options: Mapping[str, Any]
 
 
-def parse(argv: Sequence[str]) -> Settings:
+@dataclass(frozen=True)
+class EstimateSettings:
+    """What the user asked of `dsat estimate`.
+
+    Attributes:
+        slot_memories: memory of a slot, in bytes; one column of the table for each.
+        slot_counts: numbers of data-parallel slots; a table for each.
+        exact: every line of the tables is simulated.
+    """
+
+    config: Path | None
+    model_dir: Path | None
+    command: tuple[str, ...]
+    ds_config: Path | None
+    include: tuple[Path, ...]
+    slot_memories: tuple[int, ...]
+    slot_counts: tuple[int, ...]
+    exact: bool
+    json: bool
+
+
+def parse(argv: Sequence[str]) -> Settings | EstimateSettings:
     """The settings of a command line; leaves with status 2 and one line if it is wrong."""
     words, command = list(argv), []
     if "--" in words and words[0] not in (TUNE, RUN):
@@ -90,12 +110,35 @@ def parse(argv: Sequence[str]) -> Settings:
         words, command = words[:position], words[position + 1 :]
     parser = build_parser()
     values = vars(parser.parse_args(words))
-    if values["method"] == ESTIMATE:
-        values = {**_defaults(), **values}
     if values["method"] in (TUNE, RUN):
         command = _launcher_command(values)
         values = {**_defaults(), **values, "run_full_experiment": values["method"] == RUN}
-    elif command:
+    else:
+        _check_target(parser, values, command)
+    values["command"] = tuple(command)
+    values["include"] = tuple(values["include"])
+    if values["method"] == ESTIMATE:
+        del values["method"]
+        for key in ("slot_memories", "slot_counts"):
+            values[key] = tuple(values[key])
+        return EstimateSettings(**values)
+    _check(parser, values)
+    options = SEARCH_OPTIONS.get(values["method"], {})
+    search_options = {parameter: values.pop(flag) for flag, parameter in options.items()}
+    if values["zero_stages"] is not None:
+        values["zero_stages"] = tuple(dict.fromkeys(values["zero_stages"]))
+    for key in ("tune", "fix"):
+        names = KNOB_NAMES if "all" in values[key] else values[key]
+        values[key] = tuple(dict.fromkeys(names))
+    values["arg_mappings"] = dict(values["arg_mappings"])
+    return Settings(**values, search_options=search_options)
+
+
+def _check_target(
+    parser: argparse.ArgumentParser, values: Mapping[str, Any], command: Sequence[str]
+) -> None:
+    """Leaves with one line unless there is either an experiment or a command."""
+    if command:
         if values["config"] is not None:
             parser.error(f"{values['config']} and a command after -- cannot both be tuned")
         if values["include"]:
@@ -107,18 +150,6 @@ def parse(argv: Sequence[str]) -> Settings:
             "--ds-config is for a command after --; in an experiment configuration it is "
             "hyperparameters.deepspeed_config"
         )
-    values["command"] = tuple(command)
-    _check(parser, values)
-    options = SEARCH_OPTIONS.get(values["method"], {})
-    search_options = {parameter: values.pop(flag) for flag, parameter in options.items()}
-    if values["zero_stages"] is not None:
-        values["zero_stages"] = tuple(dict.fromkeys(values["zero_stages"]))
-    for key in ("tune", "fix"):
-        names = KNOB_NAMES if "all" in values[key] else values[key]
-        values[key] = tuple(dict.fromkeys(names))
-    values["include"] = tuple(values["include"])
-    values["arg_mappings"] = dict(values["arg_mappings"])
-    return Settings(**values, search_options=search_options)
 
 
 def _check(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:

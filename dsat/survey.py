@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from dsat.memory.estimate import SIMULATED
 from dsat.memory.model import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulator import Lending, SimulationUnavailable, Simulator
 from dsat.plan import Plan
+from dsat.strategy import of_config
 from dsat.trial import ModelProfile
 
 # The script comes to its first step, or a simulation ends, within so many seconds.
@@ -49,7 +49,6 @@ def of_run(
     for switches in _all_switches(plan):
         with Simulator(
             engine,
-            None,
             as_cpu=as_cpu,
             cache=cache_folder(),
             script_args=switches,
@@ -62,7 +61,7 @@ def of_run(
                     switches,
                     slots=plan.slots_per_trial,
                     limit_bytes=profile.slot_memory_bytes,
-                    param_bytes=profile.param_bytes,
+                    say=say,
                 )
                 variants.append(found)
             except SimulationUnavailable as error:
@@ -78,9 +77,11 @@ def variant_of(
     *,
     slots: int,
     limit_bytes: int,
-    param_bytes: int,
+    say: Callable[[str], None],
 ) -> Variant:
     """Simulates each configuration at about the largest micro batch that fits.
+
+    One that cannot be simulated costs the others nothing: the closed form answers for it.
 
     Args:
         simulator: of the script with these switches.
@@ -88,12 +89,12 @@ def variant_of(
         script_args: switches of the script.
         slots: data-parallel slots.
         limit_bytes: what a slot may use.
-        param_bytes: of a parameter in the forward pass.
+        say: prints a line.
 
     Raises:
-        SimulationUnavailable: the script cannot be simulated at all.
+        SimulationUnavailable: not even the facts of the model can be simulated.
     """
-    facts = replace(simulator.facts(configs[0]), param_bytes=param_bytes)
+    facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
     anchors = []
@@ -102,6 +103,8 @@ def variant_of(
         estimate = simulator.estimate(config, micro_batch=size, slots=slots)
         if estimate.source == SIMULATED:
             anchors.append(Anchor(dict(config), size, estimate))
+        else:
+            say(f"{of_config(config).label}: predicted by formula: {estimate.note}")
     return Variant(dict(script_args), facts, tuple(anchors))
 
 

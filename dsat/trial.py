@@ -211,6 +211,11 @@ class MemoryUse:
     context_bytes: int = 0
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a device's allocator counted; a resident set has no pages that nobody touched."""
+        return bool(self.allocated_bytes)
+
+    @property
     def by_phase(self) -> dict[str, int]:
         """Bytes of a rank's tensors, by phase; on a CPU by its resident set."""
         if self.allocated_bytes:

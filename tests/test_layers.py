@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "ds_config errors forecast journal ladder memory.* overrides plan run search.* space "
         "strategy trial"
     ),
-    "survey": "memory.* plan trial",
+    "survey": "memory.* plan strategy trial",
     "failures": "errors trial",
     "gauges": "trial",
     "injection": "ds_config errors",

@@ -81,6 +81,23 @@ def test_a_simulation_moves_its_strategy_and_no_other() -> None:
     assert predicted == pytest.approx(plain.peak + 300 * MIB, abs=2)
 
 
+def test_the_formula_of_the_simulated_configurations_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, asked = model(simulated(2, 20, 300 * MIB)), []
+    plain = closed_form.lines
+
+    def counted(facts: ModelFacts, config: Any, *, slots: int) -> Any:
+        asked.append(config)
+        return plain(facts, config, slots=slots)
+
+    monkeypatch.setattr(closed_form, "lines", counted)
+    configs = [config(2, reduce_bucket_size=size) for size in (10**6, 10**7, 10**8)]
+    for each in configs:
+        memory.shape(each, {})
+    assert asked == configs
+
+
 @pytest.mark.parametrize("limit", [3, 4, 8, 30])
 @pytest.mark.parametrize("bucket", [10**6, 10**8, 5 * 10**8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -104,7 +121,6 @@ def test_what_trials_used_corrects_the_rest() -> None:
     for micro_batch, was in before.items():
         now = memory.predicted_bytes(shape, micro_batch)
         assert now == pytest.approx(was + 200 * MIB, rel=1e-3)
-    assert memory.calibration.observations == 2
 
 
 def test_the_margin_shrinks_with_the_first_trial() -> None:
@@ -153,8 +169,9 @@ def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() ->
     recomputing = memory.shape(config(1), {"gradient_checkpointing": True})
     assert 2 < memory.largest(recomputing) / memory.largest(own) < 4
     assert memory.fits(recomputing, 10**6) and not memory.fits(own, 10**6)
+    before = memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)
     memory.learn(recomputing, 5, used(dict.fromkeys(PHASES, 7 * GIB)))
-    assert memory.calibration.observations == 0
+    assert (memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)) == before
 
 
 def test_a_simulated_switch_is_used() -> None:
@@ -175,3 +192,12 @@ def test_a_simulated_switch_is_used() -> None:
 def test_a_basis_survives_json() -> None:
     basis = Basis((Variant({"x": True}, FACTS, (simulated(3, 4, 5),)),), note="why")
     assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
+
+
+def test_a_journal_of_before_there_were_first_gradients_is_read() -> None:
+    basis = Basis((Variant({}, FACTS),))
+    data = json.loads(json.dumps(basis.to_json()))
+    del data["variants"][0]["facts"]["first_gradient_bytes_per_sample"]
+    [variant] = Basis.from_json(data).variants
+    first = FACTS.forward_bytes_per_sample
+    assert variant.facts == replace(FACTS, first_gradient_bytes_per_sample=first)

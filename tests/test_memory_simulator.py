@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,21 @@ import psutil
 import pytest
 
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.simulator import SimulationUnavailable, Simulator
 from tests.allocator import configuration, counting_library, real_peaks
-from tests.local import engine_of, is_alive
+from tests.local import PROGRAMS, engine_of, is_alive
 
 pytestmark = pytest.mark.slow
 
-FACTS = ModelFacts(1000, 1000, 100, 10.0, 10.0, 10.0)
 
-
-def simulator_of(model: str, folder: Path, *, as_cpu: bool, **more: Any) -> Iterator[Simulator]:
+def simulator_of(
+    model: str, folder: Path, *, as_cpu: bool, program: str = "memory", **more: Any
+) -> Iterator[Simulator]:
     entry = f"python3 train.py --model {model} --deepspeed_config ds_config.json"
     folder.mkdir(exist_ok=True)
-    engine = engine_of("memory", folder, entry=entry)
+    engine = engine_of(program, folder, entry=entry)
     try:
-        with Simulator(engine, more.pop("facts", None), as_cpu=as_cpu, **more) as simulator:
+        with Simulator(engine, as_cpu=as_cpu, **more) as simulator:
             yield simulator
     finally:
         engine.close()
@@ -154,7 +155,7 @@ def test_one_engine_lends_again_and_again(tmp_path: Path) -> None:
     engine = engine_of("memory", tmp_path, entry=entry)
     try:
         for _ in range(2):
-            with Simulator(engine, None, as_cpu=True) as simulator:
+            with Simulator(engine, as_cpu=True) as simulator:
                 estimate = simulator.estimate(configuration(1), micro_batch=2, slots=1)
                 assert estimate.source == SIMULATED
                 [pid] = [
@@ -174,26 +175,34 @@ def _outputs(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_answers_are_remembered(tmp_path: Path) -> None:
+def test_answers_are_remembered_until_the_script_is_edited(tmp_path: Path) -> None:
+    """Neither the parameters nor the batch tell that a forward pass keeps more than before."""
     cache, config = tmp_path / "cache", configuration(2)
-    for simulator in simulator_of("gpt", tmp_path / "1", as_cpu=True, cache=cache, model_key="x"):
-        first = simulator.estimate(config, micro_batch=2, slots=1)
-    assert len(list(cache.glob("*.json"))) == 1
-    # The same question is answered without the script, which this one has not got.
-    for simulator in simulator_of(
-        "--no-such-model", tmp_path / "2", as_cpu=True, cache=cache, model_key="x"
-    ):
-        assert simulator.estimate(config, micro_batch=2, slots=1) == first
+    program = tmp_path / "memory"
+    shutil.copytree(PROGRAMS / "memory", program)
+
+    def ask(name: str) -> Any:
+        found = []
+        for simulator in simulator_of(
+            "gpt", tmp_path / name, program=str(program), as_cpu=True, cache=cache
+        ):
+            found.append(simulator.estimate(config, micro_batch=2, slots=1))
+        return found[0]
+
+    first = ask("1")
+    [file] = cache.glob("*.json")
+    answer = json.loads(file.read_text())
+    answer["estimate"]["operations"] = 4711
+    file.write_text(json.dumps(answer))
+    assert ask("2") == replace(first, operations=4711)
+    models = program / "models.py"
+    models.write_text(
+        models.read_text().replace("self.down(wide)", "self.down(wide * wide.tanh())")
+    )
+    assert ask("3").forward > first.forward
+
+
+def test_a_script_that_never_gets_there_says_why(tmp_path: Path) -> None:
+    for simulator in simulator_of("--no-such-model", tmp_path, as_cpu=False):
         with pytest.raises(SimulationUnavailable, match=r"the script ended with sys.exit\(2\)"):
-            simulator.estimate(config, micro_batch=3, slots=1)
-
-
-def test_the_closed_form_answers_where_no_simulation_does(tmp_path: Path) -> None:
-    config = configuration(2)
-    for simulator in simulator_of("--no-such-model", tmp_path, as_cpu=False, facts=FACTS):
-        estimate = simulator.estimate(config, micro_batch=2, slots=1)
-    assert estimate.source == CLOSED_FORM
-    assert estimate.note == "the script cannot be simulated: the script ended with sys.exit(2)"
-    formula = closed_form.estimate(FACTS, config, slots=1, micro_batch=2)
-    assert estimate.peak == formula.peak
-    assert json.loads(json.dumps(estimate.to_json()))["source"] == CLOSED_FORM
+            simulator.facts(configuration(2))

@@ -48,11 +48,15 @@ def test_every_kind_of_script_is_estimated(
 ) -> None:
     folder = tmp_path / example
     shutil.copytree(ROOT / "examples" / example, folder)
+    if example == "hf_trainer":  # whose own arguments ask for fp32
+        own = folder / "ds_config.json"
+        own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
     options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json"]
     done = estimate(*options, *words, cwd=folder)
     assert done.returncode == 0, done
     told = json.loads(done.stdout)
     assert told["model"]["num_params"] == parameters
+    assert told["model"]["param_bytes"] == 4
     assert [line["slots"] for line in told["lines"]] == [1] * 7 + [8] * 7
     assert [line["strategy"] for line in told["lines"][:7]] == [
         *("z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "z3_offload_param")
@@ -106,4 +110,5 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     assert others and all(trial.predicted_bytes for trial in others)
     assert re.search(r" used of [\d.]+ [MG]iB predicted", told.out)
     text = (run_dir / "summary.md").read_text()
-    assert "memory: predicted by simulation, off by " in text and "memory predicted" in text
+    # A resident set is no measure of how good that was.
+    assert "memory: predicted by simulation\n" in text and "memory predicted" in text

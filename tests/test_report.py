@@ -16,7 +16,7 @@ from dsat.plan import Plan
 from dsat.report import format as fmt
 from dsat.report import summary
 from dsat.run import Run
-from dsat.trial import BatchTriple, Outcome, Trial, TrialKind
+from dsat.trial import BatchTriple, MemoryUse, Outcome, Trial, TrialKind
 from tests.helpers import World, failed, plan_of, profiled, ran
 
 OWN = BatchTriple(8, 4, 1)
@@ -32,6 +32,7 @@ def run_of(
     plan: Plan | None = None,
     baseline: Outcome | None = None,
     base: Mapping[str, Any] = BASE,
+    predicted_bytes: int | None = None,
 ) -> Run:
     """A run of the profile, perhaps the user's own configuration, and search trials.
 
@@ -47,7 +48,10 @@ def run_of(
         overrides: dict[str, Any] = batch.config()
         if kind is TrialKind.SEARCH:
             overrides["zero_optimization"] = {"stage": stage}
-        trial = Trial(number, kind, f"t{number}", stage, batch, overrides)
+        predicted = predicted_bytes if kind is TrialKind.SEARCH else None
+        trial = Trial(
+            number, kind, f"t{number}", stage, batch, overrides, predicted_bytes=predicted
+        )
         events.append({"event": "proposed", "trial": trial.to_json(), "elapsed_s": 0.0})
         finished = {"event": "finished", "trial_id": number, "outcome": outcome.to_json()}
         events.append({**finished, "elapsed_s": 10.0})
@@ -194,6 +198,39 @@ def test_a_warning_is_told_once() -> None:
         view.ended(run, trial, run.outcomes[trial.id])
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
     assert [line.rpartition(": ")[2] for line in lines] == ["look", "again"]
+
+
+@pytest.mark.parametrize(
+    ("own_limit", "used", "said"),
+    [
+        (
+            True,
+            MemoryUse(allocated_bytes={"step": 100}, context_bytes=50),
+            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+        ),
+        (
+            False,
+            MemoryUse(allocated_bytes={"step": 70}, context_bytes=30),
+            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+        ),
+        # A CPU's resident set is a lower bound.
+        (True, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), ""),
+        (True, None, ""),
+    ],
+)
+def test_an_error_of_predicted_memory_is_told_where_it_is_known(
+    own_limit: bool, used: MemoryUse | None, said: str
+) -> None:
+    plan = plan_of(slot_memory_bytes=2**30 if own_limit else None)
+    run = run_of((1, 8, replace(ran(120), memory=used)), plan=plan, predicted_bytes=102)
+    assert [x for x in summary.facts(run) if "memory" in x] == [
+        f"memory: predicted by formula{said}"
+    ]
+
+
+def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
+    run = run_of((1, 8, replace(ran(120), memory=MemoryUse({"step": 100}))))
+    assert not [line for line in summary.facts(run) if "memory" in line]
 
 
 @pytest.mark.parametrize(

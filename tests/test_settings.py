@@ -65,7 +65,25 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def parse(*argv: str) -> settings.Settings:
-    return settings.parse([*argv])
+    chosen = settings.parse([*argv])
+    assert isinstance(chosen, settings.Settings)
+    return chosen
+
+
+def test_an_estimate_has_settings_of_its_own() -> None:
+    words = "estimate --slot-memory 1GiB 24GiB --slots 8 --exact --ds-config d.json -- train.py -x"
+    assert settings.parse(words.split()) == settings.EstimateSettings(
+        config=None,
+        model_dir=None,
+        command=("train.py", "-x"),
+        ds_config=Path("d.json"),
+        include=(),
+        slot_memories=(2**30, 24 * 2**30),
+        slot_counts=(8,),
+        exact=True,
+        json=False,
+    )
+    assert "estimate" not in settings.SEARCH_OPTIONS
 
 
 @pytest.mark.parametrize("method", SEARCHES)

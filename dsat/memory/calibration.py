@@ -26,7 +26,7 @@ class Observation:
     Attributes:
         used: peaks by phase; all of a rank's tensors.
         context_bytes: what the process held besides its tensors, if known.
-        at_least: more may have been used: a resident set has no pages that nobody touched.
+        at_least: more may have been used.
     """
 
     estimate: MemoryEstimate
@@ -41,11 +41,12 @@ class Observation:
     ) -> Observation | None:
         """From a trial's own record; None if there is none."""
         used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
-        if not memory.allocated_bytes:
+        if not memory.is_exact:
             # A resident set shows what the script did before, reading its data for example.
             used.pop("init", None)
-        resident = not memory.allocated_bytes
-        return cls(estimate, micro_batch, used, memory.context_bytes, resident) if used else None
+        if not used:
+            return None
+        return cls(estimate, micro_batch, used, memory.context_bytes, not memory.is_exact)
 
     @property
     def phase(self) -> str:
@@ -66,13 +67,11 @@ class Calibration:
     Attributes:
         fixed_bytes, bytes_per_sample: to every phase; the slope is never negative.
         context_bytes: to the largest.
-        observations: trials it is drawn from.
     """
 
     fixed_bytes: float = 0.0
     bytes_per_sample: float = 0.0
     context_bytes: int = 0
-    observations: int = 0
 
     def added_bytes(self, micro_batch: float) -> float:
         """What a phase needs beyond its simulation."""
@@ -107,5 +106,4 @@ def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibr
         fixed_bytes=mean_excess - slope * mean_size,
         bytes_per_sample=slope,
         context_bytes=max(o.context_bytes for o in observations),
-        observations=count,
     )

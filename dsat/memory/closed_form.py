@@ -10,7 +10,7 @@ need the same, those with fewer need less.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,12 @@ class ModelFacts:
     param_bytes: int = 2
 
     @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:
+        """From a journal; older ones do not tell the activations at the first gradient."""
+        first = data.get("first_gradient_bytes_per_sample", data["forward_bytes_per_sample"])
+        return cls(**{**data, "first_gradient_bytes_per_sample": first})
+
+    @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
         """What a profile trial tells; of the backward pass it tells nothing of its own."""
         slope = profile.activation_bytes_per_sample
@@ -74,6 +80,11 @@ class Line:
 
     def at(self, micro_batch: float) -> float:
         return self.fixed + self.per_sample * micro_batch
+
+
+def highest(phase: Iterable[Line], micro_batch: float) -> float:
+    """The peak of a phase, in bytes."""
+    return max(line.at(micro_batch) for line in phase)
 
 
 @dataclass(frozen=True)
@@ -138,9 +149,7 @@ def estimate(
         note: why nothing better answers.
     """
     phases = lines(facts, config, slots=slots)
-    init, forward, backward, step = (
-        round(max(line.at(micro_batch) for line in phases[name])) for name in PHASES
-    )
+    init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = _host(_setup(facts, config, slots), of_config(config).stage)
     return MemoryEstimate(
         init=init,
@@ -157,7 +166,7 @@ def estimate(
 def lines(
     facts: ModelFacts, config: Mapping[str, Any], *, slots: int
 ) -> dict[str, tuple[Line, ...]]:
-    """Memory on the device for every micro batch: a phase's peak is the highest of its lines."""
+    """Memory on the device for every micro batch: a phase's peak is its `highest`."""
     setup, stage = _setup(facts, config, slots), of_config(config).stage
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
     held = parts.resident + parts.forward

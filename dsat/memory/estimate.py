@@ -6,8 +6,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from dsat.ds_config import BATCH_KEYS
+
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
+
+# Settings that make an engine write, count or print, and need no memory worth mentioning.
+_BESIDES = (
+    *("autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print"),
+    *("tensorboard", "wall_clock_breakdown", "wandb"),
+)
+_MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
+
+
+def without_besides(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration without what its memory does not depend on."""
+    return {key: value for key, value in config.items() if key not in _BESIDES}
+
+
+def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a simulation takes from a DeepSpeed configuration, its micro batch apart.
+
+    Configurations with the same one need the same memory at the same micro batch.
+    """
+    total, micro, gas = BATCH_KEYS
+    kept = {k: v for k, v in without_besides(config).items() if k not in (total, micro)}
+    if isinstance(kept.get(gas), int):
+        kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
+    return kept
 
 
 @dataclass(frozen=True)

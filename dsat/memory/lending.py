@@ -11,8 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat import injection
+from dsat.memory import fingerprint
+from dsat.memory.estimate import as_simulated, without_besides
 from dsat.memory.patches import SimulationUnsupported, for_fake_cpu
-from dsat.memory.simulation import THAT_WRITE, Candidate, Captured, Simulation, tensors_in
+from dsat.memory.simulation import Candidate, Captured, Simulation, tensors_in
 from dsat.memory.tracker import StorageTracker
 from dsat.memory.twin import Initialize, ModuleRecord, translated
 
@@ -53,8 +55,8 @@ class Loan:
         Returns:
             What `deepspeed.initialize` returns.
         """
-        config = {k: v for k, v in self._config.items() if k not in (*THAT_WRITE, "optimizer")}
-        config["zero_optimization"] = {"stage": 0}
+        config = without_besides({**self._config, "zero_optimization": {"stage": 0}})
+        config.pop("optimizer", None)
         with _on_fake_cpu():
             fakes = self._record.put_fakes("cpu")
             trained = self._arguments.get("model_parameters")
@@ -91,15 +93,23 @@ class Loan:
         engine.forward = forward
 
     def description(self, args: Any, kwargs: Any) -> list[Any]:
-        """All of the model and its batch that memory depends on, as JSON."""
+        """All of the script, its model and its batch that memory depends on, as JSON."""
         batch = [[list(t.shape), str(t.dtype)] for t in tensors_in([args, dict(kwargs)])]
         optimizer = self._arguments.get("optimizer")
         settings = getattr(optimizer, "defaults", None)
-        return [*self._record.description(), batch, type(optimizer).__qualname__, repr(settings)]
+        return [
+            *self._record.description(),
+            fingerprint.of_script(self._arguments["model"].modules()),
+            batch,
+            type(optimizer).__qualname__,
+            repr(settings),
+        ]
 
     def sizes(self) -> dict[str, int]:
-        """Of the model, as `ModelFacts` has them."""
-        return self._record.sizes()
+        """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""
+        parameters = self._arguments["model"].parameters()
+        size = max((p.element_size() for p in parameters), default=4)
+        return {**self._record.sizes(), "param_bytes": size}
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulates a candidate up to the forward pass that the script has called.
@@ -119,7 +129,7 @@ class Loan:
             micro_batch=self._samples([args, dict(kwargs)]),
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        config = injection.completed(request["config"], self._config)
+        config = as_simulated(injection.completed(request["config"], self._config))
         candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)

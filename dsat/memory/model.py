@@ -15,7 +15,7 @@ from typing import Any
 from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate
 from dsat.memory.closed_form import Line, ModelFacts
-from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
+from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.strategy import of_config
 from dsat.trial import ModelProfile, Outcome, OutcomeKind
 
@@ -62,7 +62,7 @@ class Variant:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Variant:
         anchors = tuple(Anchor.from_json(anchor) for anchor in data["anchors"])
-        return cls(data["script_args"], ModelFacts(**data["facts"]), anchors)
+        return cls(data["script_args"], ModelFacts.from_json(data["facts"]), anchors)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,24 @@ class Shape:
     is_guess: bool
 
     def peak(self, phase: str, micro_batch: float) -> float:
-        return max(line.at(micro_batch) for line in self.phases[phase])
+        return closed_form.highest(self.phases[phase], micro_batch)
+
+
+_Corrections = Mapping[str, Mapping[str, float]]
+
+
+def _corrections(variant: Variant, slots: int) -> _Corrections:
+    """Bytes by which simulations are above the closed form, by strategy and phase."""
+    found: dict[str, dict[str, float]] = {}
+    for anchor in variant.anchors:
+        formula = closed_form.lines(variant.facts, anchor.config, slots=slots)
+        more = {
+            name: getattr(anchor.estimate, name)
+            - closed_form.highest(formula[name], anchor.micro_batch)
+            for name in PHASES
+        }
+        found.setdefault(of_config(anchor.config).name, more)
+    return found
 
 
 class MemoryModel:
@@ -134,16 +151,12 @@ class MemoryModel:
         self.basis = basis
         self.limit_bytes = limit_bytes
         self._slots = slots
+        self._corrections = [_corrections(variant, slots) for variant in basis.variants]
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
-
-    @property
-    def calibration(self) -> Calibration:
-        """What trials have taught."""
-        return self._calibration
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         """What fake tensors need.
@@ -152,17 +165,16 @@ class MemoryModel:
             config: the whole DeepSpeed configuration.
             script_args: switches of the script.
         """
-        variant, is_guess = self._variant(script_args)
+        facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
-        anchor = next((a for a in variant.anchors if of_config(a.config).name == strategy), None)
-        phases = closed_form.lines(variant.facts, config, slots=self._slots)
-        if anchor is not None:
-            there = closed_form.lines(variant.facts, anchor.config, slots=self._slots)
-            for name in PHASES:
-                formula = max(line.at(anchor.micro_batch) for line in there[name])
-                more = getattr(anchor.estimate, name) - formula
-                phases[name] = tuple(replace(x, fixed=x.fixed + more) for x in phases[name])
-        source = CLOSED_FORM if anchor is None else anchor.estimate.source
+        phases = closed_form.lines(facts, config, slots=self._slots)
+        more = corrections.get(strategy)
+        if more is not None:
+            phases = {
+                name: tuple(replace(line, fixed=line.fixed + more[name]) for line in lines)
+                for name, lines in phases.items()
+            }
+        source = CLOSED_FORM if more is None else SIMULATED
         return Shape(config, strategy, phases, source, is_guess)
 
     def predicted_bytes(self, shape: Shape, micro_batch: int) -> int:
@@ -228,13 +240,13 @@ class MemoryModel:
         usual = CALIBRATED_MARGIN if exact else UNCALIBRATED_MARGIN
         return max(usual, self._least_margin, self._margins.get(strategy, 0.0))
 
-    def _variant(self, script_args: Mapping[str, Any]) -> tuple[Variant, bool]:
-        """The model with some switches, and whether that is only guessed."""
+    def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
+        """Facts and corrections of the model with some switches; whether they are only guessed."""
         own = self.basis.variants[0]
         wanted = {**own.script_args, **script_args}
-        for variant in self.basis.variants:
+        for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
             if dict(variant.script_args) == wanted:
-                return variant, False
+                return variant.facts, corrections, False
         # The switches there are recompute activations in place of keeping them.
         factor = _RECOMPUTED if any(wanted.values()) else 1 / _RECOMPUTED
         facts = replace(
@@ -243,4 +255,4 @@ class MemoryModel:
             backward_bytes_per_sample=factor * own.facts.backward_bytes_per_sample,
             first_gradient_bytes_per_sample=factor * own.facts.first_gradient_bytes_per_sample,
         )
-        return Variant(wanted, facts), True
+        return facts, {}, True

@@ -19,16 +19,13 @@ from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.memory.tracker import ALL, DEVICE, HOST, PINNED, StorageTracker
 from dsat.memory.twin import Initialize, ModuleRecord, translated, twin_of_optimizer
 
-# Sections of a configuration that make an engine write files or count.
-THAT_WRITE = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "autotuning")
-
 
 @dataclass(frozen=True)
 class Candidate:
     """What to simulate.
 
     Attributes:
-        config: the whole DeepSpeed configuration.
+        config: the DeepSpeed configuration, as `as_simulated` makes it.
         micro_batch: its micro batch.
         slots: data-parallel ranks.
         as_cpu: the ranks run on a CPU.
@@ -41,8 +38,8 @@ class Candidate:
 
     @property
     def gas(self) -> int:
-        """Micro steps to simulate: from the second on they are alike."""
-        return min(2, int(self.config.get("gradient_accumulation_steps", 1)))
+        """Micro steps of an optimizer step."""
+        return int(self.config.get("gradient_accumulation_steps", 1))
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,6 @@ class Simulation:
             train_batch_size=candidate.micro_batch * candidate.gas * candidate.slots,
             steps_per_print=10**9,
         )
-        for section in THAT_WRITE:
-            config.pop(section, None)
         return config
 
     # -- steps

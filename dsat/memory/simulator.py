@@ -17,15 +17,14 @@ from typing import Any, Protocol
 from dsat.journal import write_atomically
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import CLOSED_FORM, MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate, as_simulated
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _VERSIONS = ("torch", "deepspeed", "dsat")
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
 _ENORMOUS = 2**40  # elements
-_MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
-_IGNORED = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
+_PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
 
 
 class Lending(Protocol):
@@ -43,16 +42,13 @@ class SimulationUnavailable(Exception):
 class Simulator:
     """Memory of configurations of one script, simulated where possible.
 
-    The script is started at the first question that the cache cannot answer, and goes on until the
-    simulator is closed. Used as a context manager.
+    The script is started at the first question, because only it can tell what its model is, and
+    goes on until the simulator is closed. Used as a context manager.
 
     Args:
         engine: runs the script.
-        facts: the model, for the closed form that answers where no simulation does.
         as_cpu: trials run on a CPU.
         cache: folder of the answers; they are found by what they depend on.
-        model_key: what else distinguishes the script that is run (its files and arguments, say),
-            so that answers are found without starting it; without it each run starts the script.
         script_args: switches of the script.
         timeout_s: for the script to reach its first step, and for each simulation.
     """
@@ -60,19 +56,16 @@ class Simulator:
     def __init__(
         self,
         engine: Lending,
-        facts: ModelFacts | None,
         *,
         as_cpu: bool,
         cache: Path | None = None,
-        model_key: str | None = None,
         script_args: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
         self._engine = engine
-        self._facts = facts
+        self._facts: ModelFacts | None = None
         self._as_cpu = as_cpu
         self._cache = cache
-        self._model_key = model_key
         self._script_args = dict(script_args or {})
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
@@ -95,39 +88,27 @@ class Simulator:
             slots: data-parallel ranks.
 
         Returns:
-            The simulation's answer, or the closed form's with a note that tells why.
+            The simulation's answer, or, once the facts are known, the closed form's with a note
+            that tells why.
 
         Raises:
             SimulationUnavailable: there is no simulation, and no facts for the closed form.
         """
-        question = {
-            "config": _relevant(config),
-            "micro_batch": micro_batch,
-            "slots": slots,
-            "as_cpu": self._as_cpu,
-        }
         try:
-            key = self._key(question)
-            answer = self._remembered(key)
-            if answer is None:
-                answer = self._ask({**question, "timeout_s": self._timeout_s})
-                self._remember(key, answer)
-            if "estimate" in answer:
-                return MemoryEstimate.from_json(answer["estimate"])
-            problem = str(answer["failed"])
+            return self._simulated(config, micro_batch, slots)
         except SimulationUnavailable as error:
-            problem = str(error)
-        if self._facts is None:
-            raise SimulationUnavailable(problem)
-        return closed_form.estimate(
-            self._facts, config, slots=slots, micro_batch=micro_batch, note=problem
-        )
+            if self._facts is None:
+                raise
+            return closed_form.estimate(
+                self._facts, config, slots=slots, micro_batch=micro_batch, note=str(error)
+            )
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
         """What the closed form needs, from simulations of two micro batches.
 
         Of stage 0, and of stage 1 with a bucket that exceeds all else: the backward pass then needs
-        most when it is allocated, with the first gradient.
+        most when it is allocated, with the first gradient. From then on the closed form answers
+        where a simulation fails.
 
         Args:
             config: of which the types and whatever else activations depend on are taken.
@@ -143,12 +124,13 @@ class Simulator:
         first_gradient = forward
         with contextlib.suppress(SimulationUnavailable):  # not every optimizer is one for ZeRO
             _, first_gradient = self._slopes({**plain, "zero_optimization": bucket})
-        return ModelFacts(
+        self._facts = ModelFacts(
             **self._connected().sizes,
             forward_bytes_per_sample=forward,
             backward_bytes_per_sample=backward,
             first_gradient_bytes_per_sample=first_gradient,
         )
+        return self._facts
 
     def _slopes(self, config: Mapping[str, Any]) -> tuple[float, float]:
         """Bytes of each sample at the peaks of the forward and the backward pass.
@@ -157,12 +139,31 @@ class Simulator:
             SimulationUnavailable: there is no simulation.
         """
         small, large = (
-            self.estimate(config, micro_batch=size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
+            self._simulated(config, size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
         )
-        if CLOSED_FORM in (small.source, large.source):
-            raise SimulationUnavailable(small.note or large.note)
         more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
         return (large.forward - small.forward) / more, (large.backward - small.backward) / more
+
+    def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
+        """A simulation's answer.
+
+        Raises:
+            SimulationUnavailable: there is none.
+        """
+        question = {
+            "config": as_simulated(config),
+            "micro_batch": micro_batch,
+            "slots": slots,
+            "as_cpu": self._as_cpu,
+        }
+        key = self._key(question)
+        answer = self._remembered(key)
+        if answer is None:
+            answer = self._ask({**question, "timeout_s": self._timeout_s})
+            self._remember(key, answer)
+        if "estimate" not in answer:
+            raise SimulationUnavailable(str(answer["failed"]))
+        return MemoryEstimate.from_json(answer["estimate"])
 
     def close(self) -> None:
         """Ends the script."""
@@ -174,7 +175,12 @@ class Simulator:
     # -- the script
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return self._connected().ask(request, self._timeout_s + 10)
+        try:
+            return self._connected().ask(request, self._timeout_s + _PATIENCE_S)
+        except SimulationUnavailable as error:
+            # A late answer would be taken for that to the next question.
+            self._problem = str(error)
+            raise
 
     def _connected(self) -> _Connection:
         if self._problem:
@@ -191,9 +197,8 @@ class Simulator:
     # -- the cache
 
     def _key(self, question: Mapping[str, Any]) -> str:
-        model = self._model_key if self._model_key is not None else self._connected().model
         content = {
-            "model": model,
+            "model": self._connected().model,
             "script_args": self._script_args,
             "versions": {name: version(name) for name in _VERSIONS},
             "question": question,
@@ -270,16 +275,3 @@ def _connect(engine: Lending, script_args: Mapping[str, Any], timeout_s: float) 
                 )
         connection, _ = listener.accept()
         return _Connection(connection, timeout_s)
-
-
-def _relevant(config: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = (
-        *_IGNORED,
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    )
-    kept = {key: value for key, value in config.items() if key not in left_out}
-    gas = "gradient_accumulation_steps"
-    if isinstance(kept.get(gas), int):
-        kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
-    return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,26 +196,34 @@ def _used(outcome: Outcome) -> int | None:
 
 
 def _memory_facts(run: Run) -> list[str]:
-    """How good the prediction of memory was, and what it saved."""
-    errors = sorted(
-        abs(trial.predicted_bytes / used - 1)
-        for trial in run.trials.values()
-        if trial.predicted_bytes is not None
-        and (outcome := run.outcomes.get(trial.id)) is not None
-        and outcome.ok
-        and (used := _used(outcome)) is not None
-    )
+    """How memory was predicted, how well where that can be told, and what it saved."""
     lines = []
+    if any(trial.predicted_bytes is not None for trial in run.trials.values()):
+        simulated = run.foreseen is not None and run.foreseen.simulated
+        lines.append(f"memory: predicted by {'simulation' if simulated else 'formula'}")
+    errors = sorted(_memory_errors(run))
     if errors:
-        middle = errors[len(errors) // 2]
-        way = "by formula" if run.foreseen is None or run.foreseen.note else "by simulation"
-        lines.append(
-            f"memory: predicted {way}, off by {middle:.1%} in the middle and {errors[-1]:.1%} at "
-            f"most over {len(errors)} trials that ran"
+        lines[0] += (
+            f", off by {errors[len(errors) // 2]:.1%} in the middle and {errors[-1]:.1%} at most "
+            f"over {len(errors)} trials that ran"
         )
     if run.skipped:
         lines.append(f"not launched: {len(run.skipped)} that were predicted not to fit")
     return lines
+
+
+def _memory_errors(run: Run) -> Iterator[float]:
+    """Predicted against used bytes, as fractions; of what a device's allocator has counted."""
+    assert run.plan is not None
+    counts_context = run.plan.slot_memory_bytes is None
+    for trial in run.trials.values():
+        outcome = run.outcomes.get(trial.id)
+        if trial.predicted_bytes is None or outcome is None or not outcome.ok:
+            continue
+        memory = outcome.memory
+        if memory is not None and memory.is_exact:
+            used = memory.peak + (memory.context_bytes if counts_context else 0)
+            yield abs(trial.predicted_bytes / used - 1)
 
 
 def all_warnings(run: Run) -> list[str]:

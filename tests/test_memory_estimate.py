@@ -1,0 +1,51 @@
+"""What of a DeepSpeed configuration its memory depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsat.memory.estimate import as_simulated, without_besides
+
+CONFIG: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tensorboard": {"enabled": True}},
+        {"comet": {"enabled": True}},
+        {"flops_profiler": {"enabled": True}},
+        {"autotuning": {"enabled": True}},
+        {"steps_per_print": 1, "wall_clock_breakdown": True, "dump_state": True},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+        {"gradient_accumulation_steps": 17},
+    ],
+    ids=str,
+)
+def test_what_needs_no_memory_makes_no_other_question(more: dict[str, Any]) -> None:
+    assert as_simulated({**CONFIG, **more}) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": "auto"},
+        {"bf16": {"enabled": "auto"}},
+        {"gradient_clipping": 1.0},
+    ],
+    ids=str,
+)
+def test_all_else_does(more: dict[str, Any]) -> None:
+    assert as_simulated({**CONFIG, **more}) == {**CONFIG, **more}
+
+
+def test_an_engine_that_is_no_candidate_keeps_its_batch_sizes() -> None:
+    batch = {"train_batch_size": 64, "gradient_accumulation_steps": 8}
+    assert without_besides({**batch, "wandb": {}}) == batch
