@@ -46,8 +46,8 @@ from dsat.tuner import Tuner
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 GIB = 2**30
-# One warm-up step, then three measured ones, or up to six as long as their mean is uncertain.
-START_STEP, END_STEP, MAX_STEPS = 2, 4, 6
+# One warm-up step, then two measured ones, or three where these differ: passes do the rest.
+START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 AGAIN = "again"
 VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 

@@ -315,6 +315,7 @@ def _memory_between(low: MemoryUse | None, high: MemoryUse | None, part: float) 
         mean("reserved_bytes"),
         mean("host_rss_bytes"),
         max(low.context_bytes, high.context_bytes),
+        round(low.data_bytes + part * (high.data_bytes - low.data_bytes)),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from dsat.trial import MemoryUse
@@ -47,12 +49,12 @@ class MemoryWatch:
 
     Args:
         accelerator: DeepSpeed's.
-        rss_before_bytes: the resident set when there was no model yet.
+        before: the process when there was no model yet.
     """
 
-    def __init__(self, accelerator: Any, rss_before_bytes: int) -> None:
+    def __init__(self, accelerator: Any, before: ProcessMemory) -> None:
         self._accelerator = accelerator
-        self._rss_before_bytes = rss_before_bytes
+        self._before = before
         self._has_allocator = not accelerator.is_synchronized_device()
         self._peaks: dict[tuple[str, str], int] = {}
 
@@ -66,7 +68,7 @@ class MemoryWatch:
 
     def note(self, phase: str) -> None:
         """Ends a phase."""
-        values = {"host": _peak_rss_bytes()}
+        values = {"host": _of_status("VmHWM:")}
         if self._has_allocator:
             values["allocated"] = self._accelerator.max_memory_allocated()
             values["reserved"] = self._accelerator.max_memory_reserved()
@@ -76,19 +78,27 @@ class MemoryWatch:
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
         keys = sorted(self._peaks)
         peaks = [float(self._peaks[key]) for key in keys]
-        *peaks, context = maximum([*peaks, float(self._context_bytes())])
+        *peaks, context, data = maximum(
+            [*peaks, float(self._context_bytes()), float(self._data_bytes())]
+        )
         values = dict(zip(keys, peaks, strict=True))
 
         def by_phase(kind: str) -> dict[str, int]:
             return {phase: int(v) for (k, phase), v in values.items() if k == kind}
 
         return MemoryUse(
-            by_phase("allocated"), by_phase("reserved"), by_phase("host"), int(context)
+            by_phase("allocated"), by_phase("reserved"), by_phase("host"), int(context), int(data)
         )
+
+    def _data_bytes(self) -> int:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if self._has_allocator or limit == resource.RLIM_INFINITY:
+            return 0
+        return max(0, _peak_data_bytes() - self._before.data_bytes)
 
     def _context_bytes(self) -> int:
         if not self._has_allocator:
-            return self._rss_before_bytes
+            return self._before.rss_bytes
         if self._accelerator.device_name() != "cuda":
             return 0
         import torch
@@ -97,16 +107,30 @@ class MemoryWatch:
         return max(0, total - free - torch.cuda.memory_reserved())
 
 
-def rss_bytes() -> int:
-    """The resident set of this process."""
-    return _of_status("VmRSS:")
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What this process holds.
+
+    Attributes:
+        rss_bytes: the resident set.
+        data_bytes: the data segment, which `RLIMIT_DATA` limits: private writable mappings.
+    """
+
+    rss_bytes: int
+    data_bytes: int
+
+    @classmethod
+    def now(cls) -> ProcessMemory:
+        return cls(_of_status("VmRSS:"), _of_status("VmData:"))
 
 
-def _peak_rss_bytes() -> int:
-    return _of_status("VmHWM:")
+def _peak_data_bytes() -> int:
+    """The kernel keeps the peak of all mappings only: what is no data now was none then."""
+    return _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
 
 
 def _of_status(key: str) -> int:
+    """A size of /proc/self/status in bytes; where there is none, the peak resident set."""
     try:
         with open("/proc/self/status") as file:
             for line in file:
@@ -114,6 +138,4 @@ def _of_status(key: str) -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -17,7 +17,7 @@ from typing import Any
 
 from dsat.checks import check_engine, check_inputs, refuse_pipeline
 from dsat.errors import InvalidTrial
-from dsat.gauges import Clock, MemoryWatch, clock_for, rss_bytes
+from dsat.gauges import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.profiler import ModelProfiler
 from dsat.trial import (
     MemoryUse,
@@ -196,7 +196,7 @@ class Meter:
         self._on_complete = on_complete
         self._complete = False
         self._warnings: list[str] = []
-        self._rss_before_bytes = rss_bytes()
+        self._before = ProcessMemory.now()
 
     def warn(self, text: str) -> None:
         """Adds what a person should know although the trial runs."""
@@ -251,7 +251,7 @@ class Meter:
         self._engine = engine
         self._accelerator = get_accelerator()
         self._clock = clock_for(self._accelerator)
-        self._memory = MemoryWatch(self._accelerator, self._rss_before_bytes)
+        self._memory = MemoryWatch(self._accelerator, self._before)
         self._memory.note("init")
         self._profiler = (
             ModelProfiler(

@@ -203,17 +203,20 @@ class MemoryUse:
         host_rss_bytes: the largest resident set of one rank, by phase.
         context_bytes: what a rank holds besides its tensors: on a device the context and its
             libraries, on a CPU the resident set when there was no model yet.
+        data_bytes: on a CPU whose slot is limited, the most that counted against the limit since
+            there was no model yet, in whatever phase; 0 elsewhere.
     """
 
     allocated_bytes: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
     context_bytes: int = 0
+    data_bytes: int = 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether a device's allocator counted; a resident set has no pages that nobody touched."""
-        return bool(self.allocated_bytes)
+        """Whether what is limited was counted; a resident set has no pages that nobody touched."""
+        return bool(self.allocated_bytes or self.data_bytes)
 
     @property
     def by_phase(self) -> dict[str, int]:
@@ -225,7 +228,7 @@ class MemoryUse:
     @property
     def peak(self) -> int:
         """The largest of the phases; 0 if nothing was measured."""
-        return max(self.by_phase.values(), default=0)
+        return self.data_bytes or max(self.by_phase.values(), default=0)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ MAY_IMPORT = {
     "engines.remembered": "ds_config engines plan run trial",
     "engines.simulated": "engines errors trial",
     "engines.local.*": (
-        "arguments ds_config engines errors experiment failures hf injection journal memory.* "
-        "meter trial"
+        "arguments ds_config engines errors experiment failures gauges hf injection journal "
+        "memory.* meter trial"
     ),
     "engines.determined": "",
     "engines.determined.verdict": "failures task trial",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsat.memory.calibration import Observation, calibrate
-from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.estimate import PHASES, MemoryEstimate
 from dsat.trial import MemoryUse
 
 MIB = 2**20
@@ -70,6 +70,17 @@ def test_a_cpu_tells_what_came_on_top_of_the_imports() -> None:
     # What the script did before the first step is not the model's.
     assert observation.used == {"forward": 200, "step": 150}
     assert Observation.of(simulated(1), 1, MemoryUse()) is None
+
+
+def test_a_cpu_with_a_limit_tells_what_counted_against_it() -> None:
+    rss = {"init": 900, "forward": 700, "step": 650}
+    estimate = simulated(1)
+    most = max(PHASES, key=lambda phase: int(getattr(estimate, phase)))
+    for more in (-7, 7):
+        use = MemoryUse(host_rss_bytes=rss, data_bytes=estimate.peak + more)
+        observation = Observation.of(estimate, 1, use)
+        assert observation is not None and not observation.at_least
+        assert (observation.phase, observation.excess) == (most, more)
 
 
 def test_a_resident_set_never_lowers_a_prediction() -> None:

@@ -24,12 +24,13 @@ def compiled(self, verbose=True):
 
 
 OpBuilder.jit_load = compiled
-rank._limit_memory(50 * 2**20)
+rank._limit_memory(BUDGET)
 """
 
 
-def after_the_limit(code: str) -> str:
-    command = [sys.executable, "-c", LIMITED + code]
+def after_the_limit(code: str, *, budget_mib: int = 50) -> str:
+    limited = LIMITED.replace("BUDGET", str(budget_mib * 2**20))
+    command = [sys.executable, "-c", limited + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return (done.stderr or done.stdout).strip().splitlines()[-1]
 
@@ -47,3 +48,19 @@ def test_the_compiler_of_an_operator_has_no_part_in_the_limit() -> None:
 
 def test_other_processes_of_the_script_share_the_limit() -> None:
     assert "CalledProcessError" in after_the_limit("compiled(None)")
+
+
+def test_the_most_that_counted_against_the_limit_is_known() -> None:
+    measure = """
+from deepspeed.accelerator import get_accelerator
+from dsat.gauges import MemoryWatch, ProcessMemory
+import torch
+
+watch = MemoryWatch(get_accelerator(), ProcessMemory.now())
+for elements in (50 * 2**20, 2**20):
+    torch.zeros(elements)
+used = watch.over_ranks(lambda values: values)
+print(used.data_bytes / 2**20, used.is_exact, used.peak == used.data_bytes)
+"""
+    words = after_the_limit(measure, budget_mib=500).split()
+    assert 200 <= float(words[0]) < 212 and words[1:] == ["True", "True"]

@@ -41,7 +41,10 @@ class Observation:
     ) -> Observation | None:
         """From a trial's own record; None if there is none."""
         used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
-        if not memory.is_exact:
+        if memory.data_bytes:
+            # Of whatever phase that is, it should be the one that was predicted to need most.
+            used = {max(PHASES, key=lambda phase: getattr(estimate, phase)): memory.data_bytes}
+        elif not memory.is_exact:
             # A resident set shows what the script did before, reading its data for example.
             used.pop("init", None)
         if not used:

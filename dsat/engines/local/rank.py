@@ -26,6 +26,7 @@ from dsat import failures, hf, injection
 from dsat.arguments import CHECKPOINTING
 from dsat.engines.local.entrypoint import Entrypoint
 from dsat.errors import InvalidTrial
+from dsat.gauges import ProcessMemory
 from dsat.journal import write_atomically
 from dsat.memory import capture
 from dsat.meter import Measurement, Meter, MeterSpec, TrialComplete, install
@@ -39,7 +40,7 @@ MODULES_FILE = "modules.json"
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
 # malloc.h of glibc.
-_M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MAPPED_FROM_BYTES = 2**18
 # Variables that torch, DeepSpeed and what they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
@@ -235,7 +236,8 @@ def _limit_memory(budget_bytes: int) -> None:
     The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
     allocator fail as a device's would. What was imported before does not count. The C library is
     told to give tensors back to the system at once: otherwise it is the holes in its heap that
-    exhaust the limit, and not tensors.
+    exhaust the limit, and not tensors. One heap is enough, since each more reserves 128 MiB for a
+    moment, which no peak could be told from.
     """
     import ctypes
     import resource
@@ -244,8 +246,9 @@ def _limit_memory(budget_bytes: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_MMAP_MAX, 2**30)
+        mallopt(_M_ARENA_MAX, 1)
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + budget_bytes + _DATA_LIMIT_SLACK
+    limit = ProcessMemory.now().data_bytes + budget_bytes + _DATA_LIMIT_SLACK
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     _lift_to_compile(resource.RLIMIT_DATA, (limit, most))
 
@@ -268,14 +271,6 @@ def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
             resource.setrlimit(limited, limits)
 
     OpBuilder.jit_load = unlimited
-
-
-def _data_bytes() -> int:
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmData")
 
 
 def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
