@@ -20,11 +20,11 @@ from dsat.engines.determined.where import Choice, auth_file, choose, logins_of
 from dsat.engines.local import entrypoint as entrypoints
 from dsat.errors import UserInputError
 from dsat.experiment import Experiment
+from dsat.ladder import make_space
 from dsat.messages import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from dsat.plan import BY_FORMULA, BY_SIMULATION
 from dsat.prepare import check_config_path, check_max_slots, check_ranks, plan_of
 from dsat.settings import Settings
-from dsat.tuner import make_space
 
 # What has a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")

@@ -1,4 +1,4 @@
-"""Which strategies a run searches, and in which order it looks for one that fits at all.
+"""What a run searches, and in which order it looks for a strategy that fits at all.
 
 The ladder is the one that practitioners walk: stage 1, 2, 2 with the optimizer on the host, 3, 3
 with offloading, NVMe. A rung that needs as much memory as the one before it is left out.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dsat import ds_config, memory
 from dsat.plan import Plan
+from dsat.space import Freedom, Space
 from dsat.strategy import CPU, NONE, NVME, Strategy, of_config
 from dsat.trial import ModelProfile
 
@@ -71,6 +72,38 @@ def searched_after(plan: Plan, fitted: str) -> tuple[Strategy, ...]:
     if fitted == of_config(plan.base_config).name:
         return searched(plan)
     return searched_from(plan, [strategy.name for strategy in rescue(plan)].index(fitted))
+
+
+def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
+    """The space that a plan searches; what the user set by hand is not part of it.
+
+    Args:
+        profile: of the model, once it is known.
+        rung: of the ladder, if the user's own strategy does not fit.
+    """
+    return Space(
+        strategies=searched(plan) if rung < 0 else searched_from(plan, rung),
+        micro_batches=plan.allowed_micro_batches,
+        slots=plan.slots_per_trial,
+        gas=plan.own_batch.gas,
+        train_batch_size=plan.train_batch_size,
+        max_train_batch_size=plan.max_train_batch_size,
+        freedom=Freedom(
+            fixed=plan.fixed,
+            tune=plan.tune,
+            choices=plan.choices,
+            switches=plan.switches,
+            nvme_path=plan.nvme_path,
+        ),
+        config=plan.base_config,
+        num_params=None if profile is None else profile.num_params,
+        roomy_bucket=None if profile is None else _roomy_bucket(profile),
+    )
+
+
+def _roomy_bucket(profile: ModelProfile) -> int:
+    """Elements of a bucket that takes a sixteenth of a slot's memory."""
+    return profile.slot_memory_bytes // (16 * profile.param_bytes)
 
 
 def _may_use(plan: Plan, strategy: Strategy) -> bool:

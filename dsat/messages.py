@@ -7,13 +7,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from dsat.ladder import rescue
+from dsat.ladder import make_space, rescue
 from dsat.live import LiveView
 from dsat.prepare import Prepared
 from dsat.report import summary
 from dsat.run import Run
 from dsat.trial import OutcomeKind, TrialKind
-from dsat.tuner import Tuner, make_space
+from dsat.tuner import Tuner
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -29,12 +29,11 @@ from dsat.run import (
     Run,
 )
 from dsat.search import SEARCHES, Search
-from dsat.space import Freedom, Space, defaults, smallest_buckets
+from dsat.space import Space, defaults, smallest_buckets
 from dsat.strategy import Strategy, of_config
 from dsat.trial import (
     KNOWN_TO_CI95,
     BatchTriple,
-    ModelProfile,
     Outcome,
     OutcomeKind,
     Proposal,
@@ -321,7 +320,7 @@ class Tuner:
                 "kernels?). Use --metric throughput"
             )
             return
-        self._space = make_space(self.plan, profile, rung=self._rung)
+        self._space = ladder.make_space(self.plan, profile, rung=self._rung)
         if self.plan.memory_model == BY_FORMULA:
             self._begin_search(Basis.of_profile(profile, self.plan.switches))
         elif self.plan.memory_model == NO_MEMORY_MODEL:
@@ -500,38 +499,6 @@ class Tuner:
         finally:
             self.plan = plan
             self._skipped = []  # they are in the event
-
-
-def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
-    """The space that a plan searches; what the user set by hand is not part of it.
-
-    Args:
-        profile: of the model, once it is known.
-        rung: of the ladder, if the user's own strategy does not fit.
-    """
-    return Space(
-        strategies=ladder.searched(plan) if rung < 0 else ladder.searched_from(plan, rung),
-        micro_batches=plan.allowed_micro_batches,
-        slots=plan.slots_per_trial,
-        gas=plan.own_batch.gas,
-        train_batch_size=plan.train_batch_size,
-        max_train_batch_size=plan.max_train_batch_size,
-        freedom=Freedom(
-            fixed=plan.fixed,
-            tune=plan.tune,
-            choices=plan.choices,
-            switches=plan.switches,
-            nvme_path=plan.nvme_path,
-        ),
-        config=plan.base_config,
-        num_params=None if profile is None else profile.num_params,
-        roomy_bucket=None if profile is None else _roomy_bucket(profile),
-    )
-
-
-def _roomy_bucket(profile: ModelProfile) -> int:
-    """Elements of a bucket that takes a sixteenth of a slot's memory."""
-    return profile.slot_memory_bytes // (16 * profile.param_bytes)
 
 
 def _stem(strategy: Strategy, batch: BatchTriple) -> str:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "space": "ds_config overrides strategy trial",
     "plan": "ds_config space trial",
     "memory.*": "ds_config errors injection journal strategy trial",
-    "ladder": "ds_config memory.* plan strategy trial",
+    "ladder": "ds_config memory.* plan space strategy trial",
     "gaussian": "",
     "speed": "gaussian strategy",
     "search.*": "arguments errors gaussian memory.* overrides space speed strategy trial",
