@@ -56,6 +56,7 @@ from deepspeed.accelerator import get_accelerator
 from dsat.gauges import MemoryWatch, ProcessMemory
 import torch
 
+torch.set_num_threads(1)  # each has a stack
 watch = MemoryWatch(get_accelerator(), ProcessMemory.now())
 for elements in (50 * 2**20, 2**20):
     torch.zeros(elements)
@@ -63,4 +64,4 @@ used = watch.over_ranks(lambda values: values)
 print(used.data_bytes / 2**20, used.is_exact, used.peak == used.data_bytes)
 """
     words = after_the_limit(measure, budget_mib=500).split()
-    assert 200 <= float(words[0]) < 212 and words[1:] == ["True", "True"]
+    assert 200 <= float(words[0]) < 204 and words[1:] == ["True", "True"]
