@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import native, picture, replay, tables
 from benchmarks.bars import Bar, of_native, of_replay
+from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
 from benchmarks.record import about_machine
 from benchmarks.replay import Episode
@@ -162,7 +163,8 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
             f"`{header.command}`, {header.profile.num_params / 1e6:.1f} M parameters "
             f"({header.profile.trainable_params / 1e6:.1f} M trainable), "
             f"{header.slot_memory_bytes / 2**30:g} GiB per slot; {len(table.rows)} recorded "
-            f"trials, {lost} of them out of memory. {facts}.",
+            f"trials, {lost} of them out of memory, {table.close_to_best(OBJECTIVE, 0.05)} within "
+            f"5 % of the best. {facts}.",
             "",
             *replay.lines(mine),
             "",

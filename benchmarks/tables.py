@@ -20,6 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -46,6 +47,7 @@ SUFFIX = ".jsonl"
 SCHEMA = 1
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
+APART = "passes are apart by"
 _OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
@@ -120,11 +122,29 @@ def fold(rows: Iterable[Row]) -> list[Row]:
 
     The lower one of an even number. Out of memory counts as the least.
     """
+    return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in _passes(rows)]
+
+
+def spread(rows: Iterable[Row]) -> float | None:
+    """How far the passes of a trial are apart, from least to most, as a fraction of the median.
+
+    In the middle of all trials that ran in several passes; None if there are none.
+    """
+    found = []
+    for same in _passes(rows):
+        values = sorted(value for row in same if (value := _throughput(row)) > 0)
+        if len(values) > 1:
+            found.append((values[-1] - values[0]) / statistics.median(values))
+    return statistics.median(found) if found else None
+
+
+def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
+    """The rows of each trial."""
     passes: dict[str, list[Row]] = {}
     for row in rows:
         which = json.dumps([row.settings, row.micro_batch, row.gas, row.slots], sort_keys=True)
         passes.setdefault(which, []).append(row)
-    return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in passes.values()]
+    return passes.values()
 
 
 def _throughput(row: Row) -> float:
@@ -155,8 +175,15 @@ class Table:
 
     def best(self, objective: Objective) -> float:
         """The best value of all recorded trials."""
-        values = [value for row in self.rows if (value := row.outcome.value(objective)) is not None]
-        return min(values, key=objective.loss)
+        return min(self._values(objective), key=objective.loss)
+
+    def close_to_best(self, objective: Objective, part: float) -> int:
+        """How many recorded trials are as good as the best but for this part of it."""
+        best = self.best(objective)
+        return sum(objective.gain(best, v) * (1 - part) <= 1 for v in self._values(objective))
+
+    def _values(self, objective: Objective) -> list[float]:
+        return [value for row in self.rows if (value := row.outcome.value(objective)) is not None]
 
     @cached_property
     def choices(self) -> dict[str, list[Any]]:
@@ -344,9 +371,14 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def read(path: Path) -> Table:
     """Reads a table, compressed or not, also one whose recording goes on."""
+    header, rows = _read(path)
+    return Table(header, fold(rows))
+
+
+def _read(path: Path) -> tuple[Header, list[Row]]:
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines, _ = parse(content, str(path))
-    return Table(Header.from_json(lines[0]), fold(map(Row.from_json, lines[1:])))
+    return Header.from_json(lines[0]), list(map(Row.from_json, lines[1:]))
 
 
 def read_all(folder: Path = DATA) -> list[Table]:
@@ -357,8 +389,11 @@ def read_all(folder: Path = DATA) -> list[Table]:
 def compress(path: Path) -> Path:
     """Folds and compresses a finished table, to the same bytes each time; returns the new file."""
     target = path.with_name(path.name + ".gz")
-    table = read(path)
-    _write(target, table.header, table.rows)
+    header, rows = _read(path)
+    apart = spread(rows)
+    if apart is not None:
+        header = replace(header, about={**header.about, APART: f"{apart:.1%}"})
+    _write(target, header, fold(rows))
     return target
 
 

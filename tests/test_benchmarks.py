@@ -157,10 +157,28 @@ def test_of_several_passes_a_table_has_the_median(table: Table, tmp_path: Path) 
     assert tables.fold([three, other, measured(5.0), two]) == [three, other]
     assert tables.fold([three, two]) == [two]
     assert tables.fold([lost, three, two]) == [two]
+    apart = [
+        three,
+        two,
+        replace(measured(8.0), micro_batch=7),
+        replace(measured(8.0), micro_batch=7),
+    ]
+    assert tables.spread(apart) == pytest.approx((0.4 + 0) / 2)
+    assert tables.spread([three, other, lost]) is None
     path = tmp_path / "made-up.jsonl"
     lines = [HEADER.to_json(), *(tables.of_pass(r, n) for n, r in enumerate((three, two), 1))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert tables.read(path).rows == tables.read(tables.compress(path)).rows == (two,)
+    compressed = tables.read(tables.compress(path))
+    assert tables.read(path).rows == compressed.rows == (two,)
+    assert compressed.header.about[tables.APART] == "40.0%"
+
+
+def test_how_many_trials_are_close_to_the_best(table: Table) -> None:
+    values = sorted(v for row in table.rows if (v := row.outcome.value(OBJECTIVE)) is not None)
+    best = values[-1]
+    for part in (0.0, 0.05, 0.5):
+        close = [value for value in values if value >= best * (1 - part)]
+        assert table.close_to_best(OBJECTIVE, part) == len(close)
 
 
 def test_a_table_is_replaced_once_the_new_one_is_finished(
