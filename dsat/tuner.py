@@ -348,6 +348,7 @@ class Tuner:
             seed=plan.seed,
             memory_model=basis is not None,
             predict=None if forecast is None else forecast.largest,
+            gated=forecast is not None,
             **plan.search_options,
         )
 

@@ -305,6 +305,23 @@ def test_it_ends_when_nothing_is_likely_to_be_better() -> None:
     assert 3 <= counts[0.4] <= counts[0.1] < 15 < 40 < counts[0.0]
 
 
+def test_what_would_not_be_launched_is_not_proposed() -> None:
+    machine = Machine(1, slots=2)
+    most = {}
+    for gated in (False, True):
+        search = SEARCHES["model"](
+            machine.profile,
+            THROUGHPUT,
+            machine.space,
+            seed=0,
+            predict=lambda settings: 100.0,
+            gated=gated,
+        )
+        asked = proposals_of(search, lambda p: ran(p.micro_batch), limit=20)
+        most[gated] = max(proposal.micro_batch for proposal in asked)
+    assert most[True] == 100 < most[False]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_to_look_at_it_changes_nothing(seed: int) -> None:
     """Who asks for its reason to stop, and when, is not decided by a journal."""

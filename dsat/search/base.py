@@ -48,6 +48,7 @@ class Search(abc.ABC):
             activations alone would fill a slot, which no strategy can exceed.
         predict: predicts the largest micro batch of some settings, 0 if none fits, and may know
             better from one call to the next; by default a rough guess by strategy does.
+        gated: nothing above that is launched, so nothing above it need be proposed.
 
     Attributes:
         patience: end the search after so many trials without a new best; None for never.
@@ -65,6 +66,7 @@ class Search(abc.ABC):
         search_range_factor: float = 1.0,
         memory_model: bool = True,
         predict: Predict | None = None,
+        gated: bool = False,
     ) -> None:
         self.objective = objective
         self.space = space
@@ -73,6 +75,7 @@ class Search(abc.ABC):
         self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
         self._search_range_factor = search_range_factor
         self._predict = predict if memory_model else None
+        self._gated = gated
         bound = _by_strategy if memory_model else _upper_bound
         self._rough = [bound(profile, s, space.slots) for s in space.strategies]
         self._lineages: list[Lineage] = []

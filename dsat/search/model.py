@@ -238,6 +238,8 @@ class ModelSearch(Search):
                 edges = belief.log2_largest(branch, indexes + offset)
             fits = belief.feasibility.log_fits(branch, knobs, edges, sizes)
             is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
+            if self._gated:
+                is_open &= np.log2(sizes)[:, None] <= edges[None, :]
             if not is_open.any():
                 continue
             log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
