@@ -14,8 +14,22 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.strategy import of_config
 
+MIB = 2**20
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes")
+
+
+def facts_of(num_params: int) -> ModelFacts:
+    """A model in fp32, all of it trained, with 30 MiB of activations a sample."""
+    return ModelFacts(
+        num_params=num_params,
+        trainable_params=num_params,
+        largest_param=MIB,
+        forward_bytes_per_sample=20.0 * MIB,
+        backward_bytes_per_sample=30.0 * MIB,
+        first_gradient_bytes_per_sample=25.0 * MIB,
+        param_bytes=4,
+    )
 
 
 class FakeLender:
@@ -58,7 +72,8 @@ def by_formula(facts: ModelFacts) -> Answer:
 
 
 def failing_in(stages: set[int], other: Answer) -> Answer:
-    """An answer, but none for some ZeRO stages."""
+    """An answer, but for some ZeRO stages what a script says whose model uses an operator that has
+    no implementation on fake tensors."""
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if of_config(request["config"]).stage in stages:

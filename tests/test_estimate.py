@@ -10,21 +10,12 @@ import pytest
 
 from dsat import estimate
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.simulator import Simulator
 from dsat.strategy import Strategy
-from tests.lender import FakeLender, by_formula, failing_in
+from tests.lender import MIB, FakeLender, by_formula, facts_of, failing_in
 
-MIB, GIB = 2**20, 2**30
-FACTS = ModelFacts(
-    num_params=100 * MIB,
-    trainable_params=100 * MIB,
-    largest_param=MIB,
-    forward_bytes_per_sample=20.0 * MIB,
-    backward_bytes_per_sample=30.0 * MIB,
-    first_gradient_bytes_per_sample=25.0 * MIB,
-    param_bytes=4,
-)
+GIB = 2**30
+FACTS = facts_of(100 * MIB)
 BF16 = {"bf16": {"enabled": True}}
 
 

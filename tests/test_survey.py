@@ -11,21 +11,12 @@ import pytest
 
 from dsat import survey
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.simulator import SimulationUnavailable, Simulator
 from dsat.strategy import of_config
-from tests.lender import Answer, FakeLender, by_formula, failing_in
+from tests.lender import MIB, Answer, FakeLender, by_formula, facts_of, failing_in
 
-MIB, GIB = 2**20, 2**30
-FACTS = ModelFacts(
-    num_params=50 * MIB,
-    trainable_params=50 * MIB,
-    largest_param=MIB,
-    forward_bytes_per_sample=20.0 * MIB,
-    backward_bytes_per_sample=30.0 * MIB,
-    first_gradient_bytes_per_sample=25.0 * MIB,
-    param_bytes=4,
-)
+GIB = 2**30
+FACTS = facts_of(50 * MIB)
 CONFIGS = [
     {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6}} for stage in (0, 1, 2, 3)
 ]
