@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dsat.engines.local import LocalEngine
-from dsat.forecast import Forecast
-from dsat.run import Run
-from dsat.trial import Outcome, Trial
+from dsat.memory.forecast import Forecast
+from dsat.tuning.run import Run
+from dsat.values.trial import Outcome, Trial
 
 
 class Silent:
-    """An observer of `dsat.loop.drive` that says nothing."""
+    """An observer of `dsat.tuning.loop.drive` that says nothing."""
 
     def started(self, run: Run, trial: Trial) -> None: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.tables import Table
-from dsat.trial import Objective, Outcome
+from dsat.values.trial import Objective, Outcome
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)

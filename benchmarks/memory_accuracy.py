@@ -2,7 +2,7 @@
 
     python3 benchmarks/memory_accuracy.py [gpt2_small resnet50 gpt ...]
 
-A real run is measured by what torch's allocator held (see tests/programs/memory/heap.c).
+A real run is measured by what torch's allocator held (see testing/programs/memory/heap.c).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dsat.memory import PHASES, SIMULATED
-from dsat.memory.simulator import Simulator
-from tests.allocator import configuration, counting_library, real_peaks
-from tests.local import engine_of
+from dsat.memory.simulation_client import Simulator
+from testing.allocator import configuration, counting_library, real_peaks
+from testing.local import engine_of
 
 _MIB = 2**20
 _GRID: list[dict[str, Any]] = [

@@ -27,14 +27,14 @@ from typing import Any
 
 from benchmarks.common import run_trial
 from benchmarks.record import OPTIMIZER, PROGRAM
-from dsat import ds_config, experiment
-from dsat.autotuning import SECTION
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.journal import FILE_NAME, read_events, write_atomically
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.inputs import ds_config, entrypoint, experiment
+from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration
-from dsat.run import Run
-from dsat.strategy import of_config
-from dsat.trial import Trial, TrialKind
+from dsat.tuning.journal import FILE_NAME, read_events, write_atomically
+from dsat.tuning.run import Run
+from dsat.values.trial import Trial, TrialKind
+from dsat.values.zero_strategy import of_config
 
 BIN = Path(sys.executable).parent
 CAP = 32

@@ -34,14 +34,15 @@ from benchmarks.common import run_trial
 from benchmarks.grid import Cell, Grid
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
-from dsat import experiment, survey
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.journal import Journal, MemoryJournal
-from dsat.overrides import overrides_for
-from dsat.plan import BY_SIMULATION
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.inputs import entrypoint, experiment
+from dsat.memory import anchors
 from dsat.report.format import duration
-from dsat.trial import BatchTriple, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
-from dsat.tuner import Tuner
+from dsat.space.overrides import overrides_for
+from dsat.space.plan import BY_SIMULATION
+from dsat.tuning.journal import Journal, MemoryJournal
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import BatchTriple, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -58,7 +59,7 @@ def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(zip(knobs, values, strict=True)) for values in combinations]
 
 
-# What matters most on one slot (see dsat/space.py): a small and a large size of each.
+# What matters most on one slot (see dsat/space/space.py): a small and a large size of each.
 SETTINGS = tuple(
     grid(stage=[0])
     + grid(stage=[1, 2], reduce_bucket_size=[5 * 10**6, 10**8])
@@ -177,7 +178,7 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
         engine = _engine(spec, machine, Path(scratch))
         try:
-            basis = survey.of_run(
+            basis = anchors.of_run(
                 engine,
                 tuner.plan,
                 table.header.profile,

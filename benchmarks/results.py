@@ -25,8 +25,8 @@ from benchmarks.record import about_machine
 from benchmarks.replay import Episode
 from benchmarks.tables import Table
 from dsat.engines.local import find_machine
-from dsat.journal import write_atomically
 from dsat.report.format import duration
+from dsat.tuning.journal import write_atomically
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent

@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks.common import Silent
 from dsat.engines.simulated import SimulatedEngine
-from dsat.journal import MemoryJournal
-from dsat.loop import drive
-from dsat.plan import Plan
 from dsat.search import SEARCHES
-from dsat.space import Freedom, Space, allowed_micro_batches
-from dsat.strategy import plain
-from dsat.trial import (
+from dsat.space.plan import Plan
+from dsat.space.space import Freedom, Space, allowed_micro_batches
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.loop import drive
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import (
     BatchTriple,
     Metrics,
     ModelProfile,
@@ -39,7 +39,7 @@ from dsat.trial import (
     Trial,
     TrialKind,
 )
-from dsat.tuner import Tuner
+from dsat.values.zero_strategy import plain
 
 SLOTS = 8
 CONCURRENT = 16

@@ -28,11 +28,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config, space
-from dsat.journal import parse
-from dsat.overrides import overrides_for
-from dsat.strategy import of_config
-from dsat.trial import (
+from dsat.inputs import ds_config
+from dsat.space import space
+from dsat.space.overrides import overrides_for
+from dsat.tuning.journal import parse
+from dsat.values.trial import (
     BatchTriple,
     MemoryUse,
     Metrics,
@@ -41,6 +41,7 @@ from dsat.trial import (
     Outcome,
     OutcomeKind,
 )
+from dsat.values.zero_strategy import of_config
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
@@ -63,8 +64,8 @@ class Header:
         slot_memory_bytes: what a slot may use.
         profile: what the profile trial found; it took `profile_duration_s`.
         about: for people: machine, versions, date, the steps that were measured.
-        memory: what dsat predicts memory from (`dsat.memory.model.Basis`), simulated on the same
-            machine; None if it was not.
+        memory: what dsat predicts memory from (`dsat.memory.predictor.Basis`), simulated on
+            the same machine; None if it was not.
     """
 
     name: str

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import run_trial
-from dsat import experiment
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, entrypoint, find_machine
-from dsat.trial import BatchTriple, OutcomeKind, Trial, TrialKind
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.inputs import entrypoint, experiment
+from dsat.values.trial import BatchTriple, OutcomeKind, Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "six_steps.py"
 BIN = Path(sys.executable).parent

@@ -4,7 +4,7 @@ Importing this package imports neither torch nor deepspeed nor determined nor tr
 """
 
 from dsat.errors import DsatError, UserInputError
-from dsat.script_api import (
+from dsat.in_trial.script_api import (
     dsat_reporting_context,
     get_ds_config_from_hparams,
     get_hf_args_with_overwrites,

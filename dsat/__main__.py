@@ -2,6 +2,6 @@
 
 import sys
 
-from dsat.cli import main
+from dsat.cli.main import main
 
 sys.exit(main())

@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.engine_contract", "tests.helpers")
+pytest.register_assert_rewrite("testing.engine_contract", "testing.helpers")

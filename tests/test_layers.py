@@ -13,84 +13,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EVERYTHING = "*"
-
-# Names are relative to `dsat`, which itself is "". A name that ends in ".*" stands for a package
-# and all in it, whose modules may import each other.
-MAY_IMPORT = {
-    "errors": "",
-    "trial": "",
-    "arguments": "ds_config errors",
-    "ds_config": "errors trial",
-    "choices": "ds_config errors",
-    "autotuning": "arguments choices ds_config errors",
-    "experiment": "choices ds_config errors trial",
-    "strategy": "",
-    "overrides": "arguments strategy trial",
-    "space": "ds_config overrides strategy trial",
-    "plan": "ds_config space trial",
-    "memory.*": "ds_config errors injection journal strategy trial",
-    "ladder": "ds_config memory.* plan space strategy trial",
-    "gaussian": "",
-    "speed": "gaussian strategy",
-    "search.*": "arguments errors gaussian memory.* overrides space speed strategy trial",
-    "forecast": "ds_config memory.* overrides plan space trial",
-    "journal": "errors trial",
-    "run": "journal memory.* plan trial",
-    "tuner": (
-        "ds_config errors forecast journal ladder memory.* overrides plan run search.* space "
-        "strategy trial"
-    ),
-    "survey": "memory.* plan strategy trial",
-    "failures": "errors trial",
-    "gauges": "trial",
-    "injection": "ds_config errors",
-    "profiler": "trial",
-    "checks": "errors",
-    "meter": "checks errors gauges profiler trial",
-    "hf": "",
-    "task": "ds_config failures meter trial",
-    "script_api": "arguments ds_config errors journal meter task",
-    "": "errors script_api",
-    "engines": "errors trial",
-    "engines.remembered": "ds_config engines plan run trial",
-    "engines.simulated": "engines errors trial",
-    "engines.local.*": (
-        "arguments ds_config engines errors experiment failures gauges hf injection journal "
-        "memory.* meter trial"
-    ),
-    "engines.determined": "",
-    "engines.determined.verdict": "failures task trial",
-    "engines.determined.engine": (
-        "ds_config engines.determined.verdict errors experiment meter task trial"
-    ),
-    "engines.determined.patience": "",
-    "engines.determined.where": "",
-    "engines.determined.master": "ds_config engines.determined.patience task",
-    "engines.determined.job": "ds_config engines.determined.engine experiment plan",
-    "engines.determined.context": "engines.determined.job errors",
-    "engines.determined.client": "engines.determined.job engines.determined.patience errors",
-    # What follows are programs of the cluster, with an engine and a tuner in them.
-    "engines.determined.search": (
-        "engines.determined.engine journal plan report.* run trial tuner"
-    ),
-    "engines.determined.runner": (
-        "engines.determined.engine engines.determined.job engines.determined.master "
-        "engines.determined.patience engines.determined.search journal report.* run"
-    ),
-    "loop": "engines errors forecast memory.* run trial tuner",
-    "report.*": "ds_config errors forecast journal ladder memory.* plan run trial",
-    "live": "forecast report.* run trial",
-    "options": "plan space trial",
-    "settings": "options space",
-    "prepare": EVERYTHING,
-    "estimate": EVERYTHING,
-    "folders": "autotuning errors journal plan prepare report.* run settings",
-    "messages": "ladder live prepare report.* run trial tuner",
-    "cluster": EVERYTHING,
-    "cli": EVERYTHING,
-    "__main__": "cli",
-}
+# The folders and modules right below `dsat`, lowest first: each may import itself and what stands
+# above it in this list, and nothing else. "" is `dsat` itself, which opens its upper floors lazily.
+FLOORS = (
+    "errors",
+    "values",
+    "inputs",
+    "space",
+    "memory",
+    "search",
+    "in_trial",
+    "",
+    "engines",
+    "tuning",
+    "report",
+    "app",
+    "determined_cluster",
+    "cli",
+    "__main__",
+)
 
 
 def _sources(package: Path) -> dict[str, str]:
@@ -103,11 +44,9 @@ def _sources(package: Path) -> dict[str, str]:
     return sources
 
 
-def _room(module: str) -> str | None:
-    if module in MAY_IMPORT:
-        return module
-    packages = (room for room in MAY_IMPORT if room.endswith(".*"))
-    return next((room for room in packages if f"{module}.".startswith(room[:-1])), None)
+def _floor(module: str) -> int | None:
+    top = module.split(".")[0]
+    return FLOORS.index(top) if top in FLOORS else None
 
 
 def _imports(module: str, is_package: bool, text: str, modules: set[str]) -> Iterator[str]:
@@ -145,13 +84,13 @@ def _import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 def _violations(sources: Mapping[str, str]) -> list[str]:
     found = []
     for module, imported in _import_graph(sources).items():
-        room = _room(module)
-        if room is None:
-            found.append(f"dsat.{module} has no place in MAY_IMPORT")
+        floor = _floor(module)
+        if floor is None:
+            found.append(f"dsat.{module} has no place in FLOORS")
             continue
-        allowed = MAY_IMPORT[room].split()
         for other in sorted(imported):
-            if EVERYTHING not in allowed and _room(other) not in [*allowed, room]:
+            above = _floor(other)
+            if above is None or above > floor:
                 found.append(f"dsat.{module} imports dsat.{other}")
     return found
 
@@ -160,10 +99,30 @@ def test_imports_run_downward_only() -> None:
     assert _violations(_sources(ROOT / "dsat")) == []
 
 
-def test_the_table_itself_has_no_way_back_up() -> None:
-    graph = {room: set(below.split()) for room, below in MAY_IMPORT.items() if below != EVERYTHING}
-    assert set().union(*graph.values()) <= set(MAY_IMPORT)
-    graphlib.TopologicalSorter(graph).prepare()
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = _import_graph(_sources(ROOT / "dsat"))
+    # A package's `__init__` hands on what is in its modules, which name the package to get there.
+    graphlib.TopologicalSorter(
+        {name: below - {name.rpartition(".")[0]} for name, below in graph.items()}
+    ).prepare()
+
+
+def test_every_folder_says_who_lives_there() -> None:
+    for floor in FLOORS:
+        folder = ROOT / "dsat" / floor
+        if folder.is_dir():
+            text = (folder / "__init__.py").read_text(encoding="utf-8")
+            assert ast.get_docstring(ast.parse(text)), f"dsat/{floor}/__init__.py has no docstring"
+
+
+def test_few_things_stand_at_the_top() -> None:
+    code = {
+        path.name
+        for folder in (ROOT, ROOT / "dsat")
+        for path in folder.iterdir()
+        if path.suffix == ".py" or any(path.glob("*.py"))
+    }
+    assert len(code) <= 20, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:
@@ -175,38 +134,37 @@ def test_searches_and_engines_know_nothing_of_each_other() -> None:
             found |= more
         return {name.split(".")[0] for name in found}
 
-    assert {"search", "space", "trial"} <= reachable("search")
-    assert not {"engines", "loop", "cli"} & reachable("search")
-    for program in ("engines.determined.search", "engines.determined.runner"):
-        del graph[program]
-    assert "trial" in reachable("engines")
-    assert not {"search", "tuner", "cli"} & reachable("engines")
+    assert {"search", "space", "values"} <= reachable("search")
+    assert not {"engines", "tuning", "cli"} & reachable("search")
+    assert "values" in reachable("engines")
+    assert not {"search", "tuning", "cli"} & reachable("engines")
 
 
 @pytest.mark.parametrize(
     ("module", "text", "found"),
     [
-        ("trial", "import dsat.errors", ["dsat.trial imports dsat.errors"]),
-        ("trial", "from dsat import errors", ["dsat.trial imports dsat.errors"]),
-        ("trial", "from dsat.errors import DsatError", ["dsat.trial imports dsat.errors"]),
-        ("trial", "from .errors import DsatError", ["dsat.trial imports dsat.errors"]),
-        ("trial", "from . import errors", ["dsat.trial imports dsat.errors"]),
-        ("trial", "def f():\n  from dsat import errors", ["dsat.trial imports dsat.errors"]),
-        ("trial", "from dsat import __version__", ["dsat.trial imports dsat."]),
-        ("trial", "import json, dsatellite.errors", []),
-        ("search.asha", "from dsat.search.base import Search", []),
-        ("search.asha", "from ..engines import Engine", ["dsat.search.asha imports dsat.engines"]),
-        ("search.asha", "from . import base\nfrom ..trial import Trial", []),
-        ("search", "from .base import Search\nfrom ..trial import Trial", []),
-        ("search", "from ..tuner import Tuner", ["dsat.search imports dsat.tuner"]),
-        ("engines.local.new", "import dsat.tuner", ["dsat.engines.local.new imports dsat.tuner"]),
-        ("engines.new", "", ["dsat.engines.new has no place in MAY_IMPORT"]),
-        ("new", "", ["dsat.new has no place in MAY_IMPORT"]),
-        ("cli", "from dsat import engines, tuner", []),
+        ("values.new", "import dsat.space", ["dsat.values.new imports dsat.space"]),
+        ("values.new", "from dsat import space", ["dsat.values.new imports dsat.space"]),
+        ("values.new", "from dsat.space import Space", ["dsat.values.new imports dsat.space"]),
+        ("values.new", "from ..space import Space", ["dsat.values.new imports dsat.space"]),
+        ("values.new", "from .. import space", ["dsat.values.new imports dsat.space"]),
+        ("values", "from .. import space", ["dsat.values imports dsat.space"]),
+        (
+            "values.new",
+            "def f():\n  from dsat import space",
+            ["dsat.values.new imports dsat.space"],
+        ),
+        ("values.new", "from dsat import __version__", ["dsat.values.new imports dsat."]),
+        ("values.new", "import json, dsatellite.space", []),
+        ("space.new", "from dsat.values import trial\nfrom .knobs import KNOBS", []),
+        ("engines.local.new", "import dsat.tuning", ["dsat.engines.local.new imports dsat.tuning"]),
+        ("", "from dsat.api import tune", ["dsat. imports dsat.api"]),
+        ("new", "", ["dsat.new has no place in FLOORS"]),
+        ("cli", "from dsat import engines, tuning", []),
     ],
 )
 def test_the_check_finds_what_it_should(module: str, text: str, found: list[str]) -> None:
-    others = ("", "errors", "trial", "tuner", "engines", "search", "search.base", "search.asha")
+    others = ("", "values", "values.trial", "space", "space.knobs", "engines", "tuning", "cli")
     assert _violations({**dict.fromkeys(others, ""), module: text}) == found
 
 
@@ -214,8 +172,8 @@ def test_the_check_finds_what_it_should(module: str, text: str, found: list[str]
     ("module", "heavy"),
     [
         ("dsat", "torch deepspeed determined transformers ray rich numpy"),
-        ("dsat.meter", "torch deepspeed determined ray rich numpy"),
-        ("dsat.tuner", "torch deepspeed determined ray rich"),
+        ("dsat.in_trial.meter", "torch deepspeed determined ray rich numpy"),
+        ("dsat.tuning.tuner", "torch deepspeed determined ray rich"),
     ],
 )
 def test_importing_loads_nothing_heavy(module: str, heavy: str) -> None:

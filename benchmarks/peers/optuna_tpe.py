@@ -9,8 +9,8 @@ from __future__ import annotations
 import optuna
 
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from dsat.space import KNOB_NAMES, Freedom, Space
-from dsat.strategy import plain
+from dsat.space.space import KNOB_NAMES, Freedom, Space
+from dsat.values.zero_strategy import plain
 
 
 def play(ledger: Ledger, seed: int, max_trials: int) -> None:

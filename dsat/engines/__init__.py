@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsat.trial import Outcome, Trial
+from dsat.values.trial import Outcome, Trial
 
 
 class Engine(Protocol):

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 
 from dsat.errors import EngineError
-from dsat.trial import Outcome, OutcomeKind, Trial
+from dsat.values.trial import Outcome, OutcomeKind, Trial
 
 
 class SimulatedEngine:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsat.strategy import NONE, Strategy
-from dsat.trial import ModelProfile
+from dsat.values.trial import ModelProfile
+from dsat.values.zero_strategy import NONE, Strategy
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config
-from dsat.journal import write_atomically
+from dsat.inputs import ds_config
 from dsat.report import format as fmt
-from dsat.run import Run
-from dsat.trial import Outcome, OutcomeKind, Trial, TrialKind
+from dsat.tuning.journal import write_atomically
+from dsat.tuning.run import Run
+from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
 
 BEST_CONFIG_FILE = "best_ds_config.json"
 BEST_METRICS_FILE = "best_ds_metrics.json"

@@ -10,9 +10,9 @@ import numpy as np
 
 from dsat import memory
 from dsat.search.lineage import Lineage
-from dsat.space import Space
-from dsat.strategy import Strategy
-from dsat.trial import ModelProfile, Objective, Outcome, Proposal
+from dsat.space.space import Space
+from dsat.values.trial import ModelProfile, Objective, Outcome, Proposal
+from dsat.values.zero_strategy import Strategy
 
 Predict = Callable[[Mapping[str, Any]], float]
 

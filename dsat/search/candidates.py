@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsat.gaussian import Array
+from dsat.search.normal import Array
 
 _FEW = 64  # so many micro batches are all compared
 _PER_OCTAVE = 8  # of more than that, so many from one power of two to the next

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dsat.arguments import CHECKPOINTING
-from dsat.gaussian import Array
-from dsat.overrides import GAS
-from dsat.space import Space
-from dsat.speed import KnobPrior
+from dsat.inputs.script_args import CHECKPOINTING
+from dsat.search.normal import Array
+from dsat.search.step_time import KnobPrior
+from dsat.space.overrides import GAS
+from dsat.space.space import Space
 
 # Effects on the logarithm of the step time: of a value wherever it is used, of the same value in
 # one strategy, and of a number's size by each power of ten.

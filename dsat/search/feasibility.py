@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from dsat.gaussian import Array, hazard, log_cdf
+from dsat.search.normal import Array, hazard, log_cdf
 
 # How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
 # bad one, and how likely it is good; of all strategies alike, and of each by itself.

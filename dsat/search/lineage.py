@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.trial import Objective, OutcomeKind
+from dsat.values.trial import Objective, OutcomeKind
 
 _SHRINKING = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 

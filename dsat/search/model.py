@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from dsat import speed
-from dsat.gaussian import Array, log_cdf, log_expected_gain
-from dsat.overrides import GAS
+from dsat.search import step_time
 from dsat.search.base import Search
-from dsat.search.belief import Belief, Configuration, points_of
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
-from dsat.trial import Outcome, Proposal
+from dsat.search.normal import Array, log_cdf, log_expected_gain
+from dsat.search.surrogate import Belief, Configuration, points_of
+from dsat.space.overrides import GAS
+from dsat.values.trial import Outcome, Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain that decides whether to go on
 _LEAST_MEASURED = 3  # before that question is asked
@@ -199,7 +199,7 @@ class ModelSearch(Search):
         running = list(self._running.values())
         return self._choose(self._belief.fit_beside(running), self._belief.measured or running)
 
-    def _choose(self, fit: speed.Fit, known: Sequence[Configuration]) -> _Choice | None:
+    def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
         """The best of all branches.
 
         Args:
@@ -218,7 +218,7 @@ class ModelSearch(Search):
         return _Choice(chosen.score, chance, chosen.branch, chosen.index, chosen.position)
 
     def _choices(
-        self, fit: speed.Fit, branch: int, best_gain: float, reference: Configuration | None
+        self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
     ) -> Iterator[_Choice]:
         """The best of a branch for each number of accumulation steps."""
         belief, indexes = self._belief, self._promising(fit, branch)
@@ -280,7 +280,7 @@ class ModelSearch(Search):
             is_open[np.isin(where, list(self._asked[lineage.id])), column] = False
         return is_open
 
-    def _promising(self, fit: speed.Fit, branch: int) -> Array:
+    def _promising(self, fit: step_time.Fit, branch: int) -> Array:
         """Numbers of settings: the first, those that should be best and those that might be."""
         tables, space = self._belief.encoding.tables[branch], self.space.branches[branch]
         closed = sum(

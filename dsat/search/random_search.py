@@ -7,7 +7,7 @@ from typing import Any
 
 from dsat.search.base import Search
 from dsat.search.lineage import Lineage
-from dsat.trial import Outcome, Proposal
+from dsat.values.trial import Outcome, Proposal
 
 
 class RandomSearch(Search):

@@ -11,25 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config
-from dsat.engines.local import verdict
-from dsat.engines.local.client import SupervisorClient
-from dsat.engines.local.entrypoint import Entrypoint
+from dsat.engines.local import trial_result
 from dsat.engines.local.launch import COMMAND_FILE, Launch, working_folder
-from dsat.engines.local.rank import (
-    CAPTURED_FILE,
-    CONFIG_FILE,
-    MODULES_FILE,
-    SPEC_FILE,
-    result_file,
-)
-from dsat.engines.local.slots import Machine
+from dsat.engines.local.machine import Machine
+from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import EngineError, ScriptFailed
-from dsat.experiment import Experiment
-from dsat.journal import write_atomically
-from dsat.memory.capture import CAPTURED_MICRO_BATCH
-from dsat.meter import MeterSpec
-from dsat.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.in_trial.meter import MeterSpec
+from dsat.in_trial.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, result_file
+from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
+from dsat.inputs import ds_config
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment
+from dsat.tuning.journal import write_atomically
+from dsat.values.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
 
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
@@ -380,7 +374,7 @@ class LocalEngine:
         done = running.trial.id == FULL_RUN_ID and not any(statuses)
         if done or (folder / CAPTURED_FILE).exists():
             return Outcome(OutcomeKind.OK, duration_s=duration_s)
-        measured = verdict.measured(folder, duration_s)
+        measured = trial_result.measured(folder, duration_s)
         if measured is not None:
             return measured
         if running.canceled:
@@ -390,10 +384,10 @@ class LocalEngine:
             return Outcome(
                 OutcomeKind.TIMEOUT,
                 message=f"no result after {limit}; raise --trial-timeout?",
-                detail=verdict.log_tail(folder),
+                detail=trial_result.log_tail(folder),
                 duration_s=duration_s,
             )
-        return verdict.failed(folder, statuses, message["killed"], duration_s)
+        return trial_result.failed(folder, statuses, message["killed"], duration_s)
 
 
 def free_ports(count: int) -> list[int]:

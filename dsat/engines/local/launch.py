@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat import ds_config
-from dsat.engines.local.entrypoint import Entrypoint
-from dsat.engines.local.rank import RankSpec
-from dsat.engines.local.slots import Machine
-from dsat.experiment import Experiment, length_in_units, trial_hparams
-from dsat.meter import MeterSpec
-from dsat.trial import Trial
+from dsat.engines.local.machine import Machine
+from dsat.in_trial.meter import MeterSpec
+from dsat.in_trial.rank import RankSpec
+from dsat.inputs import ds_config
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
+from dsat.values.trial import Trial
 
 COMMAND_FILE = "cmd.txt"
 _SHOWN_TO_SCRIPTS = frozenset(
@@ -179,7 +179,7 @@ class Launch:
     @property
     def _cold_command(self) -> list[str]:
         options = self.program.python_options
-        module = ["-m", "dsat.engines.local.rank", str(self.folder.resolve())]
+        module = ["-m", "dsat.in_trial.rank", str(self.folder.resolve())]
         return [sys.executable, *options, *module]
 
 

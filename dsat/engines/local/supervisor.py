@@ -185,7 +185,7 @@ class Supervisor:
                 del os.environ[name]
             os.environ.update(rank["env"])
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            from dsat.engines.local import rank as rank_module
+            from dsat.in_trial import rank as rank_module
 
             rank_module.run(folder)
         except BaseException:

@@ -1,0 +1,201 @@
+"""`dsat estimate`: what each rung of the ladder needs, without running a trial."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.app import prepare
+from dsat.cli.settings_from_argv import EstimateSettings
+from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.errors import DsatError
+from dsat.inputs import ds_config, script_args
+from dsat.memory import anchors as survey
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.report import format as fmt
+from dsat.report.summary import markdown_table
+from dsat.space.overrides import overrides_for, strategy_settings
+from dsat.space.space import LARGEST_MICRO_BATCH
+from dsat.tuning import strategies
+from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import NVME, Strategy
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one strategy needs.
+
+    Attributes:
+        slots: data-parallel slots.
+        estimate: with a micro batch of one sample.
+        largest: the largest micro batch by memory of a slot; 0 if none fits.
+    """
+
+    strategy: Strategy
+    slots: int
+    estimate: MemoryEstimate
+    largest: Mapping[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.name,
+            "slots": self.slots,
+            "memory": self.estimate.to_json(),
+            "peak_bytes": self.estimate.peak,
+            "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
+        }
+
+
+def run(chosen: EstimateSettings) -> None:
+    """Prints the table.
+
+    Raises:
+        UserInputError: something of the command line or the files is wrong.
+        DsatError: the script cannot be simulated.
+    """
+    user, program, machine = prepare.prepare_estimate(chosen)
+    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+    engine = LocalEngine(
+        user,
+        program,
+        machine,
+        folder,
+        LocalOptions(trial_timeout_s=survey.TIMEOUT_S),
+        slots_per_trial=1,
+    )
+    try:
+        with Simulator(
+            engine, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
+        ) as simulator:
+            facts = simulator.facts(user.base_config)
+            base = script_args.batch_from_args(user.base_config, program.args, user.arg_mappings)
+            found = lines(
+                base,
+                facts,
+                simulator,
+                slot_counts=chosen.slot_counts,
+                slot_memories=chosen.slot_memories,
+                exact=chosen.exact,
+            )
+    except SimulationUnavailable as error:
+        log = folder / "simulation" / "stderr.log"
+        raise DsatError(
+            f"memory cannot be estimated: {error}. The script was run up to its first training "
+            f"step; its log is {log}."
+        ) from None
+    finally:
+        engine.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    if chosen.json:
+        told = {"name": user.name, "model": vars(facts), "lines": [x.to_json() for x in found]}
+        print(json.dumps(told, indent=2))
+        return
+    for line in describe(user.name, facts, found):
+        print(line)
+
+
+def lines(
+    base: Mapping[str, Any],
+    facts: ModelFacts,
+    simulator: Simulator,
+    *,
+    slot_counts: Sequence[int],
+    slot_memories: Sequence[int],
+    exact: bool,
+) -> list[Line]:
+    """Every rung with every number of slots.
+
+    Args:
+        base: the user's DeepSpeed configuration.
+        facts: of the model.
+        simulator: of the script.
+        slot_counts: numbers of data-parallel slots.
+        slot_memories: memory of a slot, in bytes.
+        exact: each rung is simulated; otherwise only the formula is asked.
+    """
+    found = []
+    for slots in slot_counts:
+        for strategy in strategies.LADDER:
+            if NVME in (strategy.offload_optimizer, strategy.offload_param):
+                continue  # the same for the slot as offloading to the host
+            config = configuration(base, strategy, slots)
+            estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
+            anchors: tuple[Anchor, ...] = ()
+            if exact:
+                simulated = simulator.estimate(config, micro_batch=1, slots=slots)
+                if simulated.source == SIMULATED:
+                    estimate, anchors = simulated, (Anchor(config, 1, simulated),)
+            basis = Basis((Variant({}, facts, anchors),))
+            largest = {}
+            for size in slot_memories:
+                model = MemoryModel(basis, slots=slots, limit_bytes=size)
+                most = model.largest(model.shape(config, {}))
+                largest[size] = int(min(most, LARGEST_MICRO_BATCH))
+            found.append(Line(strategy, slots, estimate, largest))
+    return found
+
+
+def configuration(base: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
+    """The user's configuration with another strategy, and the micro steps that it asks for."""
+    settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
+    gas = _gas(base, slots)
+    merged = ds_config.merge(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))
+    return {key: value for key, value in merged.items() if "batch_size" not in key}
+
+
+def _gas(base: Mapping[str, Any], slots: int) -> int:
+    total, micro, gas = (base.get(key) for key in ds_config.BATCH_KEYS)
+    if isinstance(gas, int):
+        return gas
+    if isinstance(total, int) and isinstance(micro, int):
+        return max(1, total // (micro * slots))
+    return 1
+
+
+def describe(name: str, facts: ModelFacts, lines: Sequence[Line]) -> list[str]:
+    """The table for people, and the first line of the ladder that fits each size."""
+    said = [
+        f"{name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them trained; "
+        f"activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
+    ]
+    sizes = list(lines[0].largest)
+    for slots in dict.fromkeys(line.slots for line in lines):
+        of_slots = [line for line in lines if line.slots == slots]
+        heads = ["strategy", "slot at micro batch 1", "host per slot"]
+        heads += [f"largest on {fmt.memory(size)}" for size in sizes]
+        rows = [
+            [
+                line.strategy.label,
+                fmt.memory(line.estimate.peak),
+                fmt.memory(line.estimate.host) if line.estimate.host else "-",
+                *(str(count or "-") for count in line.largest.values()),
+            ]
+            for line in of_slots
+        ]
+        said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
+        said += markdown_table(heads, rows, numbers=heads[1:])
+        first = [_first(of_slots, size) for size in sizes]
+        fits = ", ".join(
+            f"{fmt.memory(size)}: {found}" for size, found in zip(sizes, first, strict=True)
+        )
+        said += ["", f"the first of them that fits: {fits}"]
+    sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
+    return [
+        *said,
+        "",
+        f"Found by {sources}, with 5 % to spare for the largest micro batches; what the device's "
+        "context and the communication library take comes on top.",
+    ]
+
+
+def _first(lines: Sequence[Line], size: int) -> str:
+    return next((line.strategy.label for line in lines if line.largest[size]), "none")

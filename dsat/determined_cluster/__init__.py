@@ -1,0 +1,12 @@
+"""Trials on a Determined cluster (master 0.28 to 0.37).
+
+    on the laptop           on the cluster, 0 slots              on the cluster's slots
+    -------------           -----------------------              ----------------------
+    submit                  runner                               the user's own entrypoint
+    the `single`     ---->  the `custom` experiment        ---->  dsat.in_trial.cluster_rank: meter,
+    experiment,             tuner + engine, events in,     <----  report: searcher metric, log
+    context                 operations out
+
+`context`, `submit` and `follow` run where the user is, `runner` and what it imports in the search
+runner's container, whose image has Determined, numpy and yaml and need have nothing else.
+"""

@@ -1,0 +1,216 @@
+"""What the search runner is told, and the experiment configurations on both sides of it.
+
+The job is a file of its context, which whoever sees the experiment can read: what in the user's
+configuration may be a secret (environment variables, the registry's and the storage's credentials)
+is not in it, but stays where they put it, in the configuration of the experiment itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dsat.determined_cluster.engine import ClusterOptions
+from dsat.inputs import ds_config
+from dsat.inputs.experiment import Experiment
+from dsat.space.plan import Plan
+
+JOB_FILE = "dsat_job.json"
+MODEL_FOLDER = "model"
+PACKAGE_FOLDER = "dsat"
+RUNNER_MODULE = "dsat.determined_cluster.runner"
+SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
+RESULT_MARK = "[dsat-result] "  # in front of its result, as JSON
+RUNNER_LENGTH = 100  # its progress is in percent
+
+_ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
+_SECRETS = ("checkpoint_storage", "data", "integrations")
+# Of a training experiment, and without a meaning for one that only thinks.
+_OF_TRAINING = (
+    "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
+    "perform_initial_validation pbs profiling records_per_epoch scheduling_unit slurm"
+).split()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the search runner needs to know.
+
+    Attributes:
+        plan: what to tune.
+        info: for people, into the journal's first line.
+        config: the user's experiment configuration without what may be a secret.
+        hparams, overrides: as in `Experiment`.
+        steps: first and last measured step, and the most of them.
+        max_concurrent_trials: at once.
+        max_slots: that trials may use at once, if limited.
+        run_full_experiment: whether to train with the best configuration at the end.
+    """
+
+    plan: Plan
+    info: Mapping[str, Any]
+    config: Mapping[str, Any]
+    hparams: Mapping[str, Any]
+    overrides: Mapping[str, Any]
+    steps: tuple[int, int, int]
+    trial_timeout_s: float
+    max_concurrent_trials: int
+    max_slots: int | None = None
+    slot_memory_bytes: int | None = None
+    run_full_experiment: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that trials may use at once."""
+        slots = self.max_concurrent_trials * self.plan.slots_per_trial
+        return slots if self.max_slots is None else min(slots, self.max_slots)
+
+    @property
+    def options(self) -> ClusterOptions:
+        start, end, most = self.steps
+        return ClusterOptions(
+            hparams=self.hparams,
+            overrides=self.overrides,
+            config=self.config,
+            start_step=start,
+            end_step=end,
+            max_steps=most,
+            trial_timeout_s=self.trial_timeout_s,
+            own_micro_batch=self.plan.own_batch.micro_batch,
+            slot_memory_bytes=self.slot_memory_bytes,
+        )
+
+    def to_text(self) -> str:
+        return json.dumps({**asdict(self), "plan": self.plan.to_json()}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        values = {f.name: data[f.name] for f in fields(cls)}
+        values.update(plan=Plan.from_json(data["plan"]), steps=tuple(data["steps"]))
+        return cls(**values)
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for the job file."""
+    found = {key: value for key, value in config.items() if key not in _SECRETS}
+    if isinstance(found.get("environment"), Mapping):
+        environment = found["environment"]
+        found["environment"] = {
+            key: value for key, value in environment.items() if key not in _ENVIRONMENT_SECRETS
+        }
+    return copy.deepcopy(found)
+
+
+def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's configuration again, completed from that of the runner's own experiment."""
+    found = dict(config)
+    found.update({key: runner[key] for key in _SECRETS if key in runner})
+    environment = runner.get("environment")
+    if isinstance(environment, Mapping):
+        secrets = {key: environment[key] for key in _ENVIRONMENT_SECRETS if key in environment}
+        if secrets:
+            found["environment"] = {**(found.get("environment") or {}), **secrets}
+    return found
+
+
+def runner_config(
+    user: Experiment, plan: Plan, *, max_restarts: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `single` experiment whose only task is the search runner.
+
+    Args:
+        max_restarts: of the runner.
+        changes: the user's own, laid over it.
+    """
+    config = {key: value for key, value in user.config.items() if key not in _OF_TRAINING}
+    storage = config.get("checkpoint_storage")
+    if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
+        config["checkpoint_storage"] = {**storage, "save_trial_latest": 1}  # it is the result
+    resources = dict(config.get("resources") or {})
+    for key in ("max_slots", "shm_size"):
+        resources.pop(key, None)
+    config.update(
+        name=f"(DSAT) {user.name}",
+        entrypoint=["python3", "-m", RUNNER_MODULE, JOB_FILE],
+        resources={**resources, "slots_per_trial": 0},
+        searcher={
+            "name": "single",
+            "metric": plan.metric,
+            "smaller_is_better": plan.objective.smaller_is_better,
+            "max_length": {"batches": RUNNER_LENGTH},
+        },
+        # Only to be seen in the web UI.
+        hyperparameters={
+            "method": plan.method,
+            "metric": plan.metric,
+            "max_trials": plan.max_trials,
+            "zero_stages": " ".join(map(str, plan.zero_stages)),
+            "seed": plan.seed,
+        },
+        max_restarts=max_restarts,
+    )
+    return ds_config.merge(config, changes)
+
+
+def search_tag(runner_id: int) -> str:
+    """How the description of the custom experiment begins: whose it is."""
+    return f"(#{runner_id}) generated"
+
+
+def full_run_tag(runner_id: int) -> str:
+    """The same of the full-length run."""
+    return f"(#{runner_id}) best of the search"
+
+
+def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
+    """The `custom` experiment, whose trials are those of the search.
+
+    Args:
+        runner_id: of the search runner's experiment.
+        runner: its configuration as it was submitted.
+    """
+    config = with_secrets(job.config, runner)
+    about = config.get("description") or config.get("name", "")
+    resources = {**(config.get("resources") or {}), "slots_per_trial": job.plan.slots_per_trial}
+    if job.max_slots is not None:
+        resources["max_slots"] = job.max_slots
+    config.update(
+        description=f"{search_tag(runner_id)} - {about}",
+        searcher={
+            "name": "custom",
+            "metric": job.plan.metric,
+            "smaller_is_better": job.plan.objective.smaller_is_better,
+        },
+        resources=resources,
+        hyperparameters={**job.hparams, ds_config.DSAT_MODE_KEY: True},
+    )
+    # A trial that ran out of memory would only do so again.
+    config.setdefault("max_restarts", 0)
+    return config
+
+
+def full_run_config(
+    job: Job, runner_id: int, runner: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The user's own experiment with the best configuration.
+
+    Args:
+        overrides: DeepSpeed keys of the best trial.
+    """
+    config = with_secrets(job.config, runner)
+    about = config.get("description") or config.get("name", "")
+    resources = {**(config.get("resources") or {}), "slots_per_trial": job.plan.slots_per_trial}
+    config.update(
+        description=f"{full_run_tag(runner_id)} - {about}",
+        resources=resources,
+        hyperparameters={
+            **job.hparams,
+            ds_config.OVERWRITE_KEY: ds_config.merge(job.overrides, overrides),
+        },
+    )
+    return config

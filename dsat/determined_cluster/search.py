@@ -1,0 +1,141 @@
+"""The search on a cluster: the tuner and the engine, driven by searcher events.
+
+What must hold whenever the runner dies. The master keeps every event until operations are posted
+for it, and sends all that it kept again; the runner's state is its latest checkpoint, which is
+saved after an event is handled and before the operations are posted. So:
+
+- died before the state was saved: nothing of the event was posted. It comes again and is decided
+  again; whatever was decided before is nobody's business.
+- died between saving and posting: the event comes again although its decisions are in the journal.
+  To decide twice would be wrong (other trials would be started, and the tuner would forget those
+  that nobody was told of), so the answer to each event is part of the journal, under the event's
+  number, and the same event gets the same operations with the same request ids.
+- died after posting, or while posting with the master having heard it: the event does not come
+  again. Its answer is in the journal and never asked for.
+- an event that changes nothing (a trial was created, or closed when its outcome was known) has no
+  answer in the journal: handling it again changes nothing again.
+- an event that tells something a second time under another number (two reports of one trial) finds
+  the trial ended and changes nothing; neither does one about a trial of somebody else.
+
+Request ids derive from the search and the trial's number, so that an answer needs only the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dsat.determined_cluster.engine import ClusterEngine, Operation
+from dsat.report import log_lines
+from dsat.space.plan import Plan
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import TrialKind
+
+EVENT_ANSWERED = "answered"
+EVENT_FULL_RUN = "full_run"
+
+
+class ClusterSearch:
+    """Decides what to tell the master on each of its events.
+
+    Args:
+        plan: what to tune.
+        engine: fresh; it is told of the trials in `events`.
+        info: for people, into the journal's first line.
+        events: the journal of an earlier process, to continue from.
+        say: prints a line.
+
+    Attributes:
+        journal: the runner's checkpoints make it durable.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: ClusterEngine,
+        *,
+        info: Mapping[str, Any],
+        events: Sequence[Mapping[str, Any]] = (),
+        say: Callable[[str], None],
+    ) -> None:
+        self.engine = engine
+        self.journal = MemoryJournal(events)
+        self.tuner = Tuner(plan, self.journal, info=info, events=[dict(event) for event in events])
+        self._say = say
+        self._said: set[str] = set()
+        self._answers = {
+            event["id"]: [Operation(**data) for data in event["operations"]]
+            for event in events
+            if event["event"] == EVENT_ANSWERED
+        }
+        for trial in self.run.trials.values():
+            engine.adopt(trial, ended=trial.id in self.run.outcomes)
+
+    @property
+    def run(self) -> Run:
+        return self.tuner.run
+
+    @property
+    def over(self) -> bool:
+        """Whether the master was told to shut the experiment down, or is being told now."""
+        return self.run.stop_reason is not None
+
+    @property
+    def progress(self) -> float:
+        """Between 0 and 1."""
+        if self.over:
+            return 1.0
+        return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
+
+    def begin(self, event_id: int) -> list[Operation]:
+        """The answer to the experiment's first event."""
+        return self._answer(event_id, lambda: None)
+
+    def validated(self, event_id: int, request_id: str, metric: Any) -> list[Operation]:
+        """The answer to a trial's report."""
+        return self._answer(event_id, lambda: self.engine.validated(request_id, metric))
+
+    def exited(self, event_id: int, request_id: str, *, canceled: bool) -> list[Operation]:
+        """The answer to a trial's failure, or its end by a user."""
+        return self._answer(event_id, lambda: self.engine.exited(request_id, canceled=canceled))
+
+    def closed(self, event_id: int, request_id: str) -> list[Operation]:
+        """The answer to the end of a trial."""
+        return self._answer(event_id, lambda: self.engine.closed(request_id))
+
+    def _answer(self, event_id: int, hear: Callable[[], None]) -> list[Operation]:
+        if event_id in self._answers:
+            return self._answers[event_id]
+        known = len(self.journal.events)
+        if not self.over:
+            hear()
+            self._decide()
+        operations = self.engine.take_operations()
+        if operations or len(self.journal.events) > known:
+            self._answers[event_id] = operations
+            told = [operation.to_json() for operation in operations]
+            self.journal.append({"event": EVENT_ANSWERED, "id": event_id, "operations": told})
+        return operations
+
+    def _decide(self) -> None:
+        tuner, run = self.tuner, self.run
+        for trial_id, outcome in self.engine.poll(0):
+            tuner.record(trial_id, outcome)
+            trial = run.trials[trial_id]
+            for line in log_lines.warnings(trial, outcome, self._said):
+                self._say(line)
+            self._say(log_lines.of_trial(run, trial, outcome))
+            if trial.kind is TrialKind.PROFILE and run.profile is not None:
+                for line in log_lines.of_profile(run):
+                    self._say(line)
+                for line in log_lines.of_search(run, tuner.forecast):
+                    self._say(line)
+        for trial in tuner.next_trials(self.engine.free_slots):
+            self.engine.launch(trial)
+            if trial.kind is TrialKind.PROFILE:
+                self._say(log_lines.of_start(trial))
+        if tuner.finished:
+            tuner.stop()
+            self.engine.close(failure=tuner.failed)

@@ -1,0 +1,114 @@
+"""What came of a cluster's trial, from what it reported or left in its log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dsat.in_trial import failures
+from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY
+from dsat.values.trial import Outcome, OutcomeKind
+
+_TAIL_LINES = 20
+# As the master, Kubernetes and determined's launchers put it.
+_KILLED = ("exit code: 137", "exit code 137", "OOMKilled", "died with <Signals.SIGKILL")
+_INVALID_HP = "InvalidHP"
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|InvalidHP)\b(?:: .*)?")
+_SCRIPT = (
+    "Does the script call dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites), "
+    "and does it train inside dsat.dsat_reporting_context?"
+)
+
+
+def of_metric(metric: Any) -> Outcome:
+    """The outcome that a trial reported as its searcher metric."""
+    found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
+    if found is not None:
+        return Outcome.from_json(found)
+    return Outcome(
+        OutcomeKind.INVALID,
+        message=f"the script reported its own searcher metric, {_shown(metric)}, and dsat measured "
+        f"nothing. {_SCRIPT}",
+    )
+
+
+def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
+    """The outcome of a trial that ended without a report.
+
+    Args:
+        messages: of its log, oldest first.
+        failed: whether the master calls it failed; it may also just have come to an end.
+    """
+    lines = [line for message in messages for line in _without_prefix(message)]
+    found = _reports(lines)
+    for data in found:
+        if data["kind"] == OutcomeKind.OK.value:
+            return Outcome.from_json(data)
+    # A script that leaves with a status of its own has come to its end as well, but failed.
+    telling = [data for data in found if not (failed and data["ended"])]
+    if telling:
+        # Out of memory on one rank explains the failures of the others.
+        oom = [data for data in telling if data["kind"] == OutcomeKind.OOM.value]
+        return Outcome.from_json([*oom, *telling][0])
+    plain = [line for line in lines if LOG_MARK not in line]
+    text, tail = "\n".join(plain), "\n".join(plain[-_TAIL_LINES:])
+    if failed:
+        if failures.of_text(text) is OutcomeKind.OOM:
+            return Outcome(OutcomeKind.OOM, message="out of memory, by its log", detail=tail)
+        if any(mark in text for mark in _KILLED):
+            return Outcome(
+                OutcomeKind.HOST_OOM,
+                message="a rank was killed with SIGKILL, most likely because its host ran out of "
+                "memory",
+                detail=tail,
+            )
+        return Outcome(OutcomeKind.ERROR, message=_last_exception(plain), detail=tail)
+    if _INVALID_HP in text:
+        return Outcome(OutcomeKind.INVALID, message="the script raised InvalidHP", detail=tail)
+    message = f"the trial ended without a report. {_SCRIPT}"
+    return Outcome(OutcomeKind.INVALID, message=message, detail=tail)
+
+
+def canceled() -> Outcome:
+    """The outcome of a trial that a person ended."""
+    return Outcome(OutcomeKind.CANCELED, message="canceled by a user of the cluster")
+
+
+def took(outcome: Outcome, duration_s: float) -> Outcome:
+    """The same with its duration, unless the trial itself knew better."""
+    return outcome if outcome.duration_s else replace(outcome, duration_s=round(duration_s, 3))
+
+
+def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """What ranks wrote into the log in the last run of the trial, which may have had several."""
+    found = []
+    for line in lines:
+        _, mark, text = line.partition(LOG_MARK)
+        if mark:
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError:  # torn by another writer of the same log
+                continue
+    return [data for data in found if data["run"] == found[-1]["run"]]
+
+
+def _without_prefix(message: str) -> list[str]:
+    """A log message without the time and the container that the master puts in front."""
+    _, bars, text = message.partition("|| ")
+    return (text if bars else message).splitlines()
+
+
+def _last_exception(lines: Sequence[str]) -> str:
+    for line in reversed(lines):
+        found = _EXCEPTION.match(line.partition("]: ")[2] or line)
+        if found:
+            return found[0]
+    return "the trial failed"
+
+
+def _shown(metric: Any) -> str:
+    text = json.dumps(metric)
+    return text if len(text) <= 60 else f"{text[:60]}..."

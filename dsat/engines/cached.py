@@ -1,0 +1,84 @@
+"""An engine that remembers: what was measured before is answered at once, the rest is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsat.engines import Engine
+from dsat.inputs import ds_config
+from dsat.space.plan import Plan
+from dsat.tuning.run import Run
+from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
+
+REMEMBERED = (OutcomeKind.OK, OutcomeKind.OOM)
+
+
+class RememberingEngine:
+    """Another engine, asked only for what is not known yet.
+
+    Args:
+        engine: runs what is not known.
+        known: outcomes by `key`.
+        config: the user's DeepSpeed configuration, which trials are laid over.
+    """
+
+    def __init__(
+        self, engine: Engine, known: Mapping[str, Outcome], config: Mapping[str, Any]
+    ) -> None:
+        self._engine = engine
+        self._known = known
+        self._config = config
+        self._answers: list[tuple[int, Outcome]] = []
+
+    @property
+    def num_slots(self) -> int:
+        return self._engine.num_slots
+
+    def launch(self, trial: Trial) -> None:
+        outcome = self._known.get(key(trial, self._config))
+        if outcome is None:
+            self._engine.launch(trial)
+        else:
+            self._answers.append((trial.id, outcome))
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        answers, self._answers = self._answers, []
+        return answers or self._engine.poll(timeout_s)
+
+    def cancel(self, trial_id: int) -> None:
+        self._engine.cancel(trial_id)
+
+    def close(self) -> None:
+        self._answers = []
+        self._engine.close()
+
+
+def key(trial: Trial, config: Mapping[str, Any]) -> str:
+    """Equal for trials that measure the same: profile trials measure something else."""
+    return ds_config.fingerprint(
+        {
+            "profile": trial.kind is TrialKind.PROFILE,
+            "config": ds_config.clean_for_use(ds_config.merge(config, trial.overrides)),
+            "script_args": dict(trial.script_args),
+        }
+    )
+
+
+def outcomes(runs: Iterable[Run], plan: Plan) -> dict[str, Outcome]:
+    """What earlier runs found that holds for a plan too: the same program, slots and memory.
+
+    What failed for another reason than memory may be mended by now, and is not remembered.
+    """
+    known: dict[str, Outcome] = {}
+    for run in runs:
+        earlier = run.plan
+        if earlier is None or any(
+            getattr(earlier, name) != getattr(plan, name)
+            for name in ("measured", "slots_per_trial", "slot_memory_bytes")
+        ):
+            continue
+        for trial_id, outcome in run.outcomes.items():
+            if outcome.kind in REMEMBERED:
+                known[key(run.trials[trial_id], earlier.base_config)] = outcome
+    return known

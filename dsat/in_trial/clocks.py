@@ -1,0 +1,141 @@
+"""Clocks and memory gauges of a live training process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.values.trial import MemoryUse
+
+
+class Clock:
+    """Marks on the host's clock: right where operations are finished when they return."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def ms(self, begin: Any, end: Any) -> float:
+        return float(end - begin) * 1e3
+
+
+class _DeviceClock(Clock):
+    """Marks as events on the device's current stream."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def mark(self) -> Any:
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def clock_for(accelerator: Any) -> Clock:
+    if accelerator.is_synchronized_device() or accelerator.Event is None:
+        return Clock()
+    return _DeviceClock(accelerator)
+
+
+class MemoryWatch:
+    """Peaks of the device's allocator and of the resident set, by phase.
+
+    Args:
+        accelerator: DeepSpeed's.
+        before: the process when there was no model yet.
+    """
+
+    def __init__(self, accelerator: Any, before: ProcessMemory) -> None:
+        self._accelerator = accelerator
+        self._before = before
+        self._has_allocator = not accelerator.is_synchronized_device()
+        self._peaks: dict[tuple[str, str], int] = {}
+
+    def reset(self) -> None:
+        """Begins a phase."""
+        if self._has_allocator:
+            self._accelerator.reset_peak_memory_stats()
+        # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def note(self, phase: str) -> None:
+        """Ends a phase."""
+        values = {"host": _of_status("VmHWM:")}
+        if self._has_allocator:
+            values["allocated"] = self._accelerator.max_memory_allocated()
+            values["reserved"] = self._accelerator.max_memory_reserved()
+        for kind, value in values.items():
+            self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
+
+    def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
+        keys = sorted(self._peaks)
+        peaks = [float(self._peaks[key]) for key in keys]
+        *peaks, context, data = maximum(
+            [*peaks, float(self._context_bytes()), float(self._data_bytes())]
+        )
+        values = dict(zip(keys, peaks, strict=True))
+
+        def by_phase(kind: str) -> dict[str, int]:
+            return {phase: int(v) for (k, phase), v in values.items() if k == kind}
+
+        return MemoryUse(
+            by_phase("allocated"), by_phase("reserved"), by_phase("host"), int(context), int(data)
+        )
+
+    def _data_bytes(self) -> int:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if self._has_allocator or limit == resource.RLIM_INFINITY:
+            return 0
+        return max(0, _peak_data_bytes() - self._before.data_bytes)
+
+    def _context_bytes(self) -> int:
+        if not self._has_allocator:
+            return self._before.rss_bytes
+        if self._accelerator.device_name() != "cuda":
+            return 0
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return max(0, total - free - torch.cuda.memory_reserved())
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What this process holds.
+
+    Attributes:
+        rss_bytes: the resident set.
+        data_bytes: the data segment, which `RLIMIT_DATA` limits: private writable mappings.
+    """
+
+    rss_bytes: int
+    data_bytes: int
+
+    @classmethod
+    def now(cls) -> ProcessMemory:
+        return cls(_of_status("VmRSS:"), _of_status("VmData:"))
+
+
+def _peak_data_bytes() -> int:
+    """The kernel keeps the peak of all mappings only: what is no data now was none then."""
+    return _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
+
+
+def _of_status(key: str) -> int:
+    """A size of /proc/self/status in bytes; where there is none, the peak resident set."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith(key):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,210 @@
+"""A trial on a Determined cluster, from inside the user's processes.
+
+There the user's own entrypoint runs: nothing of dsat is in a process before the script calls one of
+the helpers of `dsat`. The first call attaches to the trial that the hyperparameters name: it
+installs the meter, a limit on the time, and a hook that says why the script failed. What came of
+the trial goes to the master in `dsat_reporting_context`. What that cannot tell (a rank that is not
+the chief ran out of memory, the script failed outside of it) goes to the trial's log, on a line
+that the search runner finds there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from dsat.in_trial import failures
+from dsat.in_trial.meter import Measurement, Meter, MeterSpec, install
+from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
+from dsat.values.trial import Outcome, OutcomeKind
+
+OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
+LOG_MARK = "[dsat-outcome] "
+_LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: ranks that share a pipe cannot tear each other's lines
+_SETTLED = (OutcomeKind.OOM, OutcomeKind.HOST_OOM, OutcomeKind.INVALID)
+
+_attached: Task | None = None
+
+
+def spec_for_hparams(meter: MeterSpec, trial_id: int, timeout_s: float) -> dict[str, Any]:
+    """What a trial's hyperparameters hold under `DSAT_TRIAL_KEY`."""
+    # As text, because a master takes a null or a nested value for a hyperparameter of its own.
+    text = json.dumps({"meter": meter.to_json(), "timeout_s": timeout_s}, separators=(",", ":"))
+    return {"id": trial_id, "spec": text}
+
+
+def attach(hparams: Mapping[str, Any] | None) -> Task | None:
+    """The cluster's trial that this process is a rank of, made ready at the first call.
+
+    Args:
+        hparams: the trial's hyperparameters; those of the local engine name no such trial.
+    """
+    global _attached
+    if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
+        data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
+        spec = replace(MeterSpec.from_json(data["meter"]), host_slots=_slots_of_this_host())
+        _attached = Task(install(spec, lambda measurement: None), data["timeout_s"])
+        _attached.watch()
+    return _attached
+
+
+class Task:
+    """One rank of a trial.
+
+    Args:
+        meter: installed in this process.
+        timeout_s: from now on, when the trial is ended.
+    """
+
+    def __init__(self, meter: Meter, timeout_s: float) -> None:
+        self.meter = meter
+        self._timeout_s = timeout_s
+        self._began_s = time.monotonic()
+        self._told = False
+        self._report_completed: Callable[[Any], None] | None = None
+
+    def watch(self) -> None:
+        """From now on the process says why it fails, and ends when it takes too long."""
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            self._log(self.measured() or self.failed(error))
+            previous(kind, error, traceback)
+
+        sys.excepthook = hook
+        atexit.register(self._at_exit)
+        timer = threading.Timer(self._timeout_s, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    # -- outcomes
+
+    def measured(self) -> Outcome | None:
+        """The outcome, if anything was measured."""
+        found = self.meter.partial
+        return None if found is None else self._ran(found)
+
+    def failed(self, error: BaseException) -> Outcome:
+        """The outcome of a rank that ends with an exception."""
+        kind = failures.classify(error)
+        detail = "" if kind is OutcomeKind.INVALID else failures.user_traceback(error)
+        message = f"rank {_rank()}: {failures.message(error)}"
+        return Outcome(kind, message=message, detail=detail, duration_s=self._duration_s())
+
+    def ended(self) -> Outcome:
+        """The outcome of a script that came to its own end."""
+        too_short = self.meter.watches
+        return self.measured() or Outcome(
+            OutcomeKind.INVALID,
+            message=self.meter.shortfall,
+            duration_s=self._duration_s(),
+            smaller_may_run=too_short,
+        )
+
+    def _ran(self, found: Measurement) -> Outcome:
+        return Outcome(
+            OutcomeKind.OK,
+            metrics=found.metrics,
+            memory=found.memory,
+            profile=found.profile,
+            duration_s=self._duration_s(),
+            warnings=found.warnings,
+        )
+
+    def _duration_s(self) -> float:
+        return round(time.monotonic() - self._began_s, 3)
+
+    # -- telling
+
+    def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
+        """Reports for the script if it completes the operation by itself, at its own end."""
+        if core_context.distributed.rank != 0 or self._report_completed is not None:
+            return
+        self._report_completed = op.report_completed
+
+        def report_completed(searcher_metric: Any) -> None:
+            self.report(core_context, op, self.ended(), steps_completed)
+
+        op.report_completed = report_completed
+
+    def report(self, core_context: Any, op: Any, outcome: Outcome, steps_completed: int) -> None:
+        """The chief's report: metrics that the web UI plots, and the searcher's own."""
+        if core_context.distributed.rank != 0 or self._told:
+            return
+        metrics = numbers(outcome)
+        if metrics:
+            core_context.train.report_validation_metrics(
+                steps_completed=steps_completed, metrics=metrics
+            )
+        complete = self._report_completed or op.report_completed
+        complete({**metrics, OUTCOME_KEY: outcome.to_json()})
+        self._told = True
+
+    def report_failure(
+        self, core_context: Any, op: Any, error: BaseException, steps_completed: int
+    ) -> None:
+        """The same of a failure which another attempt would only repeat."""
+        outcome = self.failed(error)
+        if outcome.kind in _SETTLED:
+            self.report(core_context, op, outcome, steps_completed)
+
+    def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
+        """A line in the trial's log; `ended` if the script came to its own end."""
+        if self._told:
+            return
+        self._told = True
+        os.write(2, log_line(outcome, run=_allocation(), ended=ended))
+
+    def _at_exit(self) -> None:
+        outcome = self.ended()
+        if not outcome.ok or _rank() == 0:
+            self._log(outcome, ended=True)
+
+    def _give_up(self) -> None:
+        message = f"no result after {self._timeout_s:g} s; raise --trial-timeout?"
+        duration_s = self._duration_s()
+        self._log(Outcome(OutcomeKind.TIMEOUT, message=message, duration_s=duration_s))
+        os._exit(1)
+
+
+def numbers(outcome: Outcome) -> dict[str, float]:
+    """The values of an outcome that can be plotted."""
+    found: dict[str, Any] = {}
+    for part in (outcome.profile, outcome.metrics):
+        found.update({} if part is None else part.to_json())
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
+    """An outcome for the trial's log: one line, not too long, the end of its detail kept."""
+    detail = outcome.detail[-_LONGEST_LINE_BYTES:]
+    while True:
+        data = {**replace(outcome, detail=detail).to_json(), "run": run, "ended": ended}
+        line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
+        if len(line) <= _LONGEST_LINE_BYTES or not detail:
+            return line
+        # JSON writes a character as at most twelve.
+        detail = detail[max(1, (len(line) - _LONGEST_LINE_BYTES) // 12) :]
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _slots_of_this_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
+def _allocation() -> str:
+    """Which run of the trial this is: the master may start it again."""
+    return os.environ.get("DET_ALLOCATION_ID", "")

@@ -1,0 +1,230 @@
+"""Brings a trial's DeepSpeed configuration to the engine, whatever the script passes.
+
+Many scripts build their configuration in code, or read a file that no argument names. Inside a rank
+`deepspeed.initialize` is therefore wrapped: what the script passes is left alone if it agrees with
+the trial, as a file of the trial's own does that the Hugging Face libraries have filled in, and is
+replaced otherwise. The wrapper knows the signatures of deepspeed 0.14 to 0.19.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import InvalidTrial
+from dsat.inputs.ds_config import AUTO
+
+_BY_ARGUMENT = ("config", "config_params")
+_BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The configuration that a call of `deepspeed.initialize` names.
+
+    Attributes:
+        name: the argument (`config`, `config_params`) or the attribute of the argument `args`
+            (`deepspeed_config`, `deepscale_config`) that holds it.
+        value: as it was passed: a dict, a path or an encoded text.
+        content: the configuration itself; the very object, if it was passed as a dict.
+    """
+
+    name: str
+    value: Any
+    content: dict[str, Any]
+
+
+def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Whether a configuration has every setting of `overrides`, sections compared key by key."""
+    for key, wanted in overrides.items():
+        value = config.get(key)
+        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
+            if not agrees(value, wanted):
+                return False
+        elif value != wanted:
+            return False
+    return True
+
+
+def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a trial's configuration, its "auto" values taken from what the script passed."""
+    result = {}
+    for key, value in config.items():
+        other = passed.get(key)
+        if isinstance(value, Mapping):
+            result[key] = completed(value, other if isinstance(other, Mapping) else {})
+        else:
+            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
+    return result
+
+
+def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
+    """The configuration in the arguments of `deepspeed.initialize`, by name.
+
+    None if there is none, if there are two (DeepSpeed refuses that) or if it cannot be read.
+    """
+    args = arguments.get("args")
+    given = [(name, arguments.get(name)) for name in _BY_ARGUMENT]
+    # Of these two DeepSpeed takes the first and ignores the other.
+    found = [pair for pair in given if pair[1] is not None][:1]
+    found += [(name, getattr(args, name, None)) for name in _BY_ATTRIBUTE]
+    found = [pair for pair in found if pair[1] is not None]
+    if len(found) != 1:
+        return None
+    [(name, value)] = found
+    content = _content(value)
+    return None if content is None else Passed(name, value, content)
+
+
+def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `deepspeed.initialize` by name, without any configuration in them."""
+    found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
+    args = found.get("args")
+    if any(getattr(args, name, None) is not None for name in _BY_ATTRIBUTE):
+        found["args"] = args = copy.copy(args)
+        for name in _BY_ATTRIBUTE:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    return found
+
+
+def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
+    """Whether the engine gets an optimizer; a reference model, say, gets none."""
+    return names_what_to_train(arguments) or "optimizer" in passed.content
+
+
+def names_what_to_train(arguments: Mapping[str, Any]) -> bool:
+    """Whether the script leaves no doubt that the engine is to train."""
+    return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
+
+
+def on_initialize(handle: Callable[[dict[str, Any]], None]) -> None:
+    """Has `handle` called with the arguments of each `deepspeed.initialize`, before it is done.
+
+    Args:
+        handle: gets the arguments by name and may change them.
+    """
+    import deepspeed
+
+    original = deepspeed.initialize
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # the script's own mistake, which DeepSpeed reports
+            return original(*args, **kwargs)
+        handle(bound.arguments)
+        return original(*bound.args, **bound.kwargs)
+
+    deepspeed.initialize = initialize
+
+
+def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
+    """Makes engines that train use a trial's configuration.
+
+    A second engine whose configuration is not that of the first keeps its own: it is another
+    model's, and only one configuration is tuned.
+
+    Args:
+        config: the trial's whole configuration.
+        overrides: the part of it that the trial is about; what has it is left as it is.
+        path: the file that holds `config`.
+    """
+    first: list[dict[str, Any]] = []
+
+    def inject(arguments: dict[str, Any]) -> None:
+        passed = passed_config(arguments)
+        if passed is None or not trains(arguments, passed):
+            return
+        if not first and names_what_to_train(arguments):
+            first.append(dict(passed.content))
+        if agrees(passed.content, overrides) or (first and passed.content != first[0]):
+            return
+        _replace(arguments, passed, config, path)
+
+    on_initialize(inject)
+
+
+class ConfigCaptured(SystemExit):
+    """Ends the training script once its configuration is known, with exit status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def capture(keep: Callable[[str], None]) -> None:
+    """Ends the script at the first engine that trains, once its configuration is kept.
+
+    Args:
+        keep: called with the configuration as the script passes it, as JSON.
+
+    Raises:
+        InvalidTrial: in the script, if the configuration is no JSON.
+    """
+    captured: list[str] = []
+
+    def take(arguments: dict[str, Any]) -> None:
+        if captured:  # the script has caught the SystemExit that was to end it
+            os._exit(0)
+        passed = passed_config(arguments)
+        if passed is None or not trains(arguments, passed):
+            return
+        try:
+            text = json.dumps(passed.content, allow_nan=False, indent=2)
+        except (TypeError, ValueError) as error:
+            raise InvalidTrial(
+                f"the configuration that the script passes to deepspeed.initialize cannot be "
+                f"written as JSON: {error}. Give dsat the configuration as a file (--ds-config)"
+            ) from error
+        captured.append(text)
+        keep(text + "\n")
+        raise ConfigCaptured
+
+    on_initialize(take)
+
+
+def _replace(
+    arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
+) -> None:
+    if passed.name in _BY_ATTRIBUTE:
+        args = arguments["args"]
+        if passed.name == "deepscale_config":
+            args.deepscale_config = None
+        args.deepspeed_config = str(path)
+        return
+    wanted = completed(config, passed.content)
+    if isinstance(passed.value, dict):
+        # In place: the script may yet read its batch size from there.
+        passed.value.clear()
+        passed.value.update(wanted)
+    else:
+        arguments[passed.name] = wanted
+
+
+def _content(value: Any) -> dict[str, Any] | None:
+    """A configuration as DeepSpeed reads it (`load_ds_config`): dict, file or encoded text."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, (str, os.PathLike)):
+        return None
+    import hjson
+
+    try:
+        if os.path.exists(value):
+            text = Path(value).read_text(encoding="utf-8")
+        else:
+            text = base64.urlsafe_b64decode(str(value)).decode("utf-8")
+        content = hjson.loads(text, object_pairs_hook=dict)
+    except (OSError, ValueError):  # DeepSpeed will say so
+        return None
+    return content if isinstance(content, dict) else None

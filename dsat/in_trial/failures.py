@@ -1,0 +1,103 @@
+"""What an exception inside a trial means, wherever the trial runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import runpy
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsat.errors import InvalidTrial
+from dsat.values.trial import OutcomeKind
+
+# Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
+# (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL and the CUDA libraries.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cuda runtime error (2)",
+    "Cuda failure 2 'out of memory'",
+    "HIP error: out of memory",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+
+
+def classify(error: BaseException) -> OutcomeKind:
+    """OOM, HOST_OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
+    chain = list(_chain(error))
+    # determined.InvalidHP by name: a script's own refusal.
+    if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
+        return OutcomeKind.INVALID
+    if any(_is_out_of_memory(link) for link in chain):
+        return OutcomeKind.OOM
+    if any(_is_host_out_of_memory(link) for link in chain):
+        return OutcomeKind.HOST_OOM
+    return OutcomeKind.ERROR
+
+
+def message(error: BaseException) -> str:
+    """One line on an exception, for people."""
+    if isinstance(error, InvalidTrial):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    if classify(error) is OutcomeKind.OOM:
+        for link in _chain(error):
+            size = re.search(r"tried to allocate (\d+) bytes", str(link))
+            if size is not None:
+                return f"out of memory: tried to allocate {int(size[1]) / 2**20:,.1f} MiB"
+    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+
+
+def of_text(text: str) -> OutcomeKind:
+    """The same of what a process left in its log, for want of the exception: OOM or ERROR."""
+    marks = ("OutOfMemoryError", *_OUT_OF_MEMORY)
+    return OutcomeKind.OOM if any(mark in text for mark in marks) else OutcomeKind.ERROR
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback as if the user's program had been started directly."""
+    ours = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+    skipped = (ours, "<frozen runpy>", runpy.__file__)
+    kept: list[str] = []
+    skipping = False
+    for line in "".join(traceback.format_exception(error)).splitlines(keepends=True):
+        if line.startswith('  File "'):
+            skipping = any(f'"{path}' in line for path in skipped)
+        elif not line.startswith("    "):
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch.OutOfMemoryError and torch.cuda.OutOfMemoryError by name: torch may not be imported.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY)
+
+
+def _is_host_out_of_memory(error: BaseException) -> bool:
+    """A data loader's worker was killed, or the host's own allocation failed."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error)
+    worker = "DataLoader worker" in text and ("signal: Killed" in text or "Bus error" in text)
+    return isinstance(error, RuntimeError) and (worker or "Cannot allocate memory" in text)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,489 @@
+"""Measures the optimizer steps of a live DeepSpeed engine, from inside the training process.
+
+The engine comes from `deepspeed.initialize`'s public result; DeepSpeed's own autotuning mode is not
+used, because it scores a single step. Times are taken at the ends of optimizer steps, so whatever
+the training loop does between two steps (loading data, say) counts, as it does for the user. On an
+asynchronous device the marks are events on its stream: nothing is synchronised inside a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
+from dsat.in_trial.conformance import check_engine, check_inputs, refuse_pipeline
+from dsat.in_trial.profiler import ModelProfiler
+from dsat.values.trial import (
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Trial,
+    TrialKind,
+    student_t95,
+)
+
+PHASES = ("forward", "backward", "step")
+CI_TARGET = 0.02
+MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+
+SEVERAL_ENGINES = (
+    "the script trains several engines, perhaps: throughput and latency are those of the whole "
+    "loop, but forward, backward, step, FLOPS and the model's size only those of the engine that "
+    "trains first"
+)
+
+
+@dataclass(frozen=True)
+class MeterSpec:
+    """What to measure and what to expect.
+
+    Attributes:
+        start_step, end_step: optimizer steps, counted from 1, both measured.
+        max_steps: the most steps to measure while the confidence interval is too wide, and the best
+            so far is in it or beyond its worse end.
+        micro_batch, gas, stage, slots: what the engine must turn out to use.
+        own_micro_batch: that of the user's own configuration, which the script must not go on with.
+        host_slots: slots that share the host, those of other trials included.
+        profile: count parameters, FLOPs and activations in the first step.
+        flops_per_sample: model FLOPs of a sample, from the profile trial.
+        slot_memory_bytes: what a slot may use, if less than it has.
+        to_beat: see `Trial`.
+    """
+
+    start_step: int
+    end_step: int
+    max_steps: int
+    micro_batch: int
+    gas: int
+    stage: int
+    slots: int
+    own_micro_batch: int | None = None
+    host_slots: int = 1
+    profile: bool = False
+    flops_per_sample: float | None = None
+    slot_memory_bytes: int | None = None
+    to_beat: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_trial(
+        cls,
+        trial: Trial,
+        *,
+        start_step: int,
+        end_step: int,
+        max_steps: int,
+        slots: int,
+        own_micro_batch: int | None = None,
+        host_slots: int = 1,
+        slot_memory_bytes: int | None = None,
+    ) -> MeterSpec:
+        """What to measure in a trial."""
+        profile = trial.kind is TrialKind.PROFILE
+        if profile:
+            # It is not compared with anything: one step after the first is enough.
+            start_step, end_step, max_steps = 2, 2, 1
+        return cls(
+            start_step=start_step,
+            end_step=end_step,
+            max_steps=max_steps,
+            micro_batch=trial.batch.micro_batch,
+            gas=trial.batch.gas,
+            stage=trial.stage,
+            slots=slots,
+            own_micro_batch=own_micro_batch,
+            host_slots=host_slots,
+            profile=profile,
+            flops_per_sample=trial.flops_per_sample,
+            slot_memory_bytes=slot_memory_bytes,
+            to_beat=trial.to_beat,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeterSpec:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+    @property
+    def longest(self) -> int:
+        """Optimizer steps that the training loop must be ready to make."""
+        return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that a trial measured; equal on every rank, but for the warnings and the profile."""
+
+    metrics: Metrics
+    memory: MemoryUse
+    profile: ModelProfile | None
+    warnings: tuple[str, ...]
+    step_ms: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "metrics": self.metrics.to_json(),
+            "memory": asdict(self.memory),
+            "profile": self.profile.to_json() if self.profile else None,
+            "warnings": list(self.warnings),
+            "step_ms": list(self.step_ms),
+        }
+
+
+class TrialComplete(SystemExit):
+    """Ends the training script once everything is measured, with exit status 0."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__(0)
+        self.measurement = measurement
+
+
+def install(spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> Meter:
+    """Makes a meter watch the engines that `deepspeed.initialize` returns.
+
+    Args:
+        spec: what to measure.
+        on_complete: called on every rank with the measurement, before the script is ended.
+
+    Returns:
+        The meter.
+    """
+    import deepspeed
+
+    meter = Meter(spec, on_complete)
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        _limit_device_memory(spec)
+        result = original(*args, **kwargs)
+        if has_optimizer(result[0]):
+            meter.watch(result[0])
+        return result
+
+    deepspeed.initialize = initialize
+    return meter
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Whether an engine can train: at stage 3 a reference model's optimizer is a mere stand-in."""
+    optimizer = getattr(engine, "optimizer", None)
+    return optimizer is not None and type(optimizer).__name__ != "DeepSpeedZeRoOffload"
+
+
+class Meter:
+    """Wraps `forward`, `backward` and `step` of the first engine that trains.
+
+    Args:
+        spec: what to measure.
+        on_complete: called with the measurement before `TrialComplete` is raised.
+    """
+
+    def __init__(self, spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> None:
+        self.spec = spec
+        self.watches = False
+        self.attached = False
+        self.steps_seen = 0
+        self.partial: Measurement | None = None
+        self._on_complete = on_complete
+        self._complete = False
+        self._warnings: list[str] = []
+        self._before = ProcessMemory.now()
+
+    def warn(self, text: str) -> None:
+        """Adds what a person should know although the trial runs."""
+        if text not in self._warnings:
+            self._warnings.append(text)
+
+    @property
+    def shortfall(self) -> str:
+        """Why nothing was measured, if the script came to its own end."""
+        if not self.watches:
+            return "the script ended without calling deepspeed.initialize with an optimizer"
+        return (
+            f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
+            f"{self.spec.end_step} are measured: give it more data or lower --end-profile-step"
+        )
+
+    def watch(self, engine: Any) -> None:
+        """Starts measuring an engine at its first training step, if it is the first to make one.
+
+        A reference model may have an optimizer too, since it shares the configuration.
+
+        Raises:
+            InvalidTrial: it is a pipeline engine.
+        """
+        refuse_pipeline(engine)
+        if self.watches and self.spec.profile:
+            self.warn(SEVERAL_ENGINES)
+        self.watches = True
+        for name in ("forward", "backward", "step"):
+            first_use = functools.partial(self._first_use, engine, name)
+            setattr(engine, name, self._wrap(getattr(engine, name), first_use))
+
+    def _first_use(
+        self, engine: Any, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.attached or (name == "forward" and not _in_training(engine)):
+            return original(*args, **kwargs)
+        self.attach(engine)
+        return getattr(engine, name)(*args, **kwargs)
+
+    def attach(self, engine: Any) -> None:
+        """Starts measuring an engine.
+
+        Raises:
+            InvalidTrial: it does not use the trial's configuration.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        spec = self.spec
+        check_engine(engine, micro_batch=spec.micro_batch, gas=spec.gas, stage=spec.stage)
+        self.attached = True
+        self._engine = engine
+        self._accelerator = get_accelerator()
+        self._clock = clock_for(self._accelerator)
+        self._memory = MemoryWatch(self._accelerator, self._before)
+        self._memory.note("init")
+        self._profiler = (
+            ModelProfiler(
+                engine,
+                micro_batch=self.spec.micro_batch,
+                host_slots=self.spec.host_slots,
+                slot_memory_bytes=self.spec.slot_memory_bytes,
+            )
+            if self.spec.profile
+            else None
+        )
+        self._steps: list[_StepMarks] = []
+        self._current = _StepMarks(begin=self._clock.mark())
+        self._next_check = self.spec.end_step - self.spec.start_step + 1
+        self._skipped = 0
+        self._warm_up_over = False
+        engine.forward = self._wrap(engine.forward, self._forward)
+        engine.backward = self._wrap(engine.backward, self._backward)
+        engine.step = self._wrap(engine.step, self._step)
+
+    @staticmethod
+    def _wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        return wrapper
+
+    # -- the three phases
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._complete:  # the script has caught the SystemExit that was to end it
+            os._exit(0)
+        if not _in_training(self._engine):
+            return original(*args, **kwargs)
+        if not (self.steps_seen or self._current.micro_steps):
+            warning = check_inputs(
+                [*args, *kwargs.values()],
+                micro_batch=self.spec.micro_batch,
+                own=self.spec.own_micro_batch,
+            )
+            self._warnings += [warning] if warning else []
+        if self._profiler is not None:
+            self._profiler.enter_forward()
+        begin = self._begin_phase()
+        self._close_backward(begin)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            if self._profiler is not None:
+                self._profiler.leave_forward()
+        end = self._end_phase("forward", begin)
+        # If the script calls loss.backward() itself, the backward pass ends where the next phase
+        # begins.
+        self._current.backward_began = end
+        self._current.micro_steps += 1
+        return result
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = self._begin_phase()
+        result = original(*args, **kwargs)
+        self._end_phase("backward", begin)
+        self._current.backward_began = None
+        return result
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._profiler is not None:
+            self._profiler.finish_micro_step()
+        skipped_before, steps_before = self._engine.skipped_steps, self._engine.global_steps
+        begin = self._begin_phase()
+        self._close_backward(begin)
+        result = original(*args, **kwargs)
+        end = self._end_phase("step", begin)
+        if self._engine.global_steps > steps_before:
+            self._end_of_step(end, skipped=self._engine.skipped_steps > skipped_before)
+        return result
+
+    def _close_backward(self, end: Any) -> None:
+        if self._current.backward_began is not None:
+            self._current.phases["backward"].append((self._current.backward_began, end))
+            self._current.backward_began = None
+
+    def _begin_phase(self) -> Any:
+        if not self._warm_up_over:
+            self._memory.reset()
+        return self._clock.mark()
+
+    def _end_phase(self, phase: str, begin: Any) -> Any:
+        end = self._clock.mark()
+        self._current.phases[phase].append((begin, end))
+        if not self._warm_up_over:
+            self._memory.note(phase)
+        return end
+
+    # -- optimizer steps
+
+    def _end_of_step(self, end: Any, *, skipped: bool) -> None:
+        self.steps_seen += 1
+        marks, self._current = self._current, _StepMarks(begin=end)
+        marks.end = end
+        # A step that fp16 skipped because of an overflow is cheaper than a real one.
+        self._skipped += skipped
+        if self._skipped > MAX_SKIPPED_STEPS:
+            raise InvalidTrial(
+                f"{self._skipped} optimizer steps were skipped because of fp16 overflows: the loss "
+                "is not finite. Train in bf16, or mend the data or the learning rate"
+            )
+        applied = self.steps_seen - self._skipped
+        self._warm_up_over = applied + 1 >= self.spec.start_step
+        if applied >= self.spec.start_step and not skipped and marks.complete(self.spec.gas):
+            self._steps.append(marks)
+            if len(self._steps) >= self._next_check:
+                self._check()
+
+    def _check(self) -> None:
+        """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
+        per_step = self._slowest_rank([marks.milliseconds(self._clock) for marks in self._steps])
+        latencies = [row[0] for row in per_step]
+        ci95 = relative_ci95(latencies)
+        self.partial = self._measurement(per_step, ci95)
+        count, most = len(latencies), max(self.spec.max_steps, 1)
+        if ci95 <= CI_TARGET or count >= most or self._is_beaten(self.partial.metrics):
+            self._complete = True
+            self._on_complete(self.partial)
+            raise TrialComplete(self.partial)
+        wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
+        # At most twice as many at a time: the first few steps say little of the spread.
+        self._next_check = min(most, wanted, 2 * count)
+        self._current = _StepMarks(begin=self._clock.mark())
+
+    def _is_beaten(self, metrics: Metrics) -> bool:
+        """Whether not even the better end of the interval reaches what there is to beat."""
+        return any(
+            (value := metrics.value(name)) is not None
+            and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1
+            for name, best in self.spec.to_beat.items()
+        )
+
+    def _measurement(self, per_step: list[list[float]], ci95: float) -> Measurement:
+        latency, *phases = (sum(column) / len(per_step) for column in zip(*per_step, strict=True))
+        spec = self.spec
+        throughput = spec.micro_batch * spec.gas * spec.slots / (latency / 1e3)
+        profile = self._profiler.result(self._accelerator) if self._profiler else None
+        flops = profile.flops_per_sample if profile else spec.flops_per_sample
+        metrics = Metrics(
+            throughput=throughput,
+            latency=latency,
+            **dict(zip(PHASES, phases, strict=True)),
+            FLOPS_per_gpu=None if flops is None else flops * throughput / spec.slots,
+            num_steps=len(per_step),
+            ci95=ci95 if math.isfinite(ci95) else 1.0,
+        )
+        return Measurement(
+            metrics=metrics,
+            memory=self._memory.over_ranks(self._maximum),
+            profile=profile,
+            warnings=tuple(self._warnings),
+            step_ms=tuple(round(row[0], 4) for row in per_step),
+        )
+
+    def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
+        """Elementwise maximum over all ranks; every rank gets the same."""
+        flat = self._maximum([value for row in rows for value in row])
+        width = len(rows[0])
+        return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+    def _maximum(self, values: list[float]) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return values
+        device = self._engine.device
+        # float32 holds bytes and milliseconds to seven digits, and every device has it.
+        tensor = torch.tensor(values, dtype=torch.float32, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [float(value) for value in tensor.tolist()]
+
+
+def relative_ci95(values: list[float]) -> float:
+    """Half-width of the 95 % confidence interval of the mean, as a fraction of the mean.
+
+    Student's t; infinite for fewer than two values.
+    """
+    count = len(values)
+    if count < 2:
+        return math.inf
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return student_t95(count - 1) * math.sqrt(variance / count) / mean
+
+
+@dataclass
+class _StepMarks:
+    """Marks of one optimizer step, all its micro steps included."""
+
+    begin: Any
+    end: Any = None
+    micro_steps: int = 0
+    backward_began: Any = None
+    phases: dict[str, list[tuple[Any, Any]]] = field(
+        default_factory=lambda: {phase: [] for phase in PHASES}
+    )
+
+    def complete(self, gas: int) -> bool:
+        """Whether no micro step is missing, as at the end of an epoch of the data.
+
+        A script may leave out the engine's `forward` or `backward`, but hardly both.
+        """
+        counted = max(self.micro_steps, len(self.phases["backward"]))
+        return counted == 0 or counted >= gas
+
+    def milliseconds(self, clock: Clock) -> list[float]:
+        """Latency, then the phases' sums."""
+        sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
+        return [clock.ms(self.begin, self.end), *sums]
+
+
+def _in_training(engine: Any) -> bool:
+    import torch
+
+    return bool(torch.is_grad_enabled() and engine.training)
+
+
+def _limit_device_memory(spec: MeterSpec) -> None:
+    """Makes the device's allocator refuse more than the slot may use."""
+    from deepspeed.accelerator import get_accelerator
+
+    if spec.slot_memory_bytes is None or get_accelerator().device_name() != "cuda":
+        return
+    import torch
+
+    device = int(os.environ.get("LOCAL_RANK", "0"))  # the one that DeepSpeed is going to use
+    fraction = spec.slot_memory_bytes / get_accelerator().total_memory(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)

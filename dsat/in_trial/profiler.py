@@ -1,0 +1,105 @@
+"""What one training step tells of a model: its parameters, FLOPs and activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsat.values.trial import ModelProfile
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelProfiler:
+    """Counts parameters, FLOPs and activations in the first micro step.
+
+    Args:
+        engine: a DeepSpeed engine.
+        micro_batch: samples of the micro step.
+        host_slots: slots that share the memory of a host without accelerators.
+        slot_memory_bytes: what a slot may use, if less than it has.
+    """
+
+    def __init__(
+        self, engine: Any, *, micro_batch: int, host_slots: int, slot_memory_bytes: int | None
+    ) -> None:
+        self._engine = engine
+        self._micro_batch = micro_batch
+        self._host_slots = host_slots
+        self._slot_memory_bytes = slot_memory_bytes
+        self._flops = _count_flops()
+        self._counting = False
+        self._done = False
+        self._storages: dict[int, int] = {}
+        self._hooks: Any = None
+        self._flops_per_sample = 0.0
+
+    def enter_forward(self) -> None:
+        import torch
+
+        if self._done or self._counting:
+            return
+        self._counting = True
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._flops.__enter__()
+        self._hooks.__enter__()
+
+    def leave_forward(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def finish_micro_step(self) -> None:
+        if self._counting and not self._done:
+            self._flops.__exit__(None, None, None)
+            self._flops_per_sample = self._flops.get_total_flops() / self._micro_batch
+        self._counting, self._done = False, self._done or self._counting
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sees every tensor that autograd keeps for the backward pass."""
+        import torch
+
+        parameter = torch.nn.Parameter
+        if not isinstance(tensor, parameter) and not isinstance(tensor._base, parameter):
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def result(self, accelerator: Any) -> ModelProfile:
+        parameters = list(self._engine.module.parameters())
+        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
+        trainable = [n for p, n in zip(parameters, sizes, strict=True) if p.requires_grad]
+        return ModelProfile(
+            num_params=sum(sizes),
+            trainable_params=sum(trainable),
+            param_bytes=max((p.element_size() for p in parameters), default=4),
+            activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
+            flops_per_sample=self._flops_per_sample,
+            slot_memory_bytes=self._slot_memory(accelerator),
+        )
+
+    def _slot_memory(self, accelerator: Any) -> int:
+        if accelerator.is_synchronized_device():
+            import psutil
+
+            own = psutil.Process().memory_info().rss
+            has = int(psutil.virtual_memory().available / max(1, self._host_slots) + own)
+        else:
+            has = int(accelerator.total_memory())
+        return min(has, self._slot_memory_bytes or has)
+
+
+def _count_flops() -> Any:
+    """A FLOP counter that leaves out what activation checkpointing computes a second time."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class ModelFlops(FlopCounterMode):
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            # In a backward pass autograd records nothing, unless a forward pass is done again.
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward and torch.is_grad_enabled():
+                return out
+            return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return ModelFlops(display=False)

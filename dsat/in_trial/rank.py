@@ -1,0 +1,333 @@
+"""One rank of a trial: prepares the process, runs the user's program, writes what came of it.
+
+Runs in a process forked from the warm supervisor, or as `python3 -m dsat.in_trial.rank DIR`.
+Everything it needs is in the folder's `trial.json` and in the environment. It leaves by `os._exit`,
+because an orderly end of the interpreter costs a second that nobody needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import random
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, failures, hf_trainer
+from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.meter import Measurement, Meter, MeterSpec, TrialComplete, install
+from dsat.in_trial.simulation import server as capture
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.script_args import CHECKPOINTING
+from dsat.tuning.journal import write_atomically
+from dsat.values.trial import OutcomeKind, Trial
+
+SPEC_FILE = "trial.json"
+CONFIG_FILE = "ds_config.json"
+CAPTURED_FILE = "captured_ds_config.json"
+METRICS_FILE = "metrics.json"
+MODULES_FILE = "modules.json"
+FAILED = 1
+_DATA_LIMIT_SLACK = 16 * 2**20
+# malloc.h of glibc.
+_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
+_MAPPED_FROM_BYTES = 2**18
+# Variables that torch, DeepSpeed and what they load set by themselves.
+_SET_BY_LIBRARIES = tuple(
+    "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
+)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What every rank of a trial needs to know; in `trial.json`.
+
+    Attributes:
+        trial: the trial as in the journal, for people.
+        program: the entrypoint, its configuration path already the trial's own.
+        task: the fields of `masterless.LocalTask`, its folder left out.
+        meter: what to measure; None in a full-length run, which is not measured.
+        capture: the run is only to tell which configuration the script passes to DeepSpeed.
+        cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
+        threads: of each rank, if the machine's slots are processor cores.
+        lend_to: the run is only to lend its model to simulations; the path of the socket where
+            whoever wants them listens.
+    """
+
+    trial: Mapping[str, Any]
+    program: Mapping[str, Any]
+    task: Mapping[str, Any]
+    meter: Mapping[str, Any] | None
+    capture: bool = False
+    cpu_memory_bytes: int | None = None
+    threads: int | None = None
+    lend_to: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankSpec:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+def result_file(rank: int) -> str:
+    """Where a rank writes how it ended, if it did not run to the end of the measurement."""
+    return f"rank{rank}.json"
+
+
+def run(folder: Path) -> NoReturn:
+    """Runs the rank that the environment says this process is; never returns."""
+    spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
+    rank = int(os.environ["RANK"])
+    meter: list[Meter] = []
+    lender = None if spec.lend_to is None else capture.Lender(Path(spec.lend_to))
+    try:
+        _prepare(spec, folder, rank, meter, lender)
+        _run_program(_program(spec.program))
+    except (TrialComplete, config_injection.ConfigCaptured, capture.ScriptSimulated):
+        _leave(0)
+    except SystemExit as stop:
+        if lender is not None:
+            lender.failed(stop)
+        if stop.code not in (None, 0):
+            _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
+            _leave(FAILED)
+    except BaseException as error:
+        if lender is not None:
+            lender.failed(error)
+        _write_failure(folder, rank, error, failures.message(error))
+        _leave(FAILED)
+    if lender is not None:
+        lender.failed(None)
+    _end_of_script(spec, folder, rank, meter)
+
+
+def _prepare(
+    spec: RankSpec,
+    folder: Path,
+    rank: int,
+    meters: list[Meter],
+    lender: capture.Lender | None,
+) -> None:
+    import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
+    import numpy
+    import torch
+
+    from dsat.in_trial import determined_shim
+
+    # A forked process has its parent's state, a fresh one would have a random one.
+    random.seed()
+    numpy.random.seed()
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    task = {**spec.task, "folder": folder}
+    determined_shim.install(determined_shim.LocalTask(**task))
+    if spec.program["trial_class"]:
+        determined_shim.adapt_trial_classes(on_cpu=not spec.task["devices"])
+    if spec.capture:
+        config_injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
+        hf_trainer.install(None, _say, on_cpu=not spec.task["devices"])
+        return
+    if lender is not None:
+        lender.install()
+    path = folder / CONFIG_FILE
+    config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
+    if spec.meter is not None:
+        known, before = set(sys.modules), dict(os.environ)
+
+        def complete(measurement: Measurement) -> None:
+            if rank == 0:
+                write_atomically(folder / METRICS_FILE, json.dumps(measurement.to_json(), indent=1))
+                write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
+
+        meters.append(install(MeterSpec.from_json(spec.meter), complete))
+    _adapt_trainer(spec, folder, meters)
+    if spec.cpu_memory_bytes is not None:
+        _limit_memory(spec.cpu_memory_bytes)
+
+
+def _keep(path: Path, rank: int, text: str) -> None:
+    if rank == 0:
+        write_atomically(path, text)
+
+
+def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> None:
+    trial = Trial.from_json(spec.trial)
+    settings = hf_trainer.TrainerSettings(
+        config_path=folder / CONFIG_FILE,
+        micro_batch=trial.batch.micro_batch,
+        gas=trial.batch.gas,
+        gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
+        max_steps=meters[0].spec.longest if meters else None,
+    )
+    hf_trainer.install(
+        settings, meters[0].warn if meters else _say, on_cpu=not spec.task["devices"]
+    )
+
+
+def _say(text: str) -> None:
+    print(f"dsat: {text}", file=sys.stderr)
+
+
+def _program(data: Mapping[str, Any]) -> Entrypoint:
+    values = dict(data)
+    for key in ("args", "python_options"):
+        values[key] = tuple(values[key])
+    return Entrypoint(**values)
+
+
+def _run_program(program: Entrypoint) -> None:
+    args = list(program.args)
+    if program.passes_local_rank:
+        args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
+    if program.trial_class:
+        from determined.exec import harness
+
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["harness.py", program.trial_class]
+        harness.main(program.trial_class)
+    elif program.module:
+        sys.path.insert(0, os.getcwd())
+        sys.argv = [program.module, *args]
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    else:
+        # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
+        script = os.path.abspath(program.script)
+        sys.path.insert(0, os.path.dirname(script))
+        sys.argv = [program.script, *args]
+        runpy.run_path(script, run_name="__main__")
+
+
+def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
+    """The script came to its own end."""
+    if spec.lend_to is not None or (spec.capture and not (folder / CAPTURED_FILE).exists()):
+        problem = "the script ended without calling deepspeed.initialize with an optimizer"
+        _write_failure(folder, rank, InvalidTrial(problem), problem)
+        _leave(FAILED)
+    if spec.meter is None:
+        # A training run ends as a Python program does: threads joined, atexit functions called.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _leave(0)
+    meter = meters[0]
+    if meter.partial is not None:
+        if rank == 0:
+            text = json.dumps(meter.partial.to_json(), indent=1)
+            write_atomically(folder / METRICS_FILE, text)
+        _leave(0)
+    problem = meter.shortfall
+    too_short = meter.watches
+    _write_failure(folder, rank, InvalidTrial(problem), problem, smaller_may_run=too_short)
+    _leave(FAILED)
+
+
+def _limit_memory(budget_bytes: int) -> None:
+    """Lets this process allocate only so much more than it has now.
+
+    The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
+    allocator fail as a device's would. What was imported before does not count. The C library is
+    told to give tensors back to the system at once: otherwise it is the holes in its heap that
+    exhaust the limit, and not tensors. One heap is enough, since each more reserves 128 MiB for a
+    moment, which no peak could be told from.
+    """
+    import ctypes
+    import resource
+
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_MMAP_MAX, 2**30)
+        mallopt(_M_ARENA_MAX, 1)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = ProcessMemory.now().data_bytes + budget_bytes + _DATA_LIMIT_SLACK
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    _lift_to_compile(resource.RLIMIT_DATA, (limit, most))
+
+
+def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
+    """Lets the compilers that DeepSpeed starts for its operators have all the memory they need."""
+    import resource
+
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    load = OpBuilder.jit_load
+
+    @functools.wraps(load)
+    def unlimited(self: Any, *args: Any, **options: Any) -> Any:
+        _, most = limits
+        resource.setrlimit(limited, (most, most))
+        try:
+            return load(self, *args, **options)
+        finally:
+            resource.setrlimit(limited, limits)
+
+    OpBuilder.jit_load = unlimited
+
+
+def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+    """Modules of installed packages, in the order in which the program came to import them, if they
+    may be imported before it starts. Some packages import most of theirs only when they are used.
+
+    Not if the program set environment variables, which may be for them, and not if one of them took
+    `deepspeed.initialize` for itself, which the meter could then no longer replace.
+    """
+    import deepspeed
+
+    changed = {key for key, value in os.environ.items() if before.get(key) != value}
+    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
+        return []
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in known or name == "__main__":
+            continue
+        names = list(getattr(module, "__dict__", {}).values())
+        if any(value is deepspeed.initialize for value in names):
+            return []
+        if "site-packages" in str(getattr(module, "__file__", "") or ""):
+            found.append(name)
+    return found
+
+
+def _write_failure(
+    folder: Path,
+    rank: int,
+    error: BaseException,
+    message: str,
+    *,
+    smaller_may_run: bool = False,
+) -> None:
+    kind = failures.classify(error)
+    detail = failures.user_traceback(error) if kind is not OutcomeKind.INVALID else ""
+    sys.stderr.write(detail or message + "\n")
+    result = {
+        "kind": kind.value,
+        "message": message,
+        "detail": detail,
+        "smaller_may_run": smaller_may_run,
+        "time": time.time(),
+    }
+    write_atomically(folder / result_file(rank), json.dumps(result))
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or FAILED
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

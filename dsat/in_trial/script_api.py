@@ -1,0 +1,177 @@
+"""What a training script calls. Importing this imports nothing heavy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsat.errors import UserInputError
+from dsat.inputs import ds_config, script_args
+from dsat.inputs.ds_config import CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
+from dsat.tuning.journal import write_atomically
+
+if TYPE_CHECKING:
+    from dsat.in_trial.cluster_rank import Task
+
+_HF_CONFIG_FLAG = "--deepspeed"
+_TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
+
+
+def get_ds_config_from_hparams(
+    hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
+) -> dict[str, Any]:
+    """The DeepSpeed configuration of this trial, for `deepspeed.initialize(config=...)`.
+
+    The file that `hparams["deepspeed_config"]` names, with `hparams["overwrite_deepspeed_args"]`
+    laid over it: dicts are merged key by key, anything else is replaced. Drop-in for
+    `determined.pytorch.dsat.get_ds_config_from_hparams`.
+
+    Args:
+        hparams: the trial's hyperparameters. `deepspeed_config` may also be the configuration
+            itself, as a dict.
+        base_dir: what the path of the configuration is relative to.
+
+    Raises:
+        UserInputError: there is no `deepspeed_config`, or its file cannot be read.
+    """
+    if CONFIG_KEY not in hparams:
+        raise UserInputError(
+            f"the hyperparameters have no {CONFIG_KEY!r}, only {sorted(hparams)}",
+            where="get_ds_config_from_hparams",
+            hint="Add it to `hyperparameters` in the experiment configuration.",
+        )
+    _attach(hparams)
+    base = hparams[CONFIG_KEY]
+    if not isinstance(base, Mapping):
+        base = _read_config(Path(base_dir) / base)
+    return ds_config.merge(base, hparams.get(OVERWRITE_KEY) or {})
+
+
+def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
+    """The command-line arguments with which a Hugging Face Trainer runs this trial.
+
+    `--deepspeed` is pointed to a configuration with `hparams["overwrite_deepspeed_args"]` laid over
+    the file that it names, and the batch sizes among the arguments are made to agree with it.
+    Without such overrides the arguments stay as they are. Drop-in for
+    `determined.pytorch.dsat.get_hf_args_with_overwrites`, but the user's own file is left alone:
+    every configuration gets a file of its own.
+
+    Args:
+        args: as in `sys.argv[1:]`, for `HfArgumentParser`.
+        hparams: the trial's hyperparameters.
+
+    Raises:
+        UserInputError: the arguments name no DeepSpeed configuration, or it cannot be read.
+    """
+    _attach(hparams)
+    overrides = hparams.get(OVERWRITE_KEY)
+    if not overrides:
+        return list(args)
+    path = script_args.value_of(args, _HF_CONFIG_FLAG)
+    if not path:
+        raise UserInputError(
+            f"the arguments name no DeepSpeed configuration: {list(args)}",
+            where="get_hf_args_with_overwrites",
+            hint=f"Add {_HF_CONFIG_FLAG} with the path of the file, for example "
+            f"{_HF_CONFIG_FLAG} ds_config.json.",
+        )
+    base = _read_config(Path(path))
+    merged = ds_config.merge(base, overrides)
+    if merged != base:
+        path = str(_file_of(merged))
+    mappings = {**script_args.HF_BATCH_FLAGS, _HF_CONFIG_FLAG: _HF_CONFIG_FLAG}
+    values = {**merged, _HF_CONFIG_FLAG: path}
+    return list(script_args.rewrite(args, values, mappings, add=True))
+
+
+@contextlib.contextmanager
+def dsat_reporting_context(
+    core_context: Any, op: Any, steps_completed: int | None = None
+) -> Iterator[None]:
+    """Reports what dsat measures as the trial's result; outside a dsat run it does nothing.
+
+    The engine's `forward`, `backward` and `step` must be called inside. Drop-in for
+    `determined.pytorch.dsat.dsat_reporting_context`.
+
+    Args:
+        core_context: from `determined.core.init()`.
+        op: the first operation of `core_context.searcher.operations()`.
+        steps_completed: reported with the metrics; the operation's length by default.
+    """
+    from dsat.in_trial.meter import TrialComplete
+
+    task = _attach(_hparams_of_this_task())
+    steps = op.length if steps_completed is None else steps_completed
+    if task is not None:
+        task.follow(core_context, op, steps)
+    try:
+        yield
+    except TrialComplete as complete:
+        if task is not None:
+            task.report(core_context, op, task.ended(), steps)
+            if core_context.distributed.rank == 0:
+                # Else the master takes the exit for that of a script which lost its way.
+                core_context.searcher.acknowledge_out_of_ops()
+        elif core_context.distributed.rank == 0:
+            metrics = complete.measurement.metrics.to_json()
+            core_context.train.report_validation_metrics(steps_completed=steps, metrics=metrics)
+            op.report_completed(metrics)
+        raise
+    except BaseException as error:
+        if task is not None:
+            task.report_failure(core_context, op, error, steps)
+        raise
+
+
+def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
+    """On a cluster, makes this process a rank of the trial that the hyperparameters name."""
+    if not hparams or DSAT_TRIAL_KEY not in hparams:
+        return None
+    from dsat.in_trial import cluster_rank as task
+
+    attached = task.attach(hparams)
+    # DeepSpeedTrial calls the one that it was born with, which knows less of outcomes.
+    ancestor: Any = sys.modules.get("determined.pytorch.dsat")
+    if attached is not None and ancestor is not None:
+        ancestor.dsat_reporting_context = dsat_reporting_context
+    return attached
+
+
+def _hparams_of_this_task() -> Mapping[str, Any] | None:
+    determined: Any = sys.modules.get("determined")
+    info = None if determined is None else determined.get_cluster_info()
+    if info is None or info.task_type != "TRIAL":
+        return None
+    hparams: Mapping[str, Any] = info.trial.hparams
+    return hparams
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserInputError(
+            f"the DeepSpeed configuration cannot be read: {error}", where=str(path)
+        ) from error
+    if not isinstance(config, dict):
+        raise UserInputError("does not hold a JSON object", where=str(path))
+    return config
+
+
+def _file_of(config: Mapping[str, Any]) -> Path:
+    """A file with a configuration: the same one for the same configuration, so that all ranks of a
+    trial agree on it, whichever writes it."""
+    # Not in the user's folder, which may be shared, read-only or kept under version control.
+    folder = os.environ.get(_TRIAL_DIR_VARIABLE)
+    name = f"ds_config_{ds_config.fingerprint(config)[:16]}.json"
+    if folder is None:
+        folder, name = tempfile.gettempdir(), f"dsat_{os.getuid()}_{name}"
+    path = Path(folder) / name
+    write_atomically(path, json.dumps(config, indent=2) + "\n")
+    return path.resolve()

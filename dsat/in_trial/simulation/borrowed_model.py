@@ -1,0 +1,194 @@
+"""The engine that a lent script gets, and what a child makes of the script's state."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsat.in_trial import config_injection
+from dsat.in_trial.simulation import script_key
+from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleRecord, translated
+from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
+from dsat.in_trial.simulation.simulation import Candidate, Captured, Simulation, tensors_in
+from dsat.in_trial.simulation.storage_tracker import StorageTracker
+from dsat.memory.estimate import as_simulated, without_besides
+
+End = Callable[[Mapping[str, Any]], None]
+
+
+class Loan:
+    """What a script passes to `deepspeed.initialize`, kept for simulations.
+
+    Args:
+        initialize: DeepSpeed's own function.
+        arguments: its arguments, by name; parameters given as an iterator are made a list.
+        config: the configuration among them.
+
+    Raises:
+        SimulationUnsupported: the model is a pipeline.
+    """
+
+    def __init__(
+        self, initialize: Initialize, arguments: dict[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        model = arguments["model"]
+        if type(model).__name__ == "PipelineModule":
+            raise SimulationUnsupported("pipeline parallelism")
+        parameters = arguments.get("model_parameters")
+        if parameters is not None and not isinstance(parameters, torch.Tensor):
+            arguments["model_parameters"] = list(parameters)
+        self._initialize = initialize
+        self._arguments = config_injection.without_config(arguments)
+        self._config = config
+        self._record = ModuleRecord(model)
+
+    def engine_for_the_script(self) -> Any:
+        """DeepSpeed's engine of stage 0 with a simple optimizer, on fake parameters.
+
+        The model has its own tensors again afterwards, in the type that DeepSpeed trains them in.
+
+        Returns:
+            What `deepspeed.initialize` returns.
+        """
+        config = without_besides({**self._config, "zero_optimization": {"stage": 0}})
+        config.pop("optimizer", None)
+        with _on_fake_cpu():
+            fakes = self._record.put_fakes("cpu")
+            trained = self._arguments.get("model_parameters")
+            if trained is None:
+                given = self._arguments.get("optimizer")
+                trained = getattr(given, "param_groups", None) or list(
+                    self._arguments["model"].parameters()
+                )
+            else:
+                trained = translated(trained, fakes)
+            trained = _plain_list(trained, fakes)
+            result = self._initialize(
+                **{
+                    **self._arguments,
+                    "config": config,
+                    "optimizer": torch.optim.SGD(trained, lr=1e-3),
+                    "model_parameters": None,
+                }
+            )
+        self._record.put_back(fakes)
+        self._engine = result[0]
+        self._engine.device = _device_of_this_process()
+        return result
+
+    def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
+        """Calls `serve(args, kwargs)` in place of the engine's first forward pass in training."""
+        engine, original = self._engine, self._engine.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and engine.training:
+                return serve(args, kwargs)
+            return original(*args, **kwargs)
+
+        engine.forward = forward
+
+    def description(self, args: Any, kwargs: Any) -> list[Any]:
+        """All of the script, its model and its batch that memory depends on, as JSON."""
+        batch = [[list(t.shape), str(t.dtype)] for t in tensors_in([args, dict(kwargs)])]
+        optimizer = self._arguments.get("optimizer")
+        settings = getattr(optimizer, "defaults", None)
+        return [
+            *self._record.description(),
+            script_key.of_script(self._arguments["model"].modules()),
+            batch,
+            type(optimizer).__qualname__,
+            repr(settings),
+        ]
+
+    def sizes(self) -> dict[str, int]:
+        """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""
+        parameters = self._arguments["model"].parameters()
+        size = max((p.element_size() for p in parameters), default=4)
+        return {**self._record.sizes(), "param_bytes": size}
+
+    def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
+        """Simulates a candidate up to the forward pass that the script has called.
+
+        Args:
+            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate.
+            args, kwargs: of the call.
+            end: called with the result when the script has come to the end of its micro step.
+
+        Returns:
+            What the engine's forward pass returns.
+        """
+        captured = Captured(
+            initialize=self._initialize,
+            arguments=self._arguments,
+            record=self._record,
+            micro_batch=self._samples([args, dict(kwargs)]),
+            dtype=next(self._arguments["model"].parameters()).dtype,
+        )
+        config = as_simulated(config_injection.completed(request["config"], self._config))
+        candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
+        simulation = Simulation(captured, candidate)
+        simulation.warm_up(args, kwargs)
+        engine = simulation.engine
+        backward, step = engine.backward, engine.step
+
+        def finish() -> None:
+            simulation.tracker.begin("step")
+            step()
+            end({"estimate": simulation.result().to_json()})
+
+        def script_backward(*args: Any, **kwargs: Any) -> Any:
+            simulation.tracker.begin("backward")
+            backward(*args, **kwargs)
+            finish()
+
+        def script_step(*_: Any, **__: Any) -> None:
+            finish()
+
+        outputs = engine(*args, **kwargs)
+        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        # The script's engine, which it may hold in many places, becomes the candidate's.
+        object.__setattr__(self._engine, "__dict__", engine.__dict__)
+        return outputs
+
+    def _samples(self, batch: Any) -> int:
+        """The size of the batch that the script made, whatever its configuration says."""
+        micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
+        sizes = [t.shape[0] for t in tensors_in(batch) if t.dim() > 0]
+        if not sizes or any(size % micro_batch == 0 for size in sizes):
+            return micro_batch
+        return max(set(sizes), key=sizes.count)
+
+
+@contextlib.contextmanager
+def _on_fake_cpu() -> Iterator[None]:
+    """Fake tensors, and DeepSpeed's accelerator for CPUs without any compiled operator."""
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    before = real_accelerator.ds_accelerator
+    real_accelerator.ds_accelerator = CPU_Accelerator()
+    try:
+        with for_fake_cpu(), FakeTensorMode(allow_non_fake_inputs=True), StorageTracker("cpu"):
+            yield
+    finally:
+        real_accelerator.ds_accelerator = before
+
+
+def _device_of_this_process() -> torch.device:
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return torch.device(accelerator.device_name(0) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def _plain_list(trained: Any, fakes: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for part in trained:
+        if isinstance(part, Mapping):
+            found += _plain_list(part["params"], fakes)
+        else:
+            found.append(fakes.get(id(part), part))
+    return found

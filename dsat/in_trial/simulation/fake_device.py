@@ -1,0 +1,232 @@
+"""A device that exists only for fake tensors, and DeepSpeed's view of it.
+
+torch lets a Python module stand in for the backend of its private device type
+(`torch.utils.backend_registration`), so autograd finds streams and guards for a device that no
+machine has. DeepSpeed asks its accelerator object for everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from dsat.in_trial.simulation.storage_tracker import DEVICE, PINNED, StorageTracker
+
+DEVICE_TYPE = "dsat"
+# More than any model needs: nothing in DeepSpeed is to act as if memory were short.
+_TOTAL_BYTES = 2**50
+
+
+class _Backend:
+    """What torch asks of a backend's Python module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = 0) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = 0) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    def device(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _Stream:
+    """A stream in which everything is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+def _maker(dtype: torch.dtype) -> property:
+    def make(*sizes: Any) -> torch.Tensor:
+        if sizes and isinstance(sizes[0], (list, tuple)):
+            return torch.tensor(sizes[0], dtype=dtype, device=DEVICE_TYPE)
+        return torch.empty(sizes, dtype=dtype, device=DEVICE_TYPE)
+
+    return property(lambda self: make)
+
+
+class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's accelerator for the fake device.
+
+    Args:
+        tracker: knows what is allocated.
+    """
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        super().__init__()
+        self._name = DEVICE_TYPE
+        self._communication_backend_name = "fake"
+        self._tracker = tracker
+        self._stream = _Stream()
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def use_host_timers(self) -> bool:
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return DEVICE_TYPE if device_index is None else f"{DEVICE_TYPE}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return f"{DEVICE_TYPE}:0"
+
+    def device_count(self) -> int:
+        return 1
+
+    @property
+    def Stream(self) -> Any:
+        return _Stream
+
+    @property
+    def Event(self) -> Any:
+        return _Event
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        yield
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return self._stream
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return self._stream
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return self._tracker.current(DEVICE)
+
+    max_memory_allocated = memory_allocated
+    memory_cached = memory_allocated
+    max_memory_cached = memory_allocated
+    memory_reserved = memory_allocated
+    max_memory_reserved = memory_allocated
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        pass
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return _TOTAL_BYTES
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return _TOTAL_BYTES
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == DEVICE_TYPE
+
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
+
+    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.pin_memory(tensor)
+
+    def _pin_fresh(self, template: torch.Tensor, shape: Any) -> torch.Tensor:
+        return self._pinned(shape, template.dtype)
+
+    def _pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        with self._tracker.placing(PINNED):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._tracker.is_pinned(tensor)
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    FloatTensor = _maker(torch.float32)
+    DoubleTensor = _maker(torch.float64)
+    HalfTensor = _maker(torch.float16)
+    BFloat16Tensor = _maker(torch.bfloat16)
+    ByteTensor = _maker(torch.uint8)
+    IntTensor = _maker(torch.int32)
+    LongTensor = _maker(torch.int64)
+
+
+def register() -> None:
+    """Makes torch know the device; for the rest of the process."""
+    setup: Callable[..., None] = _setup_privateuseone_for_python_backend
+    setup(DEVICE_TYPE, backend_module=_Backend())
+
+
+def install(accelerator: CPU_Accelerator) -> None:
+    """Makes it DeepSpeed's accelerator; `set_accelerator` refuses what it does not know."""
+    from deepspeed.accelerator import real_accelerator
+
+    real_accelerator.ds_accelerator = accelerator

@@ -1,0 +1,226 @@
+"""One configuration, simulated: DeepSpeed's own engine on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsat.in_trial.simulation import fake_device, patches
+from dsat.in_trial.simulation.module_snapshot import (
+    Initialize,
+    ModuleRecord,
+    translated,
+    twin_of_optimizer,
+)
+from dsat.in_trial.simulation.storage_tracker import ALL, DEVICE, HOST, PINNED, StorageTracker
+from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What to simulate.
+
+    Attributes:
+        config: the DeepSpeed configuration, as `as_simulated` makes it.
+        micro_batch: its micro batch.
+        slots: data-parallel ranks.
+        as_cpu: the ranks run on a CPU.
+    """
+
+    config: Mapping[str, Any]
+    micro_batch: int
+    slots: int
+    as_cpu: bool
+
+    @property
+    def gas(self) -> int:
+        """Micro steps of an optimizer step."""
+        return int(self.config.get("gradient_accumulation_steps", 1))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the script gave to DeepSpeed.
+
+    Attributes:
+        initialize: DeepSpeed's own function.
+        arguments: of `deepspeed.initialize`, by name.
+        record: the model as it was then.
+        micro_batch: the samples in its first batch.
+        dtype: of the parameters that the script saw when it made the batch.
+    """
+
+    initialize: Initialize
+    arguments: Mapping[str, Any]
+    record: ModuleRecord
+    micro_batch: int
+    dtype: torch.dtype
+
+
+class Simulation:
+    """Runs a candidate, and lets the script compute its own loss in the last micro step.
+
+    Everything is fake from the construction on, for the rest of the process.
+
+    Args:
+        captured: the script's model and batch.
+        candidate: what to simulate.
+    """
+
+    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+        self._captured = captured
+        self._candidate = candidate
+        self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
+        self.tracker = StorageTracker(
+            self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
+        )
+        self._modes = (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            self.tracker,
+            patches.FunctionRules(self._adopt, as_cpu=candidate.as_cpu),
+        )
+        self.engine = self._make_engine()
+        self._dtype = next(self.engine.module.parameters()).dtype
+
+    # -- the engine
+
+    def _make_engine(self) -> Any:
+        captured, slots = self._captured, str(self._candidate.slots)
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        patches.forget_process_groups()
+        if self._candidate.as_cpu:
+            fake_device.install(CPU_Accelerator())
+        else:
+            fake_device.register()
+            fake_device.install(fake_device.FakeAccelerator(self.tracker))
+        patches.apply(self.tracker, self._device)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
+        patches.make_process_group(self._candidate.slots, self._device)
+        for mode in self._modes:
+            mode.__enter__()
+        parked = not (captured.record.on_device or self._candidate.as_cpu)
+        with self.tracker.placing(HOST if parked else DEVICE):
+            fakes = captured.record.put_fakes(self._device)
+        arguments = {
+            **captured.arguments,
+            "config": self._config(),
+            "model_parameters": translated(captured.arguments.get("model_parameters"), fakes),
+            "optimizer": twin_of_optimizer(captured.arguments.get("optimizer"), fakes),
+            "lr_scheduler": None,
+            "training_data": None,
+        }
+        del fakes
+        gc.collect()
+        self.tracker.begin("init")
+        engine, *_ = captured.initialize(**arguments)
+        engine.train()
+        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
+        gc.collect()
+        return engine
+
+    def _config(self) -> dict[str, Any]:
+        candidate = self._candidate
+        config = copy.deepcopy(dict(candidate.config))
+        config.update(
+            train_micro_batch_size_per_gpu=candidate.micro_batch,
+            gradient_accumulation_steps=candidate.gas,
+            train_batch_size=candidate.micro_batch * candidate.gas * candidate.slots,
+            steps_per_print=10**9,
+        )
+        return config
+
+    # -- steps
+
+    def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Steps on any loss that reaches the outputs, up to the last micro step of the second.
+
+        In the first optimizer step all that lasts is allocated.
+        """
+        engine, tracker, gas = self.engine, self.tracker, self._candidate.gas
+        for micro_step in range(2 * gas - 1):
+            steady = micro_step >= gas
+            tracker.begin("forward" if steady else "warm-up")
+            loss = _some_loss(engine(*args, **kwargs))
+            if steady:
+                tracker.begin("backward")
+            engine.backward(loss)
+            del loss
+            if steady:
+                tracker.begin("step")
+            engine.step()
+        gc.collect()
+        tracker.forget_counts()
+        tracker.begin("forward")
+
+    def result(self) -> MemoryEstimate:
+        """What the tracker saw."""
+        tracker = self.tracker
+        kind = ALL if self._candidate.as_cpu else DEVICE
+        return MemoryEstimate(
+            init=tracker.peak("init", kind),
+            forward=tracker.peak("forward", kind),
+            backward=tracker.peak("backward", kind),
+            step=tracker.peak("step", kind),
+            host_pinned=tracker.largest(PINNED, PHASES),
+            host_pageable=tracker.largest(HOST, PHASES),
+            source=SIMULATED,
+            operations=tracker.operations,
+            collective_bytes=dict(tracker.collective_bytes),
+        )
+
+    # -- the script's own tensors
+
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the device for a real one, with as many samples as the candidate has."""
+        known = self._adopted.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if tensor.dim() == 0:
+            return tensor
+        shape = list(tensor.shape)
+        samples, rest = divmod(shape[0], self._captured.micro_batch)
+        if not rest:
+            shape[0] = samples * self._candidate.micro_batch
+        dtype = tensor.dtype
+        if dtype.is_floating_point and dtype == self._captured.dtype:
+            dtype = self._dtype
+        fake = torch.empty(shape, dtype=dtype, device=self._device)
+        self._adopted[id(tensor)] = tensor, fake
+        return fake
+
+
+def _some_loss(outputs: Any) -> torch.Tensor:
+    """The model's own loss, if it has one; otherwise one that every output has a part in."""
+    trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
+    if not trained:
+        raise patches.SimulationUnsupported("no output of the model depends on its parameters")
+    scalars = [t for t in trained if t.dim() == 0]
+    if scalars:
+        return scalars[0]
+    loss = trained[0].float().mean()
+    for tensor in trained[1:]:
+        loss = loss + tensor.float().mean()
+    return loss
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)

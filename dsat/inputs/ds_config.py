@@ -1,0 +1,187 @@
+"""Pure functions on DeepSpeed configuration dicts. Nothing here changes its arguments."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.values.trial import BatchTriple
+
+# Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
+CONFIG_KEY = "deepspeed_config"
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+DSAT_MODE_KEY = "_use_dsat_mode"
+DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: what the trial is to measure
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AUTO = "auto"
+
+# Top-level sections of a DeepSpeed configuration, from deepspeed/runtime/constants.py and
+# deepspeed/runtime/config.py (0.19.8) and https://www.deepspeed.ai/docs/config-json/.
+TOP_LEVEL_KEYS = frozenset(
+    """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_parallel_size data_types dataloader_drop_last datastates_ckpt
+    disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
+    flops_profiler fp16 gradient_accumulation_dtype gradient_accumulation_steps
+    gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine log_level managed_gradient_accumulation max_grad_norm memory_breakdown
+    monitor_config nebula optimizer pipeline prescale_gradients progressive_layer_drop
+    quantize_training scheduler seq_parallel_communication_data_type sequence_parallel_size
+    sparse_attention sparse_gradients steps_per_print tensor_parallel tensorboard timers
+    torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallel use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zenflow zero_allow_comm_data_type_fp32
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()
+)
+
+# Fields of deepspeed.runtime.zero.config.DeepSpeedZeroConfig (0.19.8), their aliases, and MiCS.
+ZERO_KEYS = frozenset(
+    """
+    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm
+    contiguous_gradients cpu_offload cpu_offload_param cpu_offload_use_pin_memory
+    elastic_checkpoint enable_sanity_checks gather_16bit_weights_on_model_save
+    ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+    log_trace_cache_warnings max_live_parameters max_reuse_distance memory_efficient_linear
+    mics_hierarchical_params_gather mics_shard_size model_persistence_threshold
+    module_granularity_threshold offload_optimizer offload_param overlap_comm
+    override_module_apply param_persistence_threshold parameter_alignment
+    pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size reduce_scatter
+    round_robin_gradients save_muon_momentum_buffer_in_memory stage
+    stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
+    use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow
+    zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights
+    zero_quantized_weights zeropp_loco_param
+    """.split()
+)
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` laid over `base`: dicts are merged key by key, anything else is replaced."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def same_setting(one: str, other: str) -> bool:
+    """Whether two keys of `zero_optimization` mean the same: some are known with and without
+    `stage3_` (the aliases of DeepSpeedZeroConfig)."""
+    return one.removeprefix("stage3_") == other.removeprefix("stage3_")
+
+
+def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
+    """The batch sizes as DeepSpeed derives them (`DeepSpeedConfig._set_batch_related_parameters`).
+
+    Args:
+        config: a DeepSpeed configuration; null and "auto" count as not given.
+        data_parallel: number of data-parallel slots.
+        where: the file to name in errors.
+
+    Raises:
+        UserInputError: none is given, one is no positive integer, or they contradict each other.
+    """
+    given: dict[str, int] = {}
+    for key in BATCH_KEYS:
+        value = config.get(key, AUTO)
+        if value is None or value == AUTO:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserInputError(
+                f"{key} must be a positive integer, not {value!r}", where=f"{where}: {key}"
+            )
+        given[key] = value
+    total, micro, gas = (given.get(key) for key in BATCH_KEYS)
+    if total is None and micro is None:
+        raise UserInputError(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
+            where=where,
+            hint=_HOW_TO_GIVE_BATCH[AUTO in (config.get(key) for key in BATCH_KEYS)],
+        )
+    if total is None:
+        assert micro is not None
+        gas = gas or 1
+        total = micro * gas * data_parallel
+    elif micro is None:
+        gas = gas or 1
+        micro = total // (gas * data_parallel)
+    elif gas is None:
+        gas = total // (micro * data_parallel)
+    if total != micro * gas * data_parallel or min(total, micro, gas) < 1:
+        said = ", ".join(f"{key} {value}" for key, value in given.items())
+        raise UserInputError(
+            f"{said} contradict each other on {data_parallel} slots: train_batch_size must be "
+            "train_micro_batch_size_per_gpu x gradient_accumulation_steps x slots",
+            where=where,
+            hint="Correct one of them or leave it out.",
+        )
+    return BatchTriple(total, micro, gas)
+
+
+_HOW_TO_GIVE_BATCH = {
+    False: 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.',
+    True: 'What "auto" stands for is in the script: write the number of '
+    "train_micro_batch_size_per_gpu in its place, or give --per_device_train_batch_size and "
+    "--deepspeed on the command line.",
+}
+
+
+def check_keys(overrides: Mapping[str, Any], base: Mapping[str, Any], *, where: str) -> None:
+    """Raise UserInputError for a key that DeepSpeed would not know.
+
+    A key that the user's own configuration already has is always accepted.
+    """
+    tables: list[tuple[str, Mapping[str, Any], Mapping[str, Any], frozenset[str]]] = [
+        ("", overrides, base, TOP_LEVEL_KEYS)
+    ]
+    zero = overrides.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise UserInputError(
+            f"zero_optimization must be a mapping, not {zero!r}", where=f"{where}.zero_optimization"
+        )
+    tables.append((".zero_optimization", zero, base.get("zero_optimization", {}), ZERO_KEYS))
+    for path, given, known_base, known in tables:
+        for key in given:
+            if key not in known and key not in known_base:
+                raise UserInputError(
+                    f"DeepSpeed has no setting {key!r}",
+                    where=f"{where}{path}.{key}",
+                    hint=did_you_mean(key, known)
+                    + "If your DeepSpeed knows it, put it into the DeepSpeed configuration itself.",
+                )
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A sentence that names the nearest known word; empty when none is near."""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), sorted(known), n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
+
+
+def clean_for_use(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as everything takes it: nothing of any autotuner in it, and a ZeRO section.
+
+    DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
+    """
+    cleaned = {key: copy.deepcopy(value) for key, value in config.items() if key != "autotuning"}
+    return {**cleaned, "zero_optimization": cleaned.get("zero_optimization") or {"stage": 0}}
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """A hexadecimal digest that is equal for equal configurations."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

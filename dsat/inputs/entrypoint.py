@@ -1,0 +1,372 @@
+"""The user's entrypoint, taken apart: which Python program the ranks run, and how.
+
+The local engine starts the ranks itself, so of a launcher's command only the program, its arguments
+and the number of slots matter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs import script_args as arguments
+
+_WHERE = "entrypoint"
+_FORMS = (
+    "Use one of: python3 -m determined.launch.deepspeed [--trial module:Class | python3 script.py "
+    "...], python3 -m determined.launch.torch_distributed ..., deepspeed script.py ..., torchrun "
+    "script.py ..., python3 script.py ..."
+)
+_SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+# Options without a value, of the launchers that are known; every other option takes one.
+_DEEPSPEED_SWITCHES = frozenset(
+    "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
+    "--bind_cores_to_rank --save_pid -q --quiet".split()
+)
+_CHOOSES_DEVICES = frozenset("--hostfile -H --include -i --exclude -e".split())
+_TORCHRUN_SWITCHES = frozenset(
+    "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
+    "--virtual_local_rank --use-env --use_env".split()
+)
+
+_HF_PARSERS = ("HfArgumentParser", "TrlParser")
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """A Python program and how a launcher would start it.
+
+    Attributes:
+        script: a path, relative to the model folder; empty if `module` or `trial_class` is given.
+        module: as after `python3 -m`.
+        trial_class: `module:Class` of a Determined Trial.
+        args: the program's own arguments.
+        python_options: options of the interpreter itself.
+        env: assignments in front of the command.
+        passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
+        one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
+        slots: the number of ranks that the command itself asks for, if any.
+        takes_all_slots: whether the launcher starts a rank on every device of the machine.
+        takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
+    """
+
+    script: str = ""
+    module: str = ""
+    trial_class: str = ""
+    args: tuple[str, ...] = ()
+    python_options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    passes_local_rank: bool = False
+    one_thread: bool = False
+    slots: int | None = None
+    takes_all_slots: bool = False
+    takes_hf_flags: bool = False
+
+    @property
+    def config_path(self) -> str | None:
+        """The DeepSpeed configuration that the arguments name, if any."""
+        position = self._config_position()
+        if position is None:
+            return None
+        return self.args[position].partition("=")[2] or self.args[position]
+
+    def for_config(
+        self,
+        path: str,
+        config: Mapping[str, Any],
+        script_args: Mapping[str, Any],
+        arg_mappings: Mapping[str, str],
+    ) -> Entrypoint:
+        """The same with arguments that name a configuration and agree with it.
+
+        Args:
+            path: of the configuration.
+            config: what is in it.
+            script_args: values of the script's own switches.
+            arg_mappings: which of the script's flags repeats which setting.
+        """
+        found = self.with_config_path(path)
+        args = arguments.for_trial(
+            found.args, config, script_args, arg_mappings, add=self.takes_hf_flags
+        )
+        return replace(found, args=args)
+
+    def with_config_path(self, path: str) -> Entrypoint:
+        """The same with another DeepSpeed configuration, if the arguments name one."""
+        position = self._config_position()
+        if position is None:
+            return self
+        args = list(self.args)
+        flag, equals, _ = args[position].partition("=")
+        args[position] = f"{flag}={path}" if equals else path
+        return replace(self, args=tuple(args))
+
+    def _config_position(self) -> int | None:
+        position = self._value_position("--deepspeed_config")
+        if position is not None:
+            return position
+        # `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
+        position = self._value_position("--deepspeed")
+        is_file = position is not None and self.args[position].endswith(".json")
+        return position if is_file else None
+
+    def _value_position(self, option: str) -> int | None:
+        """Which argument holds an option's value, if the option is there and has one."""
+        for index, arg in enumerate(self.args):
+            flag, equals, value = arg.partition("=")
+            if flag != option:
+                continue
+            if equals and value:
+                return index
+            following = self.args[index + 1 : index + 2]
+            if not equals and following and not following[0].startswith("-"):
+                return index + 1
+        return None
+
+    def command(self) -> list[str]:
+        """The program as a plain command, without a launcher."""
+        if self.trial_class:
+            program = ["-m", "determined.exec.harness", self.trial_class]
+        elif self.module:
+            program = ["-m", self.module]
+        else:
+            program = [self.script]
+        return [sys.executable, *self.python_options, *program, *self.args]
+
+
+def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
+    """Takes an entrypoint apart.
+
+    Args:
+        entrypoint: as in the experiment configuration: a command line or a list of arguments.
+        model_dir: where its script is.
+
+    Raises:
+        UserInputError: it is empty, needs a shell, or is of a form that is not known.
+    """
+    words = _words(entrypoint)
+    env = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    if not words:
+        raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
+    found = replace(_command(words), env=env)
+    if found.script and not (model_dir / found.script).is_file():
+        raise UserInputError(
+            f"there is no file {found.script!r} in {model_dir}",
+            where=_WHERE,
+            hint="Give the script's path relative to the model folder.",
+        )
+    return replace(found, takes_hf_flags=_parses_hf_arguments(found, model_dir))
+
+
+def _parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
+    """Whether the script makes a parser of TrainingArguments, or of a class made of them.
+
+    Another parser would refuse a flag that the user did not give.
+    """
+    if not program.script:
+        return False
+    source = (model_dir / program.script).read_text(encoding="utf-8", errors="replace")
+    return any(parser in source for parser in _HF_PARSERS)
+
+
+def _words(entrypoint: str | Sequence[str]) -> list[str]:
+    if isinstance(entrypoint, str):
+        if _SHELL.search(entrypoint):
+            raise UserInputError(
+                f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
+                where=_WHERE,
+                hint="Put what the shell does into the script. " + _FORMS,
+            )
+        try:
+            return shlex.split(entrypoint)
+        except ValueError as error:
+            raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
+    words: list[str] = []
+    for word in entrypoint:
+        if not isinstance(word, (str, int, float)):
+            raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
+        stripped = str(word).strip()
+        if stripped:
+            words.append(stripped)
+    return words
+
+
+def _command(words: list[str]) -> Entrypoint:
+    name = Path(words[0]).name
+    if name == "deepspeed":
+        return _deepspeed(words[1:])
+    if name == "torchrun":
+        return _torchrun(words[1:])
+    if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
+        _check_interpreter(words[0])
+        return _python(words[1:])
+    if name.endswith(".py"):
+        return Entrypoint(script=words[0], args=tuple(words[1:]))
+    raise UserInputError(
+        f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
+    )
+
+
+def _check_interpreter(word: str) -> None:
+    """A folder names an environment, which is more than the interpreter that it links to."""
+    here = sys.executable
+    if os.sep in word:
+        found = shutil.which(word)
+        other = found is None or not os.path.samefile(os.path.dirname(found), os.path.dirname(here))
+    else:
+        other = False
+    version = re.search(r"\d[\d.]*$", os.path.basename(word))
+    if other or not _has_version(version[0] if version else ""):
+        raise UserInputError(
+            f"{word} is not the Python that runs dsat ({here})",
+            where=_WHERE,
+            hint="Run dsat with that Python, or write python3.",
+        )
+
+
+def _has_version(version: str) -> bool:
+    mine = [str(number) for number in sys.version_info[:2]]
+    given = version.split(".") if version else []
+    return given == mine[: len(given)]
+
+
+def _python(words: list[str]) -> Entrypoint:
+    options: list[str] = []
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        option = words.pop(0)
+        if option != "-u":  # output is never held back
+            options.append(option)
+            if option in ("-W", "-X") and words:
+                options.append(words.pop(0))
+    if not words or words[0] == "-c":
+        raise UserInputError("names no script", where=_WHERE, hint=_FORMS)
+    if words[0] != "-m":
+        return Entrypoint(script=words[0], args=tuple(words[1:]), python_options=tuple(options))
+    module, rest = words[1:2], words[2:]
+    if not module:
+        raise UserInputError("names no module after -m", where=_WHERE, hint=_FORMS)
+    if module[0] == "determined.launch.deepspeed":
+        return _determined(rest)
+    if module[0] == "determined.launch.torch_distributed":
+        return replace(_determined_torch(rest), one_thread=True)
+    if module[0] in ("torch.distributed.run", "torch.distributed.launch"):
+        return _torchrun(rest)
+    if module[0] in ("deepspeed", "deepspeed.launcher.runner"):
+        return _deepspeed(rest)
+    if module[0].split(".")[0] in ("accelerate", "horovod", "mpi4py"):
+        raise UserInputError(
+            f"{module[0]} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
+        )
+    return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))
+
+
+def _determined(words: list[str]) -> Entrypoint:
+    """`(--trial MODULE:CLASS) | (SCRIPT...)`, as determined/launch/deepspeed.py takes it."""
+    if words and (words[0] == "--trial" or words[0].startswith("--trial=")):
+        rest = words[1:] if words[0] == "--trial" else [words[0].partition("=")[2], *words[1:]]
+        if len(rest) != 1:
+            raise UserInputError(
+                "--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS
+            )
+        return Entrypoint(trial_class=rest[0])
+    if words and words[0] == "--":
+        words = words[1:]
+    if not words:
+        raise UserInputError("the launcher is given no script", where=_WHERE, hint=_FORMS)
+    return _command(words)
+
+
+def _determined_torch(words: list[str]) -> Entrypoint:
+    """`[TORCH OPTIONS --] (--trial MODULE:CLASS) | (SCRIPT...)`."""
+    return _determined(words[words.index("--") + 1 :] if "--" in words else words)
+
+
+def _deepspeed(words: list[str]) -> Entrypoint:
+    options, rest = _split_options(words, _DEEPSPEED_SWITCHES)
+    if "--autotuning" in options:
+        raise UserInputError(
+            "--autotuning is DeepSpeed's own tuner, which dsat replaces",
+            where=_WHERE,
+            hint="Leave it out.",
+        )
+    _check_one_machine(options)
+    if not rest:
+        raise UserInputError("deepspeed is given no script", where=_WHERE, hint=_FORMS)
+    if "--no_python" in options:
+        found = _command(rest)
+    elif "--module" in options:
+        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
+    else:
+        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
+    return replace(
+        found,
+        passes_local_rank="--no_local_rank" not in options,
+        slots=(slots := _count(options, "--num_gpus", "--num_accelerators")),
+        takes_all_slots=slots is None,
+    )
+
+
+def _torchrun(words: list[str]) -> Entrypoint:
+    options, rest = _split_options(words, _TORCHRUN_SWITCHES)
+    _check_one_machine(options)
+    if not rest:
+        raise UserInputError("torchrun is given no script", where=_WHERE, hint=_FORMS)
+    if {"--no-python", "--no_python"} & options.keys():
+        found = _command(rest)
+    elif {"-m", "--module"} & options.keys():
+        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
+    else:
+        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
+    return replace(
+        found, one_thread=True, slots=_count(options, "--nproc_per_node", "--nproc-per-node")
+    )
+
+
+def _check_one_machine(options: dict[str, str]) -> None:
+    """Raise UserInputError for options that choose machines or devices, which dsat does itself."""
+    for name in _CHOOSES_DEVICES & options.keys():
+        raise UserInputError(
+            f"{name} chooses machines or devices, and dsat gives every trial its own slots",
+            where=_WHERE,
+            hint="Leave it out; CUDA_VISIBLE_DEVICES says which devices dsat may use.",
+        )
+    for name in ("--num_nodes", "--nnodes"):
+        if options.get(name, "1") not in ("1", "1:1"):
+            raise UserInputError(
+                f"{name} {options[name]}: trials run on this machine only", where=_WHERE
+            )
+
+
+def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:
+    """A launcher's own options, and what follows them."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if not equals and name not in switches and rest:
+            value = rest.pop(0)
+        options[name] = value
+    return options, rest
+
+
+def _count(options: dict[str, str], *names: str) -> int | None:
+    for name in names:
+        if options.get(name, "").isdigit() and int(options[name]) > 0:
+            return int(options[name])
+    return None

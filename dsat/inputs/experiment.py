@@ -1,0 +1,335 @@
+"""The user's files, read and checked once, then frozen: the experiment and the DeepSpeed config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsat.errors import UserInputError
+from dsat.inputs import ds_config
+from dsat.inputs import value_lists as choices
+from dsat.inputs.ds_config import CONFIG_KEY, OVERWRITE_KEY
+from dsat.values.trial import BatchTriple
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What the user wants tuned.
+
+    Attributes:
+        path: the experiment configuration, or what stands for it.
+        name: for people and for the run's folder.
+        config: the whole experiment configuration.
+        model_dir: where the training script is.
+        includes: further files and folders that the script needs beside it.
+        entrypoint: as written: a command line or a list of arguments.
+        hparams: `hyperparameters`, constants in place of Determined's `{type: const}`.
+        ds_config_path: where the DeepSpeed configuration is; None if it is inline.
+        ds_config: its content, the first value in place of every list.
+        ds_config_name: how errors call it.
+        overrides: the user's own `overwrite_deepspeed_args`, without lists.
+        choices: the lists of both, by the names of the settings.
+        slots_per_trial: `resources.slots_per_trial`.
+        env: `environment.environment_variables`.
+        arg_mappings: which of the script's flags repeats which setting.
+    """
+
+    path: Path
+    name: str
+    config: Mapping[str, Any]
+    model_dir: Path
+    includes: tuple[Path, ...]
+    entrypoint: str | tuple[str, ...]
+    hparams: Mapping[str, Any]
+    ds_config_path: Path | None
+    ds_config: Mapping[str, Any]
+    ds_config_name: str
+    overrides: Mapping[str, Any]
+    slots_per_trial: int
+    env: Mapping[str, str]
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    arg_mappings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base_config(self) -> dict[str, Any]:
+        """The user's own DeepSpeed configuration, their overrides applied."""
+        return ds_config.merge(self.ds_config, self.overrides)
+
+
+def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
+    """Reads and checks the user's files.
+
+    Args:
+        config: the experiment configuration, yaml or json.
+        model_dir: the folder with the training script.
+        includes: further files and folders that the script needs beside it.
+
+    Raises:
+        UserInputError: something is missing, cannot be read or contradicts itself.
+    """
+    for path in (model_dir, *includes):
+        if not path.exists():
+            raise UserInputError("does not exist", where=str(path))
+    if not model_dir.is_dir():
+        raise UserInputError(
+            "is not a folder", where=str(model_dir), hint="Give the folder with the script."
+        )
+    data = read_mapping(config)
+    where = str(config)
+    entrypoint = data.get("entrypoint")
+    if not isinstance(entrypoint, (str, list)) or not entrypoint:
+        raise UserInputError(
+            "there is no entrypoint",
+            where=f"{where}: entrypoint",
+            hint='Add one, for example "entrypoint: deepspeed train.py".',
+        )
+    hparams = _hyperparameters(data, where)
+    ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
+    ds, listed = choices.split(ds, where=ds_name)
+    _check_zero(ds, ds_name)
+    overrides = hparams.get(OVERWRITE_KEY) or {}
+    key = f"{where}: hyperparameters.{OVERWRITE_KEY}"
+    if not isinstance(overrides, Mapping):
+        raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
+    ds_config.check_keys(overrides, ds, where=key)
+    overrides, listed_over = choices.split(overrides, where=key)
+    _check_zero(overrides, key)
+    listed = {**listed, **listed_over}
+    if listed:  # the script must not read the lists
+        hparams = {**hparams, CONFIG_KEY: ds_config.clean_for_use(ds)}
+    _check_searcher(data, where)
+    return Experiment(
+        path=config,
+        name=str(data.get("name") or model_dir.resolve().name),
+        config=data,
+        model_dir=model_dir,
+        includes=tuple(includes),
+        entrypoint=entrypoint if isinstance(entrypoint, str) else tuple(entrypoint),
+        hparams=hparams,
+        ds_config_path=ds_path,
+        ds_config=ds,
+        ds_config_name=ds_name,
+        overrides=overrides,
+        slots_per_trial=_slots(data, where),
+        env=_environment(data, where),
+        choices=listed,
+    )
+
+
+def of_command(command: Sequence[str], name: str, folder: Path, config: Path | None) -> Experiment:
+    """An experiment that consists of a command and a DeepSpeed configuration.
+
+    Args:
+        command: as it would be typed.
+        name: for people and for the run's folder.
+        folder: where the command would be typed.
+        config: the DeepSpeed configuration; None if it is in the script.
+
+    Raises:
+        UserInputError: the configuration cannot be read or contradicts itself.
+    """
+    if config is None:
+        return of_dict(command, name, folder, {})
+    found = of_dict(command, name, folder, _as_json(config), str(config))
+    return replace(found, path=config, ds_config_path=config)
+
+
+def of_dict(
+    command: Sequence[str],
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    config_name: str = "deepspeed.initialize",
+) -> Experiment:
+    """The same, of a DeepSpeed configuration that is known by its content."""
+    ds, listed = choices.split(config, where=config_name)
+    _check_zero(ds, config_name)
+    return Experiment(
+        path=folder,
+        name=name,
+        config={"name": name, "entrypoint": list(command)},
+        model_dir=folder,
+        includes=(),
+        entrypoint=tuple(command),
+        hparams={CONFIG_KEY: ds_config.clean_for_use(ds)},
+        ds_config_path=None,
+        ds_config=ds,
+        ds_config_name=config_name,
+        overrides={},
+        slots_per_trial=1,
+        env={},
+        choices=listed,
+    )
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A yaml or json file that holds a mapping.
+
+    Raises:
+        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserInputError("there is no such file", where=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
+    try:
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        # What JSON cannot say (a date, not-a-number) no master and no DeepSpeed could read.
+        data = json.loads(json.dumps(data, allow_nan=False))
+    except json.JSONDecodeError as error:
+        raise UserInputError(
+            f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})",
+            where=str(path),
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise UserInputError(f"is not valid YAML: {problem}{line}", where=str(path)) from None
+    except (TypeError, ValueError) as error:
+        raise UserInputError(
+            f"holds a value that JSON does not know: {error}",
+            where=str(path),
+            hint="Put dates into quotes and numbers in place of NaN and Infinity.",
+        ) from None
+    if not isinstance(data, dict):
+        raise UserInputError("does not hold a mapping of keys to values", where=str(path))
+    return data
+
+
+def trial_hparams(experiment: Experiment, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a trial whose settings are laid over the user's configuration."""
+    return {
+        **experiment.hparams,
+        OVERWRITE_KEY: ds_config.merge(experiment.overrides, overrides),
+    }
+
+
+def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
+    """A searcher operation long enough for so many optimizer steps, in the script's unit."""
+    searcher = config.get("searcher")
+    length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
+    if isinstance(length, Mapping) and "records" in length:
+        return steps * batch.train_batch_size
+    return steps * batch.gas
+
+
+def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    hparams = data.get("hyperparameters")
+    where = f"{where}: hyperparameters"
+    if not isinstance(hparams, Mapping) or CONFIG_KEY not in hparams:
+        raise UserInputError(
+            f"there is no hyperparameters.{CONFIG_KEY}",
+            where=where,
+            hint=f"Add it with the path of your DeepSpeed configuration: {CONFIG_KEY}: "
+            "ds_config.json",
+        )
+    return {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
+
+
+def _constant(value: Any, where: str) -> Any:
+    """Determined writes a constant also as `{type: const, val: x}`."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "const":
+        return value.get("val")
+    if kind in ("int", "double", "log", "categorical"):
+        raise UserInputError(
+            f"is a range ({kind}), and dsat searches DeepSpeed's settings only",
+            where=where,
+            hint="Give it a single value.",
+        )
+    return value
+
+
+def _ds_config(
+    value: Any, model_dir: Path, includes: Sequence[Path], where: str
+) -> tuple[Path | None, dict[str, Any], str]:
+    key = f"{where}: hyperparameters.{CONFIG_KEY}"
+    if isinstance(value, Mapping):
+        return None, dict(value), key
+    if not isinstance(value, str) or not value:
+        raise UserInputError(f"must be a path, not {value!r}", where=key)
+    candidates = [model_dir / value]
+    for include in includes:
+        candidates.append(include if include.name == value else include.parent / value)
+    for path in candidates:
+        if path.is_file():
+            ds = read_mapping(path) if path.suffix == ".json" else _as_json(path)
+            return path, ds, str(path)
+    raise UserInputError(
+        f"there is no file {value!r} in {model_dir}",
+        where=key,
+        hint="The path is relative to the model folder.",
+    )
+
+
+def _check_zero(config: Mapping[str, Any], name: str) -> None:
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise UserInputError(f"must be a mapping, not {zero!r}", where=f"{name}: zero_optimization")
+
+
+def _check_searcher(data: Mapping[str, Any], where: str) -> None:
+    """The searcher's length is that of a full-length run: a number, or `{unit: number}`."""
+    searcher = data.get("searcher") or {}
+    if not isinstance(searcher, Mapping):
+        raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")
+    length = searcher.get("max_length", 1)
+    values = list(length.values()) if isinstance(length, Mapping) else [length]
+    if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
+        raise UserInputError(
+            f"must be a whole number or a single unit with one, not {length!r}",
+            where=f"{where}: searcher.max_length",
+            hint="For example: max_length: {batches: 100}",
+        )
+
+
+def _as_json(path: Path) -> dict[str, Any]:
+    """DeepSpeed reads its configuration as JSON whatever the file is called."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError("there is no such file", where=str(path)) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise UserInputError("does not hold a JSON object", where=str(path))
+    return data
+
+
+def _slots(data: Mapping[str, Any], where: str) -> int:
+    resources = data.get("resources") or {}
+    slots = resources.get("slots_per_trial", 1) if isinstance(resources, Mapping) else resources
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise UserInputError(
+            f"must be a positive integer, not {slots!r}",
+            where=f"{where}: resources.slots_per_trial",
+        )
+    return slots
+
+
+def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
+    section = data.get("environment")
+    given = section.get("environment_variables") if isinstance(section, Mapping) else None
+    where = f"{where}: environment.environment_variables"
+    parts = [given or []]
+    if isinstance(given, Mapping):  # by device, of which a machine has one
+        parts = [given.get(device) or [] for device in ("cpu", "cuda", "rocm")]
+    env = {}
+    for part in parts:
+        if not isinstance(part, list):
+            raise UserInputError(f"must be a list, not {part!r}", where=where)
+        for entry in part:
+            name, equals, value = str(entry).partition("=")
+            if not equals or not name:
+                raise UserInputError(f"{entry!r} is not of the form NAME=VALUE", where=where)
+            env[name] = value
+    return env

@@ -1,0 +1,181 @@
+"""Lists of values in a DeepSpeed configuration: the search space, written where the value goes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs.ds_config import BATCH_KEYS
+
+STAGES = (0, 1, 2, 3)
+ALL_STAGES = "all"
+
+# Settings of `zero_optimization` and its offload sections that DeepSpeed declares as integers.
+INTEGER_SETTINGS = frozenset(
+    """
+    allgather_bucket_size buffer_count buffer_size max_in_cpu max_live_parameters
+    max_reuse_distance model_persistence_threshold module_granularity_threshold
+    param_persistence_threshold prefetch_bucket_size reduce_bucket_size
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
+    """.split()
+)
+# The one section of `zero_optimization` whose fields are lists in themselves.
+_LISTS_BY_NATURE = frozenset({"leaf_module"})
+
+
+def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Splits a configuration with lists of values as search space into one without, and the lists.
+
+    Only `zero_optimization` and the batch sizes are looked at: elsewhere a list is a value.
+    Determined's `{"type": "categorical", "vals": [...]}` is a list too, and `"stage": "all"` (also
+    `"zero_optimization": "all"`) one of all stages. Lists inside a section of `zero_optimization`
+    become the sections that they multiply to: `{"device": "cpu", "pin_memory": [true, false]}` is a
+    list of two.
+
+    Args:
+        config: a DeepSpeed configuration; is not changed.
+        where: the file to name in errors.
+
+    Returns:
+        The configuration with the first value in place of each list, and the lists by the names of
+        their settings, each value once and in the order given.
+
+    Raises:
+        UserInputError: a list is empty, holds what the setting cannot be, or stands where none can.
+    """
+    base = copy.deepcopy(dict(config))
+    listed: dict[str, list[Any]] = {}
+    for key in BATCH_KEYS:
+        values = listed_values(base.get(key), f"{where}: {key}")
+        if values is None:
+            continue
+        if key == "train_batch_size":
+            raise UserInputError(
+                "cannot be a list",
+                where=f"{where}: {key}",
+                hint="List train_micro_batch_size_per_gpu and gradient_accumulation_steps instead.",
+            )
+        listed[key] = distinct(whole_number(value, f"{where}: {key}") for value in values)
+    zero = base.get("zero_optimization")
+    if zero == ALL_STAGES:
+        zero = {"stage": ALL_STAGES}
+    if isinstance(zero, (list, str)):
+        raise UserInputError(
+            f"must be a mapping, not {zero!r}",
+            where=f"{where}: zero_optimization",
+            hint='Put lists inside it, for example {"stage": [1, 2]}.',
+        )
+    if isinstance(zero, Mapping):
+        base["zero_optimization"] = zero = dict(zero)
+        for key, value in zero.items():
+            options = _zero_values(key, value, f"{where}: zero_optimization.{key}")
+            if options is not None:
+                listed[key] = distinct(options)
+                zero[key] = copy.deepcopy(listed[key][0])
+    for key in BATCH_KEYS:
+        if key in listed:
+            base[key] = listed[key][0]
+    return base, listed
+
+
+def whole_number(value: Any, where: str, *, least: int = 1) -> int:
+    """An integer; JSON's `5e8` is one too."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UserInputError(f"must be {kind}, not {value!r}", where=where)
+    return number
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order; true and 1 are two."""
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())
+
+
+def listed_values(value: Any, where: str) -> list[Any] | None:
+    """The values of a list in either form; None if it is a single value."""
+    if isinstance(value, Mapping) and value.get("type") in ("int", "double", "log"):
+        raise UserInputError(
+            f"is a range ({value['type']})", where=where, hint="Give a list of values instead."
+        )
+    if isinstance(value, Mapping) and value.get("type") == "categorical":
+        value = value.get("vals", [])
+        if not isinstance(value, list):
+            raise UserInputError(f"vals must be a list, not {value!r}", where=where)
+    if not isinstance(value, list):
+        return None
+    if not value:
+        raise UserInputError(
+            "is an empty list", where=where, hint="Give at least one value, or leave it out."
+        )
+    return value
+
+
+def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
+    """What a setting of `zero_optimization` may be; None if there is nothing to choose."""
+    if key in _LISTS_BY_NATURE:
+        return None
+    if key == "stage":
+        return _stages(value, where)
+    check = _whole_setting if key in INTEGER_SETTINGS else _single
+    return _options(value, where, check)
+
+
+def _stages(value: Any, where: str) -> list[int] | None:
+    values = [ALL_STAGES] if value == ALL_STAGES else listed_values(value, where)
+    found: list[int] = []
+    for stage in [value] if values is None else values:
+        whole = int(stage) if isinstance(stage, float) and stage.is_integer() else stage
+        if stage == ALL_STAGES:
+            found += STAGES
+        elif isinstance(whole, bool) or whole not in STAGES:
+            raise UserInputError(
+                f'must be 0, 1, 2, 3 or "all", or a list of them, not {stage!r}', where=where
+            )
+        else:
+            found.append(whole)
+    return None if values is None else found
+
+
+def _options(value: Any, where: str, check: Callable[[Any, str], Any]) -> list[Any] | None:
+    values = listed_values(value, where)
+    if values is None and isinstance(value, Mapping):
+        return _product(value, where)
+    if values is None:
+        return None
+    options: list[Any] = []
+    for item in values:
+        inner = _product(item, where) if isinstance(item, Mapping) else None
+        options += [check(item, where)] if inner is None else inner
+    return options
+
+
+def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """All sections that a section with lists in it stands for; None if it has none."""
+    listed = {}
+    for key, value in section.items():
+        options = _zero_values(key, value, f"{where}.{key}")
+        if options is not None:
+            listed[key] = distinct(options)
+    if not listed:
+        return None
+    return [
+        {**copy.deepcopy(dict(section)), **dict(zip(listed, combination, strict=True))}
+        for combination in itertools.product(*listed.values())
+    ]
+
+
+def _single(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        raise UserInputError(f"holds a list in a list, {value!r}", where=where)
+    return value
+
+
+def _whole_setting(value: Any, where: str) -> Any:
+    return value if value == "auto" else whole_number(value, where, least=0)

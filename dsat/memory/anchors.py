@@ -1,0 +1,134 @@
+"""What a run's memory is predicted from: the script's own model, simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsat.memory.estimate import SIMULATED
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.simulation_client import Lending, SimulationUnavailable, Simulator
+from dsat.space.plan import Plan
+from dsat.values.trial import ModelProfile
+from dsat.values.zero_strategy import of_config
+
+# The script comes to its first step, or a simulation ends, within so many seconds.
+TIMEOUT_S = 180.0
+# So many times the room that the formula asks for leaves no doubt.
+_PLENTY = 4.0
+# Where activations need no more than a tiny part of memory, more samples tell no more.
+_LARGEST_SIMULATED = 2**16
+
+
+def of_run(
+    engine: Lending,
+    plan: Plan,
+    profile: ModelProfile,
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    as_cpu: bool,
+    say: Callable[[str], None],
+) -> Basis:
+    """Simulates a configuration of each strategy, with each setting of the script's switches.
+
+    Args:
+        engine: runs the script; none of its slots are used.
+        plan: what is tuned.
+        profile: of the model, which answers where the script cannot be simulated.
+        configs: whole DeepSpeed configurations.
+        as_cpu: trials run on a CPU.
+        say: prints a line.
+    """
+    if _is_plenty(plan, profile, configs):
+        note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
+        return Basis.of_profile(profile, plan.switches, note=note)
+    say(f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations")
+    variants: list[Variant] = []
+    for switches in _all_switches(plan):
+        with Simulator(
+            engine,
+            as_cpu=as_cpu,
+            cache=cache_folder(),
+            script_args=switches,
+            timeout_s=TIMEOUT_S,
+        ) as simulator:
+            try:
+                found = variant_of(
+                    simulator,
+                    configs,
+                    switches,
+                    slots=plan.slots_per_trial,
+                    limit_bytes=profile.slot_memory_bytes,
+                    say=say,
+                )
+                variants.append(found)
+            except SimulationUnavailable as error:
+                if not variants:
+                    return Basis.of_profile(profile, plan.switches, note=str(error))
+    return Basis(tuple(variants))
+
+
+def variant_of(
+    simulator: Simulator,
+    configs: Sequence[Mapping[str, Any]],
+    script_args: Mapping[str, Any],
+    *,
+    slots: int,
+    limit_bytes: int,
+    say: Callable[[str], None],
+) -> Variant:
+    """Simulates each configuration at about the largest micro batch that fits.
+
+    One that cannot be simulated costs the others nothing: the closed form answers for it.
+
+    Args:
+        simulator: of the script with these switches.
+        configs: whole DeepSpeed configurations, one of each strategy.
+        script_args: switches of the script.
+        slots: data-parallel slots.
+        limit_bytes: what a slot may use.
+        say: prints a line.
+
+    Raises:
+        SimulationUnavailable: not even the facts of the model can be simulated.
+    """
+    facts = simulator.facts(configs[0])
+    plain = Variant(dict(script_args), facts)
+    model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
+    anchors = []
+    for config in configs:
+        size = max(1, int(min(_LARGEST_SIMULATED, model.largest(model.shape(config, script_args)))))
+        estimate = simulator.estimate(config, micro_batch=size, slots=slots)
+        if estimate.source == SIMULATED:
+            anchors.append(Anchor(dict(config), size, estimate))
+        else:
+            say(f"{of_config(config).label}: predicted by formula: {estimate.note}")
+    return Variant(dict(script_args), facts, tuple(anchors))
+
+
+def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether even a coarse formula leaves no doubt that everything fits."""
+    model = MemoryModel(
+        Basis.of_profile(profile, plan.switches),
+        slots=plan.slots_per_trial,
+        limit_bytes=profile.slot_memory_bytes,
+    )
+    largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
+    return largest > _PLENTY * plan.allowed_micro_batches[-1]
+
+
+def cache_folder() -> Path:
+    """Where answers are kept from run to run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dsat" / "memory"
+
+
+def _all_switches(plan: Plan) -> list[dict[str, bool]]:
+    """The user's own switches first, then the other setting of each that may be searched."""
+    found = [dict(plan.switches)]
+    for name, value in plan.switches.items():
+        if name not in plan.fixed:
+            found.append({**plan.switches, name: not value})
+    return found

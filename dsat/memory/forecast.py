@@ -1,0 +1,107 @@
+"""What the memory model says of a search's settings."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.inputs import ds_config
+from dsat.memory.predictor import Basis, MemoryModel, Shape
+from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.plan import Plan
+from dsat.space.space import LARGEST_MICRO_BATCH, Space
+from dsat.values.trial import BatchTriple, ModelProfile, Outcome
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+class Forecast:
+    """Predicted memory of everything that a run may try.
+
+    Args:
+        basis: what was simulated, or profiled.
+        plan: what is tuned.
+        profile: of the model.
+        space: what may be tried.
+    """
+
+    def __init__(self, basis: Basis, plan: Plan, profile: ModelProfile, space: Space) -> None:
+        self._plan = plan
+        self._space = space
+        self._shapes: dict[str, Shape] = {}
+        self.model = MemoryModel(
+            basis,
+            slots=plan.slots_per_trial,
+            limit_bytes=profile.slot_memory_bytes,
+            counts_context=plan.slot_memory_bytes is None,
+        )
+
+    def largest(self, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch of some settings that fits; 0 if none does.
+
+        Where the global batch is given, the largest micro batches accumulate no gradients, which
+        smaller ones may have to hold.
+        """
+        sizes = self._space.micro_batches
+        most, least = (self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1]))
+        found = self.model.largest(self._shape_of(settings, most))
+        if most == least:
+            return found
+        alone = self.model.largest(self._shape_of(settings, least))
+        reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+        return max(found, alone) if self._space.batch(reached, settings).gas == least else found
+
+    def describe(self) -> list[str]:
+        """A line for each strategy: what its first settings need, and how we know."""
+        lines = []
+        for branch in self._space.branches:
+            settings = branch.settings(0)
+            largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
+            smallest = self._space.micro_batches[0]
+            shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
+            needed = self.model.predicted_bytes(shape, smallest) / 2**30
+            ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
+            lines.append(
+                f"{branch.strategy.label}: {needed:.2f} GiB per slot at micro batch {smallest}, "
+                f"{ending} ({shape.source})"
+            )
+        note = self.model.basis.note
+        return [*lines, f"memory is predicted by formula: {note}"] if note else lines
+
+    # What follows is of a trial: what it lays over the user's configuration, its batch sizes among
+    # it, and its switches of the script.
+
+    def predicted_bytes(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> int:
+        """The peak of one slot."""
+        return self.model.predicted_bytes(
+            self._shape(overrides, script_args), overrides[_MICRO_BATCH]
+        )
+
+    def fits(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> bool:
+        """Whether it may be launched: what a --search-range-factor above 1 asks for may, too."""
+        beyond = max(1.0, self._plan.search_options.get("search_range_factor", 1.0))
+        micro_batch = max(1, math.floor(overrides[_MICRO_BATCH] / beyond))
+        return self.model.fits(self._shape(overrides, script_args), micro_batch)
+
+    def learn(
+        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], outcome: Outcome
+    ) -> None:
+        """Corrects what is predicted by what came of it."""
+        shape = self._shape(overrides, script_args)
+        self.model.learn(shape, overrides[_MICRO_BATCH], outcome)
+
+    def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
+        key = json.dumps([settings, gas], sort_keys=True)
+        shape = self._shapes.get(key)
+        if shape is None:
+            slots = self._plan.slots_per_trial
+            overrides = overrides_for(settings, BatchTriple(gas * slots, 1, gas))
+            shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
+        return shape
+
+    def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
+        config = ds_config.merge(self._plan.base_config, overrides)
+        return self.model.shape(config, script_args)

@@ -1,0 +1,258 @@
+"""Memory of every configuration of a run: from a few simulations, corrected by every trial.
+
+One configuration of each strategy is simulated where memory should end. The closed form tells how
+all others differ from it, trials tell what no simulation sees. All of it is linear in the micro
+batch, phase by phase, so the largest one that fits is found without a search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dsat.memory import closed_form
+from dsat.memory.calibration import Calibration, Observation, calibrate
+from dsat.memory.closed_form import Line, ModelFacts
+from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
+from dsat.values.trial import ModelProfile, Outcome, OutcomeKind
+from dsat.values.zero_strategy import of_config
+
+# By which factor more than what is predicted must be free.
+UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
+# A margin grows by no more with each trial that ran out of memory all the same: that of its
+# strategy, and that of all.
+_CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
+_BEYOND = 1.04  # of a prediction that turned out too low, to what would not have been launched
+_RECOMPUTED = 2**-1.5  # of the activations, where checkpointing was not simulated
+# Bytes per sample that a prediction may miss, as fractions of the activations: workspaces, and what
+# a profile does not see of the backward pass.
+_WORKSPACES, _UNSEEN = 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A configuration that was simulated."""
+
+    config: Mapping[str, Any]
+    micro_batch: int
+    estimate: MemoryEstimate
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Anchor:
+        estimate = MemoryEstimate.from_json(data["estimate"])
+        return cls(data["config"], data["micro_batch"], estimate)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The model as it is with some switches of the script.
+
+    Attributes:
+        script_args: the switches (`gradient_checkpointing`).
+        facts: for the closed form.
+        anchors: one simulated configuration of each strategy, where there is one.
+    """
+
+    script_args: Mapping[str, Any]
+    facts: ModelFacts
+    anchors: tuple[Anchor, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Variant:
+        anchors = tuple(Anchor.from_json(anchor) for anchor in data["anchors"])
+        return cls(data["script_args"], ModelFacts.from_json(data["facts"]), anchors)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What is known before a search begins; the first variant is the user's own.
+
+    Attributes:
+        note: why nothing was simulated, if nothing was.
+    """
+
+    variants: tuple[Variant, ...]
+    note: str = ""
+
+    @classmethod
+    def of_profile(
+        cls, profile: ModelProfile, script_args: Mapping[str, Any], note: str = ""
+    ) -> Basis:
+        """What a profile trial tells, without any simulation."""
+        return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
+
+    @property
+    def simulated(self) -> bool:
+        return any(variant.anchors for variant in self.variants)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Basis:
+        return cls(tuple(Variant.from_json(v) for v in data["variants"]), data["note"])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a configuration's memory grows with the micro batch, without what trials teach.
+
+    Attributes:
+        config: the whole DeepSpeed configuration; its micro batch does not count.
+        strategy: its name.
+        phases: a phase's peak is the highest of its lines.
+        source: of the fixed part, `SIMULATED` or `CLOSED_FORM`.
+        is_guess: nothing was simulated or profiled with its switches of the script.
+    """
+
+    config: Mapping[str, Any]
+    strategy: str
+    phases: Mapping[str, Sequence[Line]]
+    source: str
+    is_guess: bool
+
+    def peak(self, phase: str, micro_batch: float) -> float:
+        return closed_form.highest(self.phases[phase], micro_batch)
+
+
+_Corrections = Mapping[str, Mapping[str, float]]
+
+
+def _corrections(variant: Variant, slots: int) -> _Corrections:
+    """Bytes by which simulations are above the closed form, by strategy and phase."""
+    found: dict[str, dict[str, float]] = {}
+    for anchor in variant.anchors:
+        formula = closed_form.lines(variant.facts, anchor.config, slots=slots)
+        more = {
+            name: getattr(anchor.estimate, name)
+            - closed_form.highest(formula[name], anchor.micro_batch)
+            for name in PHASES
+        }
+        found.setdefault(of_config(anchor.config).name, more)
+    return found
+
+
+class MemoryModel:
+    """Predicts what configurations need, and learns from what they used.
+
+    Args:
+        basis: what was simulated, or profiled.
+        slots: data-parallel slots.
+        limit_bytes: what a slot may use.
+        counts_context: whether that limit is the whole device's, and so has to hold the context
+            and the libraries as well.
+    """
+
+    def __init__(
+        self, basis: Basis, *, slots: int, limit_bytes: int, counts_context: bool = False
+    ) -> None:
+        self.basis = basis
+        self.limit_bytes = limit_bytes
+        self._slots = slots
+        self._corrections = [_corrections(variant, slots) for variant in basis.variants]
+        self._counts_context = counts_context
+        self._observations: list[Observation] = []
+        self._calibration = Calibration()
+        self._margins: dict[str, float] = {}  # by strategy
+        self._least_margin = 1.0
+
+    def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
+        """What fake tensors need.
+
+        Args:
+            config: the whole DeepSpeed configuration.
+            script_args: switches of the script.
+        """
+        facts, corrections, is_guess = self._known_of(script_args)
+        strategy = of_config(config).name
+        phases = closed_form.lines(facts, config, slots=self._slots)
+        more = corrections.get(strategy)
+        if more is not None:
+            phases = {
+                name: tuple(replace(line, fixed=line.fixed + more[name]) for line in lines)
+                for name, lines in phases.items()
+            }
+        source = CLOSED_FORM if more is None else SIMULATED
+        return Shape(config, strategy, phases, source, is_guess)
+
+    def predicted_bytes(self, shape: Shape, micro_batch: int) -> int:
+        """The peak of one slot."""
+        peak = max(shape.peak(phase, micro_batch) for phase in PHASES)
+        return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
+
+    def fits(self, shape: Shape, micro_batch: int) -> bool:
+        """Whether a trial may be launched."""
+        if shape.is_guess:
+            return True
+        needed = self.predicted_bytes(shape, micro_batch)
+        return needed * self._margin(shape.strategy) <= self.limit_bytes
+
+    def largest(self, shape: Shape) -> float:
+        """The largest micro batch that fits, as a real number; 0 if not even one sample does."""
+        room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
+        fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
+        largest = math.inf
+        for line in (line for lines in shape.phases.values() for line in lines):
+            free, per_sample = room - line.fixed - fixed, line.per_sample + slope
+            if per_sample > 0:
+                largest = min(largest, free / per_sample)
+            elif free < 0:
+                return 0.0
+        return largest if largest >= 1 else 0.0
+
+    def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
+        """Corrects what is predicted by what came of a trial."""
+        if shape.is_guess:
+            return
+        if outcome.ok and outcome.memory is not None:
+            init, forward, backward, step = (round(shape.peak(p, micro_batch)) for p in PHASES)
+            estimate = MemoryEstimate(init, forward, backward, step)
+            observation = Observation.of(estimate, micro_batch, outcome.memory)
+            if observation is not None:
+                self._observations.append(observation)
+                self._calibration = calibrate(self._observations, self._usual_slope)
+        elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
+            # Something of this strategy needs more than is known.
+            needed = self.predicted_bytes(shape, micro_batch)
+            margin = self._margin(shape.strategy)
+            enough = _BEYOND * self.limit_bytes / max(1, needed)
+            self._margins[shape.strategy] = max(margin, min(_CAUTION * margin, enough))
+            self._least_margin = max(
+                self._least_margin, min(_CAUTION_OF_ALL * self._least_margin, enough)
+            )
+
+    @property
+    def _usual_slope(self) -> float:
+        """Bytes per sample that may be missing in the prediction."""
+        own = self.basis.variants[0]
+        part = _WORKSPACES if own.anchors else _UNSEEN
+        return part * own.facts.backward_bytes_per_sample
+
+    @property
+    def _context_bytes(self) -> int:
+        return self._calibration.context_bytes if self._counts_context else 0
+
+    def _margin(self, strategy: str) -> float:
+        # A lower bound of what was used calibrates little.
+        exact = any(not observation.at_least for observation in self._observations)
+        usual = CALIBRATED_MARGIN if exact else UNCALIBRATED_MARGIN
+        return max(usual, self._least_margin, self._margins.get(strategy, 0.0))
+
+    def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
+        """Facts and corrections of the model with some switches; whether they are only guessed."""
+        own = self.basis.variants[0]
+        wanted = {**own.script_args, **script_args}
+        for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
+            if dict(variant.script_args) == wanted:
+                return variant.facts, corrections, False
+        # The switches there are recompute activations in place of keeping them.
+        factor = _RECOMPUTED if any(wanted.values()) else 1 / _RECOMPUTED
+        facts = replace(
+            own.facts,
+            forward_bytes_per_sample=factor * own.facts.forward_bytes_per_sample,
+            backward_bytes_per_sample=factor * own.facts.backward_bytes_per_sample,
+            first_gradient_bytes_per_sample=factor * own.facts.first_gradient_bytes_per_sample,
+        )
+        return facts, {}, True

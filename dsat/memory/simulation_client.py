@@ -1,0 +1,277 @@
+"""Asks a lent script for simulations, and remembers what it answered."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import select
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.estimate import MemoryEstimate, as_simulated
+from dsat.tuning.journal import write_atomically
+
+# What memory depends on besides the model and the configuration; the last is this package's own.
+_VERSIONS = ("torch", "deepspeed", "dsat")
+# Large enough for activations, and not gradients, to decide the peak of the backward pass.
+_MICRO_BATCHES_FOR_SLOPES = (256, 512)
+_ENORMOUS = 2**40  # elements
+_PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
+
+
+class Lending(Protocol):
+    """An engine that can run the user's script for simulations."""
+
+    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
+
+    def stop_lending(self) -> None: ...
+
+
+class SimulationUnavailable(Exception):
+    """The script does not come to where it could be simulated."""
+
+
+class Simulator:
+    """Memory of configurations of one script, simulated where possible.
+
+    The script is started at the first question, because only it can tell what its model is, and
+    goes on until the simulator is closed. Used as a context manager.
+
+    Args:
+        engine: runs the script.
+        as_cpu: trials run on a CPU.
+        cache: folder of the answers; they are found by what they depend on.
+        script_args: switches of the script.
+        timeout_s: for the script to reach its first step, and for each simulation.
+    """
+
+    def __init__(
+        self,
+        engine: Lending,
+        *,
+        as_cpu: bool,
+        cache: Path | None = None,
+        script_args: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._engine = engine
+        self._facts: ModelFacts | None = None
+        self._as_cpu = as_cpu
+        self._cache = cache
+        self._script_args = dict(script_args or {})
+        self._timeout_s = timeout_s
+        self._connection: _Connection | None = None
+        self._problem = ""
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def estimate(
+        self, config: Mapping[str, Any], *, micro_batch: int, slots: int
+    ) -> MemoryEstimate:
+        """Memory of a configuration.
+
+        Args:
+            config: the whole DeepSpeed configuration; "auto" stands for what the script takes.
+            micro_batch: its micro batch, whatever the configuration says.
+            slots: data-parallel ranks.
+
+        Returns:
+            The simulation's answer, or, once the facts are known, the closed form's with a note
+            that tells why.
+
+        Raises:
+            SimulationUnavailable: there is no simulation, and no facts for the closed form.
+        """
+        try:
+            return self._simulated(config, micro_batch, slots)
+        except SimulationUnavailable as error:
+            if self._facts is None:
+                raise
+            return closed_form.estimate(
+                self._facts, config, slots=slots, micro_batch=micro_batch, note=str(error)
+            )
+
+    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
+        """What the closed form needs, from simulations of two micro batches.
+
+        Of stage 0, and of stage 1 with a bucket that exceeds all else: the backward pass then needs
+        most when it is allocated, with the first gradient. From then on the closed form answers
+        where a simulation fails.
+
+        Args:
+            config: of which the types and whatever else activations depend on are taken.
+
+        Raises:
+            SimulationUnavailable: there is no simulation.
+        """
+        # Types of accumulation are not for stage 0, and activations do not depend on them.
+        plain = {key: value for key, value in config.items() if key != "data_types"}
+        plain["gradient_accumulation_steps"] = 1
+        forward, backward = self._slopes({**plain, "zero_optimization": {"stage": 0}})
+        bucket = {"stage": 1, "reduce_bucket_size": _ENORMOUS}
+        first_gradient = forward
+        with contextlib.suppress(SimulationUnavailable):  # not every optimizer is one for ZeRO
+            _, first_gradient = self._slopes({**plain, "zero_optimization": bucket})
+        self._facts = ModelFacts(
+            **self._connected().sizes,
+            forward_bytes_per_sample=forward,
+            backward_bytes_per_sample=backward,
+            first_gradient_bytes_per_sample=first_gradient,
+        )
+        return self._facts
+
+    def _slopes(self, config: Mapping[str, Any]) -> tuple[float, float]:
+        """Bytes of each sample at the peaks of the forward and the backward pass.
+
+        Raises:
+            SimulationUnavailable: there is no simulation.
+        """
+        small, large = (
+            self._simulated(config, size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
+        )
+        more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
+        return (large.forward - small.forward) / more, (large.backward - small.backward) / more
+
+    def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
+        """A simulation's answer.
+
+        Raises:
+            SimulationUnavailable: there is none.
+        """
+        question = {
+            "config": as_simulated(config),
+            "micro_batch": micro_batch,
+            "slots": slots,
+            "as_cpu": self._as_cpu,
+        }
+        key = self._key(question)
+        answer = self._remembered(key)
+        if answer is None:
+            answer = self._ask({**question, "timeout_s": self._timeout_s})
+            self._remember(key, answer)
+        if "estimate" not in answer:
+            raise SimulationUnavailable(str(answer["failed"]))
+        return MemoryEstimate.from_json(answer["estimate"])
+
+    def close(self) -> None:
+        """Ends the script."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+            self._engine.stop_lending()
+
+    # -- the script
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._connected().ask(request, self._timeout_s + _PATIENCE_S)
+        except SimulationUnavailable as error:
+            # A late answer would be taken for that to the next question.
+            self._problem = str(error)
+            raise
+
+    def _connected(self) -> _Connection:
+        if self._problem:
+            raise SimulationUnavailable(self._problem)
+        if self._connection is None:
+            try:
+                self._connection = _connect(self._engine, self._script_args, self._timeout_s)
+            except SimulationUnavailable as error:
+                self._problem = str(error)
+                self._engine.stop_lending()
+                raise
+        return self._connection
+
+    # -- the cache
+
+    def _key(self, question: Mapping[str, Any]) -> str:
+        content = {
+            "model": self._connected().model,
+            "script_args": self._script_args,
+            "versions": {name: version(name) for name in _VERSIONS},
+            "question": question,
+        }
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _remembered(self, key: str) -> dict[str, Any] | None:
+        if self._cache is None:
+            return None
+        try:
+            answer = json.loads((self._cache / f"{key}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def _remember(self, key: str, answer: Mapping[str, Any]) -> None:
+        if self._cache is not None and "estimate" in answer:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._cache / f"{key}.json", json.dumps(answer, indent=1) + "\n")
+
+
+class _Connection:
+    """JSON lines to and from the script."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._socket = connection
+        self._stream = connection.makefile("rw", encoding="utf-8", newline="\n")
+        hello = self._receive(timeout_s)
+        self.model: list[Any] = hello["model"]
+        self.sizes: dict[str, int] = hello["sizes"]
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            self._stream.write(json.dumps(request) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise SimulationUnavailable(f"the script has ended: {error}") from error
+        return self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._socket.settimeout(timeout_s)
+        try:
+            line = self._stream.readline()
+        except OSError as error:
+            raise SimulationUnavailable(f"no answer from the script: {error}") from error
+        if not line:
+            raise SimulationUnavailable("the script has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._stream.close()
+        self._socket.close()
+
+
+def _connect(engine: Lending, script_args: Mapping[str, Any], timeout_s: float) -> _Connection:
+    with contextlib.ExitStack() as stack:
+        # Paths of sockets have some hundred characters at most.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        address = Path(folder) / "s"
+        listener.bind(str(address))
+        listener.listen(1)
+        failure = engine.lend_model(address, script_args)
+        deadline = time.monotonic() + timeout_s
+        while not select.select([listener], [], [], 0.1)[0]:
+            if failure.exists():
+                message = json.loads(failure.read_text(encoding="utf-8"))["message"]
+                raise SimulationUnavailable(f"the script cannot be simulated: {message}")
+            if time.monotonic() > deadline:
+                raise SimulationUnavailable(
+                    f"the script did not reach its first step within {timeout_s:g} s"
+                )
+        connection, _ = listener.accept()
+        return _Connection(connection, timeout_s)

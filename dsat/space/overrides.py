@@ -1,0 +1,66 @@
+"""From the flat settings of a proposal to what a trial lays over the user's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.inputs.script_args import CHECKPOINTING
+from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
+
+GAS = "gradient_accumulation_steps"
+# Settings of a proposal that are no keys of `zero_optimization`.
+_TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
+SCRIPT_SWITCHES = (CHECKPOINTING,)
+
+
+def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
+    """The DeepSpeed settings of one trial, to be laid over the user's configuration."""
+    zero: dict[str, Any] = {}
+    overrides: dict[str, Any] = batch.config()
+    for key, value in settings.items():
+        if key in _TOP_LEVEL:
+            overrides[key] = value
+        elif key not in (*SCRIPT_SWITCHES, GAS):
+            section, _, inner = key.partition(".")
+            if inner:
+                zero[section] = {**zero.get(section, {}), inner: value}
+            elif isinstance(value, Mapping):
+                zero[key] = {**zero.get(key, {}), **value}
+            else:
+                zero[key] = value
+    return {"zero_optimization": zero, **overrides} if zero else overrides
+
+
+def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches of the script itself that one trial sets."""
+    return {key: settings[key] for key in SCRIPT_SWITCHES if key in settings}
+
+
+def strategy_settings(
+    strategy: Strategy, config: Mapping[str, Any], nvme_path: str | None = None
+) -> dict[str, Any]:
+    """The flat settings that turn the user's configuration into one of a strategy.
+
+    Offloading that the user configured is switched off where a stage has none.
+    """
+    zero = config.get("zero_optimization") or {}
+    own = of_config(config, 3)
+    settings: dict[str, Any] = {}
+    for section, wanted, has in (
+        ("offload_optimizer", strategy.offload_optimizer, own.offload_optimizer),
+        ("offload_param", strategy.offload_param, own.offload_param),
+    ):
+        if wanted == has:
+            continue
+        settings[f"{section}.device"] = wanted
+        if wanted == NVME and nvme_path is not None:
+            settings[f"{section}.nvme_path"] = nvme_path
+    given = zero.get("offload_optimizer")
+    if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
+        settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
+    if strategy.offload_optimizer != NONE and not config.get("optimizer"):
+        # Without it DeepSpeed refuses to offload an optimizer that the script made.
+        settings["zero_force_ds_cpu_optimizer"] = False
+    return settings

@@ -1,0 +1,81 @@
+"""The pull loop: between a tuner that decides and an engine that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dsat.engines import Engine
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import Outcome, Trial
+
+_POLL_S = 0.5
+
+
+class Observer(Protocol):
+    """What a person looks at while a run goes on."""
+
+    def started(self, run: Run, trial: Trial) -> None: ...
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
+
+    def began(self, run: Run, forecast: Forecast | None) -> None: ...
+
+    def waited(self, run: Run) -> None: ...
+
+
+def drive(
+    tuner: Tuner,
+    engine: Engine,
+    observer: Observer,
+    *,
+    max_slots: int | None = None,
+    max_concurrent_trials: int,
+    survey: Callable[[Tuner], Basis] | None = None,
+) -> None:
+    """Runs trials until the tuner is finished.
+
+    Trials that were interrupted, and so have no outcome, are run again first.
+
+    Args:
+        max_slots: use at most so many of the engine's slots at once.
+        max_concurrent_trials: run at most so many trials at once.
+        survey: finds what the tuner predicts memory from, if it waits for that.
+    """
+    run, per_trial = tuner.run, tuner.plan.slots_per_trial
+    slots = min(engine.num_slots, max_slots or engine.num_slots)
+    slots = min(slots, max_concurrent_trials * per_trial)
+    left_over = run.running
+    launched: set[int] = set()
+    said = False
+    while not tuner.finished:
+        if tuner.awaits_basis:
+            assert survey is not None
+            tuner.foresee(survey(tuner))
+        if tuner.searches and not said:
+            observer.began(run, tuner.forecast)
+            said = True
+        free = slots - len(launched) * per_trial
+        while left_over and free >= per_trial:
+            _launch(engine, observer, run, left_over.pop(0), launched)
+            free -= per_trial
+        if not left_over:
+            for trial in tuner.next_trials(free):
+                _launch(engine, observer, run, trial, launched)
+        if tuner.finished:
+            break
+        for trial_id, outcome in engine.poll(_POLL_S):
+            launched.discard(trial_id)
+            tuner.record(trial_id, outcome)
+            observer.ended(run, run.trials[trial_id], outcome)
+        observer.waited(run)
+    tuner.stop()
+
+
+def _launch(engine: Engine, observer: Observer, run: Run, trial: Trial, launched: set[int]) -> None:
+    engine.launch(trial)
+    launched.add(trial.id)
+    observer.started(run, trial)

@@ -1,0 +1,145 @@
+"""What a run searches, and in which order it looks for a strategy that fits at all.
+
+The ladder is the one that practitioners walk: stage 1, 2, 2 with the optimizer on the host, 3, 3
+with offloading, NVMe. A rung that needs as much memory as the one before it is left out.
+"""
+
+from __future__ import annotations
+
+from dsat import memory
+from dsat.inputs import ds_config
+from dsat.space.plan import Plan
+from dsat.space.space import Freedom, Space
+from dsat.values.trial import ModelProfile
+from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
+
+LADDER = (
+    Strategy(0),
+    Strategy(1),
+    Strategy(2),
+    Strategy(2, CPU),
+    Strategy(3),
+    Strategy(3, CPU),
+    Strategy(3, CPU, CPU),
+    Strategy(3, NVME, NVME),
+)
+_SECTIONS = ("offload_optimizer", "offload_param")
+# Of no particular model: only the order of what strategies need counts.
+_SOME_MODEL = ModelProfile(
+    num_params=10**9,
+    trainable_params=10**9,
+    param_bytes=2,
+    activation_bytes_per_sample=0,
+    flops_per_sample=0.0,
+    slot_memory_bytes=0,
+)
+
+
+def searched(plan: Plan) -> tuple[Strategy, ...]:
+    """The strategies to search when the user's own fits.
+
+    Offloading is as the user configured it, unless they want it searched: it only ever costs time
+    when the model fits without it.
+    """
+    strategies = [of_config(plan.base_config, stage) for stage in plan.zero_stages]
+    if any(_asked_for(plan, section) for section in _SECTIONS):
+        strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
+    return tuple(dict.fromkeys(strategies))
+
+
+def rescue(plan: Plan) -> tuple[Strategy, ...]:
+    """What to try, one after the other, when the user's own strategy does not fit."""
+    least = _bytes(plan, of_config(plan.base_config))
+    found = []
+    for strategy in LADDER:
+        if not _may_use(plan, strategy):
+            continue
+        needed = _bytes(plan, strategy)
+        # NVMe saves memory of the host, not of the slot.
+        if needed < least or strategy.offload_optimizer == NVME:
+            found.append(strategy)
+            least = min(least, needed)
+    return tuple(found)
+
+
+def searched_from(plan: Plan, rung: int) -> tuple[Strategy, ...]:
+    """The strategies to search when rung number `rung` of `rescue` was the first that fitted."""
+    rungs = rescue(plan)
+    return tuple(s for s in rungs[rung:] if s.offload_optimizer != NVME or s is rungs[rung])
+
+
+def searched_after(plan: Plan, fitted: str) -> tuple[Strategy, ...]:
+    """The strategies to search when the profile trial ran with the strategy of this name."""
+    if fitted == of_config(plan.base_config).name:
+        return searched(plan)
+    return searched_from(plan, [strategy.name for strategy in rescue(plan)].index(fitted))
+
+
+def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
+    """The space that a plan searches; what the user set by hand is not part of it.
+
+    Args:
+        profile: of the model, once it is known.
+        rung: of the ladder, if the user's own strategy does not fit.
+    """
+    return Space(
+        strategies=searched(plan) if rung < 0 else searched_from(plan, rung),
+        micro_batches=plan.allowed_micro_batches,
+        slots=plan.slots_per_trial,
+        gas=plan.own_batch.gas,
+        train_batch_size=plan.train_batch_size,
+        max_train_batch_size=plan.max_train_batch_size,
+        freedom=Freedom(
+            fixed=plan.fixed,
+            tune=plan.tune,
+            choices=plan.choices,
+            switches=plan.switches,
+            nvme_path=plan.nvme_path,
+        ),
+        config=plan.base_config,
+        num_params=None if profile is None else profile.num_params,
+        roomy_bucket=None if profile is None else _roomy_bucket(profile),
+    )
+
+
+def _roomy_bucket(profile: ModelProfile) -> int:
+    """Elements of a bucket that takes a sixteenth of a slot's memory."""
+    return profile.slot_memory_bytes // (16 * profile.param_bytes)
+
+
+def _may_use(plan: Plan, strategy: Strategy) -> bool:
+    if strategy.stage not in plan.zero_stages:
+        return False
+    own = of_config(plan.base_config, strategy.stage)
+    moves = (
+        ("offload_optimizer", strategy.offload_optimizer, own.offload_optimizer),
+        ("offload_param", strategy.offload_param, own.offload_param),
+    )
+    for section, wanted, has in moves:
+        if wanted == has:
+            continue
+        if wanted == NVME and plan.nvme_path is None:
+            return False
+        if any(ds_config.same_setting(section, key) for key in plan.fixed):
+            return False
+        if not plan.offload_helps and not _asked_for(plan, section):
+            return False
+    return True
+
+
+def _asked_for(plan: Plan, section: str) -> bool:
+    return section in plan.tune
+
+
+def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
+    own = of_config(plan.base_config, strategy.stage)
+    return (
+        strategy.offload_optimizer in (NONE, own.offload_optimizer)
+        or _asked_for(plan, "offload_optimizer")
+    ) and (strategy.offload_param in (NONE, own.offload_param) or _asked_for(plan, "offload_param"))
+
+
+def _bytes(plan: Plan, strategy: Strategy) -> int:
+    """What the backward pass and the step need, together: a model may fail to fit in either."""
+    state = memory.model_state(_SOME_MODEL, strategy, plan.slots_per_trial)
+    return 2 * state.resident + state.backward + state.step

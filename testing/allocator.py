@@ -1,0 +1,96 @@
+"""What torch's allocator holds in real DeepSpeed ranks on this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from testing.local import PROGRAMS, environment_of_a_rank
+
+FOLDER = PROGRAMS / "memory"
+ROOT = Path(__file__).parents[1]
+
+
+def counting_library(folder: Path) -> Path:
+    """Compiles what counts the allocator's blocks."""
+    library = folder / "heap.so"
+    command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(FOLDER / "heap.c"), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def real_peaks(
+    library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 600
+) -> dict[str, int]:
+    """Peak bytes of rank 0 by phase.
+
+    Raises:
+        RuntimeError: the run failed; with the end of its log.
+    """
+    environment = environment_of_a_rank(
+        WORLD_SIZE=str(slots),
+        LOCAL_SIZE=str(slots),
+        OMP_NUM_THREADS="1",
+        LD_PRELOAD=str(library),
+        PYTHONPATH=str(ROOT),
+    )
+    command = [sys.executable, "measure.py", "--model", model, "--config", json.dumps(config)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=FOLDER,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(slots)
+    ]
+    logs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+    _remove_buffers(environment["MASTER_PORT"])
+    for line in logs[0].splitlines():
+        if line.startswith("PEAKS "):
+            peaks: dict[str, int] = json.loads(line[len("PEAKS ") :])
+            return peaks
+    raise RuntimeError(logs[0][-2000:])
+
+
+def _remove_buffers(port: str) -> None:
+    """DeepSpeed leaves its shared memory behind."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        os.unlink(path)
+
+
+def configuration(
+    stage: int,
+    *,
+    micro_batch: int = 2,
+    gas: int = 1,
+    slots: int = 1,
+    dtype: str = "bf16",
+    accumulate: str | None = None,
+    offload: str = "",
+    bucket: int = 5_000_000,
+    torch_adam: bool = False,
+) -> dict[str, Any]:
+    """A DeepSpeed configuration; `offload` names `optimizer`, or `optimizer param`."""
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
+    for section in offload.split():
+        zero[f"offload_{section}"] = {"device": "cpu"}
+    config: dict[str, Any] = {
+        "train_batch_size": micro_batch * gas * slots,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": gas,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": torch_adam}},
+        "zero_optimization": zero,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if accumulate is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulate}
+    return config

@@ -1,0 +1,165 @@
+"""A master for unit tests: events and operations of a custom search, without HTTP or processes.
+
+It keeps to what determined 0.37 does: an event stays until operations are posted for it, a trial
+that reports goes on until it is closed, one that fails is closed by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsat.determined_cluster.engine import (
+    CLOSE,
+    CREATE,
+    SHUTDOWN,
+    VALIDATE,
+    ClusterEngine,
+    ClusterOptions,
+    Operation,
+)
+from dsat.determined_cluster.search import ClusterSearch
+from dsat.in_trial.cluster_rank import OUTCOME_KEY
+from dsat.space.plan import Plan
+from dsat.values.trial import Outcome
+
+OPTIONS = ClusterOptions(
+    hparams={"deepspeed_config": "ds.json"},
+    overrides={},
+    start_step=3,
+    end_step=5,
+    max_steps=20,
+    trial_timeout_s=600.0,
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One of the master's; `kind` is created, validated, failed, canceled or closed."""
+
+    id: int
+    kind: str
+    request_id: str = ""
+    metric: Any = None
+
+
+@dataclass
+class FakeMaster:
+    """The master's side of a custom experiment.
+
+    Attributes:
+        events: not yet acknowledged.
+        posted: all operations, as (kind, request id).
+        logs: of trials, by dsat's number.
+        active: trials that have something to do, by request id.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    posted: list[tuple[str, str]] = field(default_factory=list)
+    logs: dict[int, list[str]] = field(default_factory=dict)
+    active: dict[str, int] = field(default_factory=dict)
+    created: dict[str, int] = field(default_factory=dict)
+    reported: set[str] = field(default_factory=set)
+    over: bool = False
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.tell("initial")
+
+    def tell(self, kind: str, request_id: str = "", metric: Any = None) -> None:
+        self.count += 1
+        self.events.append(Event(self.count, kind, request_id, metric))
+
+    def post(self, event_id: int, operations: Sequence[Operation], engine: ClusterEngine) -> None:
+        ids = [event.id for event in self.events]
+        assert event_id in ids, f"event {event_id} not found"
+        self.events = self.events[ids.index(event_id) + 1 :]
+        self.apply(operations, engine)
+
+    def apply(self, operations: Sequence[Operation], engine: ClusterEngine) -> None:
+        for operation in operations:
+            if operation.kind == SHUTDOWN:
+                self.posted.append((SHUTDOWN, str(operation.failure)))
+                self.over = True
+                continue
+            assert operation.trial_id is not None
+            request_id = engine.request_id(operation.trial_id)
+            self.posted.append((operation.kind, request_id))
+            if operation.kind == CREATE:
+                assert request_id not in self.created, "a second trial with the same request id"
+                self.created[request_id] = operation.trial_id
+                self.tell("created", request_id)
+            elif operation.kind == VALIDATE:
+                assert request_id in self.created
+                self.active[request_id] = operation.trial_id
+            else:
+                assert operation.kind == CLOSE and request_id in self.reported
+                self.tell("closed", request_id)
+
+    # -- what trials do
+
+    def report(self, request_id: str, metric: Any) -> None:
+        del self.active[request_id]
+        self.reported.add(request_id)
+        self.tell("validated", request_id, metric)
+
+    def fail(self, request_id: str, log: str = "") -> None:
+        self.logs[self.active.pop(request_id)] = log.splitlines()
+        self.tell("failed", request_id)
+        self.tell("closed", request_id)
+
+    def leave(self, request_id: str, log: str = "") -> None:
+        """Exit status 0 without a report, or InvalidHP."""
+        self.logs[self.active.pop(request_id)] = log.splitlines()
+        self.tell("closed", request_id)
+
+    # -- what the engine asks
+
+    def log(self, trial_id: int) -> Sequence[str]:
+        return self.logs.get(trial_id, [])
+
+    def kill(self, trial_id: int) -> None:
+        for request_id, number in list(self.active.items()):
+            if number == trial_id:
+                del self.active[request_id]
+                self.tell("canceled", request_id)
+                self.tell("closed", request_id)
+
+
+def engine_of(
+    master: FakeMaster, *, num_slots: int = 2, slots_per_trial: int = 1, key: str = "1:7"
+) -> ClusterEngine:
+    return ClusterEngine(OPTIONS, key, master, num_slots=num_slots, slots_per_trial=slots_per_trial)
+
+
+def search_of(
+    plan: Plan,
+    master: FakeMaster,
+    events: Sequence[dict[str, Any]] = (),
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    num_slots: int = 2,
+) -> ClusterSearch:
+    engine = engine_of(master, num_slots=num_slots)
+    return ClusterSearch(plan, engine, info={"name": "test"}, events=events, say=say)
+
+
+def answer(search: ClusterSearch, event: Event) -> list[Operation]:
+    """As the runner hands an event in."""
+    if event.kind == "initial":
+        return search.begin(event.id)
+    if event.kind == "validated":
+        return search.validated(event.id, event.request_id, event.metric)
+    if event.kind in ("failed", "canceled"):
+        return search.exited(event.id, event.request_id, canceled=event.kind == "canceled")
+    if event.kind == "closed":
+        return search.closed(event.id, event.request_id)
+    return []
+
+
+def metric_of(outcome: Outcome) -> dict[str, Any]:
+    """What a trial reports, after the way through JSON."""
+    found: dict[str, Any] = json.loads(json.dumps({OUTCOME_KEY: outcome.to_json()}))
+    return found

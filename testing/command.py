@@ -1,0 +1,121 @@
+"""The real command line in processes of its own, and what it leaves in its run's folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
+from dsat.values.trial import OutcomeKind, Trial
+from testing.local import PROGRAMS, is_alive, wait_until
+
+# Short trials: the second and the third step are measured, of batches that a small slot can hold.
+FAST = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
+FAST += ["--memory-model", "formula", "--slot-memory", "150MiB"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a finished command said."""
+
+    status: int
+    out: str
+    err: str
+
+
+def command_of(
+    method: str, program: str, run_dir: Path, *options: object, **more: Any
+) -> list[str]:
+    config = more.pop("config", PROGRAMS / program / "deepspeed.yaml")
+    model_dir = more.pop("model_dir", PROGRAMS / program)
+    words = [method, config, model_dir, "--run-dir", run_dir, *options]
+    return [sys.executable, "-m", "dsat", *map(str, words)]
+
+
+def dsat(method: str, program: str, run_dir: Path, *options: object, **more: Any) -> Told:
+    """Runs the command to its end."""
+    command = command_of(method, program, run_dir, *options, **more)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return Told(process.returncode, process.stdout, process.stderr)
+
+
+def experiment_of(folder: Path, program: str, **changes: Any) -> Path:
+    """A program's experiment configuration with other values, in another folder."""
+    data = yaml.safe_load((PROGRAMS / program / "deepspeed.yaml").read_text())
+    path = folder / "deepspeed.yaml"
+    path.write_text(yaml.safe_dump({**data, **changes}))
+    return path
+
+
+def inline(**ds_config: Any) -> Mapping[str, Any]:
+    """Hyperparameters with the DeepSpeed configuration in them."""
+    return {"deepspeed_config": {"optimizer": ADAM, **ds_config}}
+
+
+ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What the journal holds, also while it is written."""
+    path = run_dir / FILE_NAME
+    return read_events(path) if path.exists() else []
+
+
+def run_of(run_dir: Path) -> Run:
+    return Run(events_of(run_dir))
+
+
+def kinds_of(run: Run) -> list[OutcomeKind]:
+    """The outcomes of all trials but the profile."""
+    return [outcome.kind for trial_id, outcome in run.outcomes.items() if trial_id]
+
+
+def searched(run: Run) -> list[Trial]:
+    """The trials that the search chose: neither the profile nor the user's own."""
+    return list(run.trials.values())[2:]
+
+
+class Background:
+    """A command that goes on, and all processes that it ever had."""
+
+    def __init__(self, command: list[str]) -> None:
+        # A session of its own, as a terminal's, so that a test can interrupt the whole group.
+        self.process = psutil.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until_events(self, run_dir: Path, count: int) -> None:
+        """Waits until the journal has so many events."""
+        wait_until(
+            lambda: len(events_of(run_dir)) >= count or self.process.poll() is not None,
+            f"{count} events",
+            timeout_s=120,
+        )
+        assert self.process.poll() is None, self.process.communicate()
+
+    def below(self) -> list[int]:
+        return [child.pid for child in self.process.children(recursive=True)]
+
+    def kill(self) -> None:
+        """Kills it with SIGKILL; returns when nothing is left of it."""
+        below = self.below()
+        assert below, "the supervisor at least"
+        self.process.kill()
+        self.process.communicate()
+        wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes", 10)
+
+    def end(self) -> Told:
+        out, err = self.process.communicate(timeout=120)
+        return Told(self.process.returncode, out, err)

@@ -1,0 +1,88 @@
+"""A script that lends its model, without a script: it answers from a function."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.values.zero_strategy import of_config
+
+MIB = 2**20
+Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes")
+
+
+def facts_of(num_params: int) -> ModelFacts:
+    """A model in fp32, all of it trained, with 30 MiB of activations a sample."""
+    return ModelFacts(
+        num_params=num_params,
+        trainable_params=num_params,
+        largest_param=MIB,
+        forward_bytes_per_sample=20.0 * MIB,
+        backward_bytes_per_sample=30.0 * MIB,
+        first_gradient_bytes_per_sample=25.0 * MIB,
+        param_bytes=4,
+    )
+
+
+class FakeLender:
+    """An engine whose script answers every request by `answer`.
+
+    Attributes:
+        asked: every request that came.
+    """
+
+    def __init__(self, facts: ModelFacts, answer: Answer) -> None:
+        self._hello = {"model": [], "sizes": {name: getattr(facts, name) for name in SIZES}}
+        self._answer = answer
+        self.asked: list[dict[str, Any]] = []
+
+    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
+        return address.with_suffix(".failure")
+
+    def stop_lending(self) -> None: ...
+
+    def _serve(self, address: str) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(address)
+            stream = connection.makefile("rw", encoding="utf-8", newline="\n")
+            _send(stream, self._hello)
+            for line in stream:
+                self.asked.append(json.loads(line))
+                _send(stream, self._answer(self.asked[-1]))
+
+
+def by_formula(facts: ModelFacts) -> Answer:
+    """Simulations that agree with the closed form."""
+
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        size, slots = request["micro_batch"], request["slots"]
+        found = closed_form.estimate(facts, request["config"], slots=slots, micro_batch=size)
+        return {"estimate": {**found.to_json(), "source": "simulated"}}
+
+    return answer
+
+
+def failing_in(stages: set[int], other: Answer) -> Answer:
+    """An answer, but for some ZeRO stages what a script says whose model uses an operator that has
+    no implementation on fake tensors."""
+
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if of_config(request["config"]).stage in stages:
+            return {"failed": "NotImplementedError: no fake kernel"}
+        return other(request)
+
+    return answer
+
+
+def _send(stream: Any, message: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()

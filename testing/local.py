@@ -1,0 +1,209 @@
+"""What tests with real processes need: engines, trials, and a look at what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsat.engines.local import LocalEngine, LocalOptions, Machine
+from dsat.engines.local.engine import free_ports
+from dsat.inputs import entrypoint, experiment
+from dsat.values.trial import BatchTriple, Outcome, Trial, TrialKind
+
+PROGRAMS = Path(__file__).parent / "programs"
+PATIENCE_S = 120.0
+
+
+def cpu_machine(slots: int) -> Machine:
+    """A machine of so many CPU slots; cores are shared if it has fewer in truth."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    return Machine(
+        accelerator="cpu",
+        device_name="test",
+        devices=tuple(str(core) for core in itertools.islice(cores, slots)),
+        visible_devices=(),
+        memory_bytes=8 * 2**30,
+    )
+
+
+def engine_of(
+    program: str,
+    folder: Path,
+    *,
+    slots: int = 1,
+    slots_per_trial: int = 1,
+    entry: str | None = None,
+    ds_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LocalEngine:
+    """An engine for one of the programs beside this file, with a time-out of two minutes."""
+    user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
+    if entry is not None:
+        user = replace(user, entrypoint=entry)
+    if ds_config is not None:
+        user = replace(user, ds_config=ds_config, hparams={"deepspeed_config": ds_config})
+    return LocalEngine(
+        user,
+        entrypoint.parse(user.entrypoint, user.model_dir),
+        cpu_machine(slots),
+        folder,
+        LocalOptions(**{"trial_timeout_s": PATIENCE_S, **options}),
+        slots_per_trial=slots_per_trial,
+    )
+
+
+@dataclass
+class Bench:
+    """An engine and its folder; gives every trial an id of its own."""
+
+    engine: LocalEngine
+    folder: Path
+    slots_per_trial: int = 1
+
+    def __post_init__(self) -> None:
+        self._ids = itertools.count()
+
+    def trial(
+        self,
+        behaviour: str = "runs",
+        *,
+        micro_batch: int = 2,
+        gas: int = 1,
+        stage: int = 1,
+        kind: TrialKind = TrialKind.SEARCH,
+        flops_per_sample: float | None = None,
+        zero: Mapping[str, Any] | None = None,
+    ) -> Trial:
+        trial_id = next(self._ids)
+        batch = BatchTriple(micro_batch * gas * self.slots_per_trial, micro_batch, gas)
+        behaves = {} if behaviour == "runs" else {"behaviour": behaviour}
+        return Trial(
+            id=trial_id,
+            kind=kind,
+            name=f"z{stage}_mbs{micro_batch}_gas{gas}_{trial_id:04x}",
+            stage=stage,
+            batch=batch,
+            overrides={
+                **batch.config(),
+                "zero_optimization": {"stage": stage, **(zero or {})},
+                **behaves,
+            },
+            flops_per_sample=flops_per_sample,
+        )
+
+    def run(self, trial: Trial) -> Outcome:
+        """Launches a trial and waits for it, and for it alone."""
+        self.engine.launch(trial)
+        [(trial_id, outcome)] = self.engine.poll(PATIENCE_S + 30)
+        assert trial_id == trial.id
+        return outcome
+
+    def path(self, trial: Trial) -> Path:
+        return self.folder / "trials" / trial.name
+
+    def read(self, trial: Trial, name: str) -> str:
+        return (self.path(trial) / name).read_text(encoding="utf-8")
+
+    def log(self, trial: Trial) -> str:
+        """For the message of a failed assertion."""
+        return self.read(trial, "stdout.log") + self.read(trial, "stderr.log")
+
+    def supervisor(self) -> psutil.Process:
+        return psutil.Process(self.engine._supervisor._process.pid)
+
+
+@contextlib.contextmanager
+def bench_of(
+    program: str, folder: Path, *, slots: int | None = None, slots_per_trial: int = 1, **more: Any
+) -> Iterator[Bench]:
+    slots = slots_per_trial if slots is None else slots
+    engine = engine_of(program, folder, slots=slots, slots_per_trial=slots_per_trial, **more)
+    try:
+        yield Bench(engine, folder, slots_per_trial)
+    finally:
+        engine.close()
+
+
+def environment_of_a_rank(**variables: str) -> dict[str, str]:
+    """This process's environment for a script that is started by hand, as a single rank."""
+    programs = os.path.dirname(sys.executable)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "DS_ACCELERATOR": "cpu",
+        **variables,
+    }
+
+
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    """The first true value of `holds()`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := holds()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody waited for yet does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Living processes that a run in `folder` started: by environment, arguments or open logs.
+
+    A forked rank has its parent's environment and arguments on record, but its output goes to its
+    trial's logs.
+    """
+    text = str(folder.resolve())
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, FileNotFoundError, PermissionError):
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            environment = process.environ().get("DSAT_TRIAL_DIR", "")
+            outputs = [os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)]
+            if any(text in part for part in [*process.cmdline(), environment, *outputs]):
+                found.append(f"{process.pid}: {process.cmdline()} {outputs}")
+    return found
+
+
+def shared_memory() -> set[str]:
+    """DeepSpeed's buffers, which its CPU backend never unlinks."""
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
+
+
+def ports_of(folder: Path) -> set[str]:
+    """The ports of all trials of a run, as they stand in the names of the buffers."""
+    texts = [path.read_text() for path in folder.glob("trials/*/cmd.txt")]
+    words = [word for text in texts for word in text.split() if word.startswith("MASTER_PORT=")]
+    return {word.removeprefix("MASTER_PORT=") for word in words}
+
+
+def buffers_of(folder: Path) -> list[str]:
+    """Buffers of a run's trials that are still there."""
+    ports = ports_of(folder)
+    return [name for name in shared_memory() if name.split("_")[-2] in ports]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

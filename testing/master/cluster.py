@@ -1,0 +1,261 @@
+"""The master's state: experiments, trials, metrics, checkpoints, logs.
+
+Pure but for the clock of time stamps: what is to happen in the world is left in `effects`. Not
+thread safe; the server holds a lock around every call.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from testing.master import config as configs
+from testing.master.allocation import Allocation, Exit
+from testing.master.effects import DeleteCheckpoint, Effect, KillContainers, Later, StartContainers
+from testing.master.errors import INTERNAL, ApiError, invalid, not_found
+from testing.master.experiment import Experiment
+from testing.master.logs import LogLine
+from testing.master.scheduler import Scheduler
+from testing.master.states import State
+from testing.master.trial import INVALID_HP, Trial
+
+Json = dict[str, Any]
+
+
+class Cluster:
+    """All that a master knows.
+
+    Args:
+        nodes: The number of slots of every agent.
+        checkpoints: The folder for checkpoints of experiments that name none.
+        projects: Pairs of a workspace and a project in it, beside the default.
+        preempts_closed_trials: Whether a trial that still runs after its last operation was
+            completed and closed gets the preemption signal, or is left alone.
+        preemption_timeout_s: After it, what was asked to stop is killed.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[int] = (1,),
+        checkpoints: str = "/checkpoints",
+        projects: Sequence[tuple[str, str]] = (),
+        *,
+        preempts_closed_trials: bool = True,
+        preemption_timeout_s: float = 3600.0,
+    ) -> None:
+        self.id = str(uuid.uuid4())
+        self.scheduler = Scheduler(nodes)
+        self.effects: list[Effect] = []
+        self.experiments: dict[int, Experiment] = {}
+        self.allocations: dict[str, Allocation] = {}
+        self.metrics: dict[int, list[Json]] = {}
+        self.checkpoints: dict[str, Json] = {}
+        self.run_metadata: dict[int, Json] = {}
+        self.logs: dict[str, list[LogLine]] = {}
+        self.projects = [("Uncategorized", "Uncategorized"), *projects]
+        self._checkpoint_folder = checkpoints
+        self._preempts_closed_trials = preempts_closed_trials
+        self._preemption_timeout_s = preemption_timeout_s
+        self._trial_ids = itertools.count(1)
+        self._metric_ids = itertools.count(1)
+
+    # What experiments, trials and allocations need of their host.
+
+    @property
+    def preempts_closed_trials(self) -> bool:
+        return self._preempts_closed_trials
+
+    @property
+    def preemption_timeout_s(self) -> float:
+        return self._preemption_timeout_s
+
+    def now(self) -> str:
+        return datetime.datetime.now(datetime.timezone.utc).isoformat().replace("+00:00", "Z")
+
+    def new_trial_id(self) -> int:
+        return next(self._trial_ids)
+
+    def allocate(self, trial: Trial, on_exit: Callable[[Exit], None]) -> Allocation:
+        resources = self.experiments[trial.experiment_id].config["resources"]
+        allocation = Allocation(
+            f"{trial.task_id}.{trial.run_id}",
+            trial.task_id,
+            f"Trial {trial.id} (Experiment {trial.experiment_id})",
+            int(resources["slots_per_trial"]),
+            self,
+            on_exit,
+        )
+        self.allocations[allocation.id] = allocation
+        self.scheduler.request(allocation)
+        return allocation
+
+    def release(self, allocation: Allocation) -> None:
+        self.scheduler.release(allocation)
+
+    def kill_containers(self, allocation: Allocation) -> None:
+        self.effects.append(KillContainers(allocation))
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.effects.append(Later(delay_s, call))
+
+    def log(self, task_id: str, text: str, level: str = "INFO") -> None:
+        line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
+        self.logs.setdefault(task_id, []).append(line)
+
+    def collect_garbage(self, experiment: Experiment) -> None:
+        """Deletes the checkpoints that the configuration of an ended experiment does not keep."""
+        storage = experiment.config["checkpoint_storage"]
+        ranked = []
+        kept: set[str] = set()
+        for trial in experiment.all_trials.values():
+            checkpoints = self.checkpoints_of(trial)
+            latest = int(storage.get("save_trial_latest", 1))
+            kept.update(each["uuid"] for each in checkpoints[len(checkpoints) - latest :])
+            best = sorted(
+                (value, each["uuid"])
+                for each in checkpoints
+                if (value := self._searcher_metric(experiment, trial, each)) is not None
+            )
+            kept.update(uuid for _, uuid in best[: int(storage.get("save_trial_best", 1))])
+            ranked += best
+        best_of_all = sorted(ranked)[: int(storage.get("save_experiment_best", 0))]
+        kept.update(uuid for _, uuid in best_of_all)
+        for trial in experiment.all_trials.values():
+            for checkpoint in self.checkpoints_of(trial):
+                if checkpoint["uuid"] not in kept:
+                    checkpoint["state"] = "STATE_DELETED"
+                    self.effects.append(DeleteCheckpoint(self.checkpoint_path(checkpoint)))
+
+    def _searcher_metric(
+        self, experiment: Experiment, trial: Trial, checkpoint: Json
+    ) -> float | None:
+        """The searcher's metric at a checkpoint, the smaller the better; None without one."""
+        searcher = experiment.config["searcher"]
+        steps = checkpoint["metadata"].get("steps_completed")
+        for report in self.metrics.get(trial.id, []):
+            value = report["metrics"].get(searcher["metric"])
+            if (report["group"], report["steps"]) == ("validation", steps) and value is not None:
+                return float(value if searcher["smaller_is_better"] else -value)
+        return None
+
+    # What requests do.
+
+    def take_effects(self) -> list[Effect]:
+        """Schedules what fits and hands over all that is to be done now."""
+        for allocation in self.scheduler.start_what_fits():
+            allocation.started = True
+            self.effects.append(StartContainers(allocation))
+        effects, self.effects = self.effects, []
+        return effects
+
+    def create_experiment(
+        self, config: str, model_def: bytes, owner: str, *, activate: bool = True
+    ) -> Experiment:
+        """Submits an experiment.
+
+        Raises:
+            ApiError: Its configuration is wrong, or it wants more slots than there are.
+        """
+        full = configs.complete(config, self._checkpoint_folder)
+        if not self.scheduler.fits_ever(int(full["resources"]["slots_per_trial"])):
+            raise ApiError(INTERNAL, "slots requested exceeds cluster capacity")
+        self.project_of(full)
+        experiment = Experiment(len(self.experiments) + 1, full, config, model_def, owner, self)
+        self.experiments[experiment.id] = experiment
+        if not activate:
+            experiment.state = State.PAUSED
+        experiment.start()
+        return experiment
+
+    def project_of(self, config: Json) -> int:
+        """The id of the project that a configuration names."""
+        default_workspace, default_project = self.projects[0]
+        wanted = (config["workspace"] or default_workspace, config["project"] or default_project)
+        if wanted not in self.projects:
+            raise not_found(f"workspace '{wanted[0]}' or project '{wanted[1]}' not found")
+        return self.projects.index(wanted) + 1
+
+    def experiment(self, experiment_id: int) -> Experiment:
+        if experiment_id not in self.experiments:
+            raise not_found(f"experiment '{experiment_id}' not found")
+        return self.experiments[experiment_id]
+
+    def running_experiment(self, experiment_id: int) -> Experiment:
+        """An experiment that did not end: of others the master keeps no more than a record."""
+        experiment = self.experiment(experiment_id)
+        if experiment.state.is_terminal:
+            raise not_found(f"experiment '{experiment_id}' not found")
+        return experiment
+
+    def all_trials(self) -> list[Trial]:
+        every = [trial for each in self.experiments.values() for trial in each.all_trials.values()]
+        return sorted(every, key=lambda trial: trial.id)
+
+    def trial(self, trial_id: int) -> Trial:
+        found = next((trial for trial in self.all_trials() if trial.id == trial_id), None)
+        if found is None:
+            raise not_found(f"trial '{trial_id}' not found")
+        return found
+
+    def trial_of_task(self, task_id: str) -> Trial:
+        found = next((trial for trial in self.all_trials() if trial.task_id == task_id), None)
+        if found is None:
+            raise not_found(f"task '{task_id}' not found")
+        return found
+
+    def allocation(self, allocation_id: str) -> Allocation:
+        """An allocation that did not end."""
+        allocation = self.allocations.get(allocation_id)
+        if allocation is None or allocation.ended:
+            raise not_found(f"allocation '{allocation_id}' not found")
+        return allocation
+
+    def kill_trial(self, trial_id: int) -> None:
+        self.trial(trial_id).patch(State.STOPPING_KILLED, "user requested kill")
+
+    def early_exit(self, trial_id: int, reason: str) -> None:
+        trial = self.trial(trial_id)
+        if reason != INVALID_HP:
+            raise invalid(f"should not report special exit reason {reason} to the master")
+        trial.report_invalid_hp()
+
+    def report_metrics(self, trial: Trial, group: str, report: Json) -> None:
+        self.metrics.setdefault(trial.id, []).append(
+            {
+                "id": next(self._metric_ids),
+                "group": group,
+                "steps": int(report.get("stepsCompleted") or 0),
+                "run": int(report.get("trialRunId") or 0),
+                "time": report.get("reportTime") or self.now(),
+                "metrics": report["metrics"]["avgMetrics"],
+                "batches": report["metrics"].get("batchMetrics"),
+            }
+        )
+
+    def report_checkpoint(self, checkpoint: Json) -> None:
+        self.trial_of_task(checkpoint["taskId"])
+        self.checkpoints[checkpoint["uuid"]] = dict(checkpoint)
+
+    def checkpoints_of(self, trial: Trial) -> list[Json]:
+        """A trial's checkpoints that were not deleted, oldest first."""
+        return [
+            checkpoint
+            for checkpoint in self.checkpoints.values()
+            if checkpoint["taskId"] == trial.task_id and checkpoint["state"] == "STATE_COMPLETED"
+        ]
+
+    def checkpoint_path(self, checkpoint: Json) -> Path:
+        """The folder of a checkpoint on the cluster's file system."""
+        trial = self.trial_of_task(checkpoint["taskId"])
+        storage = self.experiments[trial.experiment_id].config["checkpoint_storage"]
+        root = Path(storage.get("host_path") or storage["container_path"])
+        return root / str(storage.get("storage_path", "")) / str(checkpoint["uuid"])
+
+    def latest_checkpoint(self, trial: Trial) -> Json | None:
+        """The one that a restarted trial begins with."""
+        found = self.checkpoints_of(trial)
+        return found[-1] if found else None

@@ -1,0 +1,140 @@
+"""Experiment configurations: what the master adds to a user's, and hyperparameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from testing.master.errors import invalid
+
+Json = dict[str, Any]
+
+
+def complete(text: str, checkpoints: str) -> Json:
+    """A submitted configuration with the defaults of the master.
+
+    Args:
+        text: The configuration in yaml.
+        checkpoints: The cluster's folder for checkpoints.
+
+    Raises:
+        ApiError: Something that is required is missing.
+    """
+    try:
+        user = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise invalid(f"invalid experiment configuration: {error}") from error
+    if not isinstance(user, dict):
+        raise invalid("invalid experiment configuration: it is not a mapping")
+    for key in ("entrypoint", "searcher"):
+        if key not in user:
+            raise invalid(f"invalid experiment configuration: {key} is a required property")
+    searcher = user["searcher"]
+    if searcher.get("name") not in ("single", "custom"):
+        raise invalid(f"invalid experiment configuration: searcher {searcher.get('name')!r}")
+    for key in ("metric", *(["max_length"] if searcher["name"] == "single" else [])):
+        if key not in searcher:
+            raise invalid(f"invalid experiment configuration: searcher.{key} is required")
+    config = _merged(_defaults(checkpoints), user)
+    if user.get("checkpoint_storage"):
+        kept = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+        config["checkpoint_storage"] = {**kept, **user["checkpoint_storage"]}
+    config["hyperparameters"] = normalized(user.get("hyperparameters") or {})
+    config["name"] = user.get("name") or "Experiment (stand-in)"
+    return config
+
+
+def normalized(hyperparameters: Mapping[str, Any]) -> Json:
+    """Hyperparameters as the master keeps them: every constant says that it is one."""
+    return {name: _normalized(value) for name, value in hyperparameters.items()}
+
+
+def sample(hyperparameters: Mapping[str, Any], seed: int) -> Json:
+    """A point of a normalized space."""
+    rng = random.Random(seed)
+    return {name: _sample(value, rng) for name, value in hyperparameters.items()}
+
+
+def _normalized(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return {"type": "const", "val": value}
+    return dict(value) if "type" in value and _is_space(value) else normalized(value)
+
+
+def _is_space(value: Mapping[str, Any]) -> bool:
+    return value["type"] in ("const", "int", "double", "log", "categorical")
+
+
+def _sample(value: Any, rng: random.Random) -> Any:
+    if "type" not in value or not isinstance(value["type"], str):
+        return {name: _sample(below, rng) for name, below in value.items()}
+    if value["type"] == "const":
+        return value["val"]
+    if value["type"] == "categorical":
+        return rng.choice(value["vals"])
+    if value["type"] == "int":
+        return rng.randint(value["minval"], value["maxval"])
+    if value["type"] == "double":
+        return rng.uniform(value["minval"], value["maxval"])
+    return value.get("base", 10.0) ** rng.uniform(value["minval"], value["maxval"])
+
+
+def _merged(below: Json, above: Json) -> Json:
+    result = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, dict) and isinstance(below.get(key), dict)
+        result[key] = _merged(below[key], value) if nested else value
+    return result
+
+
+def _defaults(checkpoints: str) -> Json:
+    return {
+        "bind_mounts": [],
+        "checkpoint_policy": "best",
+        "checkpoint_storage": {
+            "type": "shared_fs",
+            "host_path": checkpoints,
+            "save_experiment_best": 0,
+            "save_trial_best": 1,
+            "save_trial_latest": 1,
+        },
+        "data": {},
+        "debug": False,
+        "description": "",
+        "environment": {"environment_variables": {"cpu": [], "cuda": [], "rocm": []}},
+        "hyperparameters": {},
+        "integrations": None,
+        "labels": [],
+        "log_policies": [],
+        "max_restarts": 5,
+        "min_checkpoint_period": {"batches": 0},
+        "min_validation_period": {"batches": 0},
+        "optimizations": {
+            "aggregation_frequency": 1,
+            "auto_tune_tensor_fusion": False,
+            "average_aggregated_gradients": True,
+            "average_training_metrics": True,
+            "grad_updates_size_file": None,
+            "gradient_compression": False,
+            "mixed_precision": "O0",
+            "tensor_fusion_cycle_time": 1,
+            "tensor_fusion_threshold": 64,
+        },
+        "perform_initial_validation": False,
+        "profiling": {"enabled": False, "begin_on_batch": 0, "sync_timings": True},
+        "project": "",
+        "records_per_epoch": 0,
+        "reproducibility": {"experiment_seed": 1},
+        "resources": {
+            "native_parallel": False,
+            "resource_pool": "default",
+            "slots_per_trial": 1,
+            "is_single_node": None,
+        },
+        "scheduling_unit": 100,
+        "searcher": {"smaller_is_better": True},
+        "workspace": "",
+    }

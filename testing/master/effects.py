@@ -1,0 +1,41 @@
+"""What the pure cluster wants done in the world; its driver does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from testing.master.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class StartContainers:
+    """Starts the containers of an allocation that got its slots."""
+
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class KillContainers:
+    """Kills all processes of an allocation."""
+
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class Later:
+    """Calls something after a delay."""
+
+    delay_s: float
+    call: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class DeleteCheckpoint:
+    """Removes the files of a checkpoint."""
+
+    folder: Path
+
+
+Effect = StartContainers | KillContainers | Later | DeleteCheckpoint

@@ -1,0 +1,255 @@
+"""Allocations as local processes: every container is a folder, an environment and a process.
+
+What an agent and a container image are in a real cluster. The folder of a container holds what is
+`/run/determined`, `/tmp` and the home directory there; `container/sitecustomize.py` points the
+determined package at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from testing.master.allocation import Allocation, Container
+from testing.master.logs import LogLine, parse
+
+IMAGE = Path(__file__).parent / "container"
+# DeepSpeed's launcher and determined's hand most of their environment on to other nodes, but not
+# what begins with HOSTNAME; this variable must stay in its container.
+FOLDER_VARIABLE = "HOSTNAME_CONTAINER_FOLDER"
+# What a container image sets for its libraries; here it is the machine's.
+_KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "CC", "CXX")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a container is started with, beside what its place in the allocation says.
+
+    Attributes:
+        environment: The variables of the task.
+        shared: The host's folder that is mounted at `/determined_shared_fs`; None for none.
+        grace_s: How long launchers wait between the end of the workers and their own.
+    """
+
+    environment: Mapping[str, str]
+    shared: str | None
+    grace_s: float
+
+
+@dataclass
+class Running:
+    """The first process of a container."""
+
+    allocation: Allocation
+    container: Container
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+
+class Processes:
+    """Starts and kills containers.
+
+    Args:
+        folder: Where the containers' folders go.
+        on_log: Called with the task's id and a line.
+        on_exit: Called with an allocation, the container's resources id and its exit status.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        on_log: Callable[[str, LogLine], None],
+        on_exit: Callable[[Allocation, str, int], None],
+        now: Callable[[], str],
+    ) -> None:
+        self._folder = folder
+        self._on_log = on_log
+        self._on_exit = on_exit
+        self._now = now
+        self._running: dict[str, Running] = {}
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        # Short, for the names of sockets in it have to fit in 107 bytes.
+        self._tmp = tempfile.TemporaryDirectory(prefix="dm")
+
+    def start(self, allocation: Allocation, launch: Launch) -> None:
+        """Starts all containers of an allocation."""
+        for container in allocation.containers:
+            folder = self._folder / f"{allocation.id}-{container.rank}"
+            tmp = Path(self._tmp.name) / str(len(self._threads))
+            process = _start(folder, tmp, allocation, container, launch)
+            running = Running(allocation, container, folder, process)
+            with self._lock:
+                self._running[container.resources_id] = running
+            thread = threading.Thread(target=self._attend, args=(running,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def kill(self, allocation: Allocation) -> None:
+        """Kills what is left of an allocation; returns at once."""
+        for running in self.of(allocation.id):
+            _kill(running)
+
+    def kill_all(self) -> None:
+        with self._lock:
+            every = list(self._running.values())
+        for running in every:
+            _kill(running)
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._tmp.cleanup()
+
+    def of(self, allocation_id: str) -> list[Running]:
+        """The running containers of an allocation."""
+        with self._lock:
+            every = list(self._running.values())
+        return [each for each in every if each.allocation.id == allocation_id]
+
+    def _attend(self, running: Running) -> None:
+        """Reads a container's output to its end, waits for it and says so."""
+        readers = [
+            threading.Thread(target=self._read, args=(running, stream, stdtype), daemon=True)
+            for stream, stdtype in (
+                (running.process.stdout, "stdout"),
+                (running.process.stderr, "stderr"),
+            )
+        ]
+        for reader in readers:
+            reader.start()
+        status = running.process.wait()
+        # With its first process a container ends as a whole.
+        for process in processes_in(running.folder):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for reader in readers:
+            reader.join(timeout=10)
+        assert running.process.stdin is not None
+        running.process.stdin.close()
+        _clean_up(running.allocation.id)
+        with self._lock:
+            del self._running[running.container.resources_id]
+        exit_code = 128 - status if status < 0 else status
+        self._on_exit(running.allocation, running.container.resources_id, exit_code)
+
+    def _read(self, running: Running, stream: IO[bytes] | None, stdtype: str) -> None:
+        assert stream is not None
+        with stream:
+            for line in stream:
+                text = line.decode("utf-8", "replace").replace("\r", "\n")
+                self._on_log(
+                    running.allocation.task_id,
+                    parse(
+                        text if text.endswith("\n") else f"{text}\n",
+                        timestamp=self._now(),
+                        stdtype=stdtype,
+                        allocation_id=running.allocation.id,
+                        container_id=running.container.container_id,
+                        agent_id=f"agent-{running.container.node}",
+                    ),
+                )
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """All processes of a container, whatever became of their parents."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(FOLDER_VARIABLE) == str(folder):
+                found.append(process)
+    return found
+
+
+def _clean_up(allocation_id: str) -> None:
+    """Removes what the SDK leaves in the machine's `/tmp`, which is no container's own."""
+    for pattern in (f"tensorboard-{allocation_id}-*", f"hostfile-{allocation_id}.txt*"):
+        for path in Path("/tmp").glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _kill(running: Running) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGKILL)
+
+
+def _start(
+    folder: Path, tmp: Path, allocation: Allocation, container: Container, launch: Launch
+) -> subprocess.Popen[bytes]:
+    for name in ("workdir", "home", "run/info", "run/train/logs", "run/train/model"):
+        (folder / name).mkdir(parents=True)
+    tmp.mkdir()
+    ports = _ports(allocation.id)
+    environment = {
+        **{name: os.environ[name] for name in _KEPT if name in os.environ},
+        "HOME": str(folder / "home"),
+        "TMPDIR": str(tmp),
+        "PATH": os.pathsep.join(
+            [str(IMAGE / "bin"), os.path.dirname(sys.executable), "/usr/bin", "/bin"]
+        ),
+        # The slots are CPUs: what the accelerator of a GPU node would find out is told here.
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(max(1, len(container.slot_ids))),
+        # The fixed ports of determined and of DeepSpeed's launcher: containers of one machine
+        # share its network, so that every allocation has its own.
+        "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports[0]),
+        "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports[1]),
+        "DTRAIN_SSH_PORT": str(ports[2]),
+        "HOSTNAME_CONTAINER_MASTER_PORT": str(ports[3]),
+        **launch.environment,
+        "DET_AGENT_ID": f"agent-{container.node}",
+        "DET_CONTAINER_ID": container.container_id,
+        "DET_RESOURCES_ID": container.resources_id,
+        "DET_RESOURCES_TYPE": "docker-container",
+        "DET_SLOT_IDS": json.dumps(container.slot_ids),
+        "DET_UNIQUE_PORT_OFFSET": str(min(container.slot_ids, default=0)),
+        "HOSTNAME": f"node-{container.node}",
+        FOLDER_VARIABLE: str(folder),
+        "HOSTNAME_CONTAINER_TMP": str(tmp),
+        "HOSTNAME_CONTAINER_ADDRESS": container.address,
+        "HOSTNAME_CONTAINER_GRACE_S": str(launch.grace_s),
+    }
+    user_paths = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([str(IMAGE), *([user_paths] if user_paths else [])])
+    if launch.shared is not None:
+        environment["HOSTNAME_CONTAINER_SHARED_FS"] = launch.shared
+    return subprocess.Popen(
+        [sys.executable, str(IMAGE / "entrypoint.py")],
+        cwd=folder / "workdir",
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+_PORTS: dict[str, list[int]] = {}
+_PORTS_LOCK = threading.Lock()
+
+
+def _ports(allocation_id: str) -> list[int]:
+    """Four ports that were free a moment ago, the same for all containers of an allocation."""
+    with _PORTS_LOCK:
+        if allocation_id not in _PORTS:
+            with contextlib.ExitStack() as stack:
+                sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
+                for each in sockets:
+                    each.bind(("127.0.0.1", 0))
+                _PORTS[allocation_id] = [each.getsockname()[1] for each in sockets]
+        return _PORTS[allocation_id]

@@ -1,0 +1,125 @@
+"""Requests, answers, and the table of what is answered."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from testing.master.accounts import Accounts
+from testing.master.cluster import Cluster
+from testing.master.errors import not_found
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request whose sender is known.
+
+    Attributes:
+        user: Who sent it; empty where no token is needed.
+        token: As it was sent.
+        parts: What the path's placeholders stand for.
+    """
+
+    method: str
+    path: str
+    params: Mapping[str, list[str]]
+    body: Json
+    user: str
+    token: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def id(self, name: str = "id") -> int:
+        return int(self.parts[name])
+
+    def param(self, name: str, default: str = "") -> str:
+        return self.params.get(name, [default])[0]
+
+    def flag(self, name: str) -> bool:
+        return self.param(name) == "true"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer that goes on: one JSON object a line."""
+
+    rows: Iterator[Json]
+
+
+Answer = Json | Stream | bytes
+
+
+class Master:
+    """What handlers work with: the state, its lock, and who may use it.
+
+    Attributes:
+        changed: Notified after every request and every end of a process; also the lock.
+        poll_s: How long a long poll lasts at most.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        accounts: Accounts,
+        version: str,
+        poll_s: float,
+        drive: Callable[[], None],
+    ) -> None:
+        self.cluster = cluster
+        self.accounts = accounts
+        self.version = version
+        self.poll_s = poll_s
+        self.changed = threading.Condition(threading.RLock())
+        self.stopping = False
+        self.redelivered: dict[int, list[Json]] = {}
+        self._drive = drive
+
+    def drive(self) -> None:
+        """Does what is to be done now; called with the lock."""
+        self._drive()
+        self.changed.notify_all()
+
+    def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:
+        """Waits, without the lock, until something holds; at most a while."""
+        deadline = time.monotonic() + timeout_s
+        while not self.stopping and not holds():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self.changed.wait(left)
+
+
+Handler = Callable[[Master, Request], Answer]
+
+
+@dataclass(frozen=True)
+class Route:
+    """A method and a path with placeholders such as `{id}`."""
+
+    method: str
+    path: str
+    handler: Handler
+    needs_login: bool = True
+
+    def match(self, method: str, path: str) -> Mapping[str, str] | None:
+        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.path)
+        found = re.fullmatch(pattern, path) if method == self.method else None
+        return None if found is None else found.groupdict()
+
+
+def find(routes: list[Route], method: str, path: str) -> tuple[Route, Mapping[str, str]]:
+    """The route of a request.
+
+    Raises:
+        ApiError: There is none.
+    """
+    for route in routes:
+        parts = route.match(method, path)
+        if parts is not None:
+            return route, parts
+    raise not_found("Not Found")

@@ -1,0 +1,330 @@
+"""The stand-in as tests hold it: a master that runs, and all that one may want to do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from testing.master import archive
+from testing.master.accounts import Accounts
+from testing.master.allocation import Allocation
+from testing.master.cluster import Cluster
+from testing.master.effects import DeleteCheckpoint, KillContainers, StartContainers
+from testing.master.experiment import Experiment
+from testing.master.faults import Fault
+from testing.master.logs import LogLine
+from testing.master.processes import Launch, Processes, processes_in
+from testing.master.requests import Master
+from testing.master.server import HttpServer, Seen
+from testing.master.trial import Trial
+
+Json = dict[str, Any]
+DEFAULT_USERS = {"tester": "Standin-Passw0rd"}
+
+
+class StandIn:
+    """A Determined master on a free port of loopback, with an agent a node.
+
+    A context manager: leaving it kills what still runs.
+
+    Args:
+        folder: For containers and checkpoints; a temporary one if None.
+        nodes: The number of (CPU) slots of every agent.
+        users: Passwords by name.
+        version: What it says it is.
+        poll_s: How long a long poll without news lasts; the real master's is 60 s.
+        environment: Variables that every container has, as an image sets them.
+        projects: Pairs of a workspace and a project in it.
+        preempts_closed_trials: See `Cluster`.
+        preemption_timeout_s: See `Cluster`.
+        grace_s: How long launchers wait after the end of their workers; 5 s in reality.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        nodes: Sequence[int] = (1,),
+        users: Mapping[str, str] = DEFAULT_USERS,
+        version: str = "0.37.0",
+        poll_s: float = 2.0,
+        environment: Mapping[str, str] | None = None,
+        projects: Sequence[tuple[str, str]] = (),
+        preempts_closed_trials: bool = True,
+        preemption_timeout_s: float = 3600.0,
+        grace_s: float = 0.2,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = Path(self._temporary.name) if self._temporary else Path(str(folder))
+        self.users = dict(users)
+        self.checkpoint_folder = self.folder / "checkpoints"
+        self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
+        self.cluster = Cluster(
+            nodes,
+            str(self.checkpoint_folder),
+            projects,
+            preempts_closed_trials=preempts_closed_trials,
+            preemption_timeout_s=preemption_timeout_s,
+        )
+        self.accounts = Accounts(self.users)
+        self._environment = dict(environment or {})
+        self._timers: list[threading.Timer] = []
+        self._closed = False
+        self._grace_s = grace_s
+        self._master = Master(self.cluster, self.accounts, version, poll_s, self._drive)
+        self._processes = Processes(
+            self.folder / "containers", self._logged, self._exited, self.cluster.now
+        )
+        self.http = HttpServer(self._master)
+        self.faults = self.http.faults
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._master.changed:
+            self._closed = True
+        self.http.stop()
+        for timer in self._timers:
+            timer.cancel()
+        self._processes.kill_all()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    # Where it is and who may use it.
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.port}"
+
+    def client_environment(self, home: Path, user: str | None = None) -> dict[str, str]:
+        """Variables with which a command of a user finds the master and may log in.
+
+        Args:
+            home: A folder for the user's cached tokens.
+            user: One of `users`; the first if None.
+        """
+        name = user or next(iter(self.users))
+        return {
+            "DET_MASTER": self.url,
+            "DET_USER": name,
+            "DET_PASS": self.users[name],
+            "DET_DEBUG_CONFIG_PATH": str(home),
+        }
+
+    # What happened.
+
+    def experiment(self, experiment_id: int) -> Experiment:
+        with self._master.changed:
+            return self.cluster.experiment(experiment_id)
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        with self._master.changed:
+            return list(self.cluster.experiments.values())
+
+    def trials(self, experiment_id: int) -> list[Trial]:
+        """All trials of an experiment, by id."""
+        with self._master.changed:
+            trials = self.cluster.experiment(experiment_id).all_trials.values()
+            return sorted(trials, key=lambda trial: trial.id)
+
+    def log(self, trial_id: int) -> str:
+        """The whole log of a trial, as the client prints it; empty if there is no such trial."""
+        with self._master.changed:
+            tasks = [each.task_id for each in self.cluster.all_trials() if each.id == trial_id]
+            lines = [line for task_id in tasks for line in self.cluster.logs.get(task_id, [])]
+            return "".join(line.message for line in lines)
+
+    def metrics(self, trial_id: int, group: str = "validation") -> list[Json]:
+        """The metrics that a trial reported, oldest first."""
+        with self._master.changed:
+            reports = self.cluster.metrics.get(trial_id, [])
+            return [each["metrics"] for each in reports if each["group"] == group]
+
+    def checkpoint_paths(self, trial_id: int) -> list[Path]:
+        """The folders of a trial's checkpoints, oldest first.
+
+        The end of an experiment deletes those that its `checkpoint_storage` does not keep: all but
+        the latest of a trial, and its best.
+        """
+        with self._master.changed:
+            checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
+            return [self.cluster.checkpoint_path(each) for each in checkpoints]
+
+    def context_files(self, experiment_id: int) -> list[str]:
+        """The paths that were uploaded."""
+        model_def = self.experiment(experiment_id).model_def
+        return archive.names(model_def) if model_def else []
+
+    def posted(self, experiment_id: int) -> list[Json]:
+        """Every accepted POST of searcher operations."""
+        with self._master.changed:
+            return list(self.cluster.experiment(experiment_id).posted)
+
+    @property
+    def seen(self) -> list[Seen]:
+        return list(self.http.seen)
+
+    def wait_until(
+        self, holds: Callable[[], Any], what: str = "what a test waits for", timeout_s: float = 60.0
+    ) -> Any:
+        """The first true value of `holds()`; on a time-out the logs of all trials are shown."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := holds()):
+            if time.monotonic() > deadline:
+                logs = "".join(
+                    f"--- trial {trial.id} of experiment {trial.experiment_id}: {trial.state}\n"
+                    f"{self.log(trial.id)}"
+                    for trial in self.cluster.all_trials()
+                )
+                raise AssertionError(f"not within {timeout_s:g} s: {what}\n{logs}")
+            time.sleep(0.02)
+        return value
+
+    def wait_ended(self, experiment_id: int, timeout_s: float = 60.0) -> str:
+        """The terminal state of an experiment."""
+        experiment = self.experiment(experiment_id)
+
+        def ended() -> bool:
+            # With the lock: what its end brings about has happened, too.
+            with self._master.changed:
+                return experiment.state.is_terminal
+
+        self.wait_until(ended, f"the end of experiment {experiment_id}", timeout_s)
+        return str(experiment.state)
+
+    # What tests do to it.
+
+    def fault(self, pattern: str, **more: Any) -> Fault:
+        """Puts a fault in force; see `Fault`."""
+        return self.faults.add(Fault(pattern, **more))
+
+    def signal(self, trial_id: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to all processes of a trial's containers, as by an OOM killer.
+
+        With SIGKILL, that is the end of the container with status 137.
+        """
+        allocation = self.cluster.trial(trial_id).allocation
+        assert allocation is not None, "the trial has no containers now"
+        for running in self._processes.of(allocation.id):
+            for process in processes_in(running.folder):
+                process.send_signal(number)
+
+    def freeze(self, trial_id: int) -> None:
+        """Stops a trial's processes until `thaw`."""
+        self.signal(trial_id, signal.SIGSTOP)
+
+    def thaw(self, trial_id: int) -> None:
+        self.signal(trial_id, signal.SIGCONT)
+
+    def processes(self, trial_id: int) -> list[psutil.Process]:
+        """All living processes of a trial's containers."""
+        allocation = self.cluster.trial(trial_id).allocation
+        runs = [] if allocation is None else self._processes.of(allocation.id)
+        return [process for running in runs for process in processes_in(running.folder)]
+
+    def redeliver(self, experiment_id: int, *events: Json) -> None:
+        """Puts events before those of the next answer, acknowledged or never sent by a master."""
+        with self._master.changed:
+            self._master.redelivered.setdefault(experiment_id, []).extend(events)
+
+    def restart(self, down_s: float = 0.0) -> None:
+        """Restarts the master: connections are dropped, containers go on, the state is kept."""
+        self.http.stop()
+        time.sleep(down_s)
+        self.http.start()
+
+    def expire_tokens(self) -> None:
+        """Makes all users log in again."""
+        self.accounts.end_all_sessions()
+
+    # The effects of requests.
+
+    def _drive(self) -> None:
+        if self._closed:
+            return
+        for effect in self.cluster.take_effects():
+            if isinstance(effect, StartContainers):
+                self._processes.start(effect.allocation, self._launch(effect.allocation))
+            elif isinstance(effect, KillContainers):
+                self._processes.kill(effect.allocation)
+            elif isinstance(effect, DeleteCheckpoint):
+                shutil.rmtree(effect.folder, ignore_errors=True)
+            else:
+                timer = threading.Timer(effect.delay_s, self._call, (effect.call,))
+                timer.daemon = True
+                timer.start()
+                self._timers.append(timer)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self._master.changed:
+            call()
+            self._master.drive()
+
+    def _logged(self, task_id: str, line: LogLine) -> None:
+        with self._master.changed:
+            self.cluster.logs.setdefault(task_id, []).append(line)
+            self._master.changed.notify_all()
+
+    def _exited(self, allocation: Allocation, resources_id: str, exit_code: int) -> None:
+        self._call(lambda: allocation.container_exited(resources_id, exit_code))
+
+    def _launch(self, allocation: Allocation) -> Launch:
+        trial = self.cluster.trial_of_task(allocation.task_id)
+        experiment = self.cluster.experiments[trial.experiment_id]
+        checkpoint = self.cluster.latest_checkpoint(trial)
+        steps = checkpoint["metadata"].get("steps_completed", 0) if checkpoint else 0
+        environment = {
+            **self._environment,
+            "DET_MASTER": self.url,
+            "DET_MASTER_HOST": "127.0.0.1",
+            "DET_MASTER_ADDR": "127.0.0.1",
+            "DET_MASTER_PORT": str(self.http.port),
+            "DET_CLUSTER_ID": self.cluster.id,
+            "DET_TASK_ID": allocation.task_id,
+            "DET_TASK_TYPE": "TRIAL",
+            "DET_ALLOCATION_ID": allocation.id,
+            "DET_SESSION_TOKEN": self.accounts.task_session(experiment.owner),
+            "DET_USER": experiment.owner,
+            "DET_USER_TOKEN": self.accounts.session(experiment.owner),
+            "DET_EXPERIMENT_ID": str(trial.experiment_id),
+            "DET_EXPERIMENT_CONFIG": json.dumps(experiment.config),
+            "DET_TRIAL_ID": str(trial.id),
+            "DET_TRIAL_RUN_ID": str(trial.run_id),
+            "DET_TRIAL_SEED": str(trial.seed),
+            "DET_HPARAMS": json.dumps(trial.hparams),
+            "DET_STEPS_COMPLETED": str(steps),
+            **({"DET_LATEST_CHECKPOINT": checkpoint["uuid"]} if checkpoint else {}),
+            **_user_variables(experiment.config),
+        }
+        storage = experiment.config["checkpoint_storage"]
+        return Launch(environment, storage.get("host_path"), self._grace_s)
+
+
+def _user_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """`environment.environment_variables` of a configuration, a list or a list per slot type."""
+    listed = config["environment"].get("environment_variables") or []
+    if isinstance(listed, Mapping):
+        listed = listed.get("cpu") or []
+    pairs = (entry.partition("=") for entry in listed)
+    return {name: value if equals else os.environ.get(name, "") for name, equals, value in pairs}

@@ -1,0 +1,195 @@
+"""What tasks ask: their context, rendezvous, operations, preemption; what they report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testing.master import archive
+from testing.master.errors import not_found
+from testing.master.requests import Answer, Master, Request, Route
+from testing.master.trial import Trial
+
+Json = dict[str, Any]
+
+
+def context_directory(master: Master, request: Request) -> Answer:
+    trial = master.cluster.trial_of_task(request.parts["id"])
+    model_def = master.cluster.experiments[trial.experiment_id].model_def
+    return {"b64Tgz": archive.text(model_def)}
+
+
+def accepted(master: Master, request: Request) -> Answer:
+    """For reports that nothing here depends on."""
+    return {}
+
+
+def rendezvous(master: Master, request: Request) -> Answer:
+    """Blocks until all containers of the allocation asked."""
+    allocation = master.cluster.allocation(request.parts["id"])
+    container = allocation.container(request.parts["resources"])
+    if container is None:
+        raise not_found(f"resources '{request.parts['resources']}' not found")
+    container.asked_rendezvous = True
+    master.changed.notify_all()
+    master.wait(lambda: allocation.ready or allocation.ended, timeout_s=600.0)
+    if allocation.ended:
+        raise not_found(f"allocation '{allocation.id}' not found")
+    return {
+        "rendezvousInfo": {
+            "addresses": [each.address for each in allocation.containers],
+            "rank": container.rank,
+            "slots": [len(each.slot_ids) for each in allocation.containers],
+        }
+    }
+
+
+def daemon(master: Master, request: Request) -> Answer:
+    master.cluster.allocation(request.parts["id"]).set_daemon(request.parts["resources"])
+    return {}
+
+
+def preemption(master: Master, request: Request) -> Answer:
+    """A long poll."""
+    allocation = master.cluster.allocation(request.parts["id"])
+    timeout_s = min(float(request.param("timeout_seconds", "0")), master.poll_s)
+    master.wait(lambda: allocation.preempt or allocation.ended, timeout_s)
+    return {"preempt": allocation.preempt}
+
+
+def ack_preemption(master: Master, request: Request) -> Answer:
+    master.cluster.allocation(request.parts["id"]).acknowledge()
+    return {}
+
+
+def pending_preemption(master: Master, request: Request) -> Answer:
+    master.cluster.allocation(request.parts["id"]).terminate("pending preemption")
+    return {}
+
+
+def start_run(master: Master, request: Request) -> Answer:
+    master.cluster.trial(int(request.body["runId"]))
+    return {"storageId": None}
+
+
+def current_operation(master: Master, request: Request) -> Answer:
+    trial = _searched(master, request)
+    length = str(trial.searcher.length)
+    return {
+        "op": {"validateAfter": {"requestId": trial.request_id, "length": length}},
+        "completed": trial.searcher.complete,
+    }
+
+
+def completed_operation(master: Master, request: Request) -> Answer:
+    trial = _searched(master, request)
+    experiment = master.cluster.experiments[trial.experiment_id]
+    length = int(request.body["op"]["length"])
+    experiment.complete_operation(trial, length, request.body.get("searcherMetric"))
+    return {}
+
+
+def progress(master: Master, request: Request) -> Answer:
+    trial = _searched(master, request)
+    experiment = master.cluster.experiments[trial.experiment_id]
+    if not (request.body.get("is_raw") or request.body.get("isRaw")):
+        experiment.report_progress(trial, float(request.body["progress"]))
+    return {}
+
+
+def report_metrics(master: Master, request: Request) -> Answer:
+    trial = master.cluster.trial(request.id())
+    master.cluster.report_metrics(trial, request.body["group"], request.body["metrics"])
+    return {}
+
+
+def early_exit(master: Master, request: Request) -> Answer:
+    master.cluster.early_exit(request.id(), request.body["reason"])
+    return {}
+
+
+def runner_metadata(master: Master, request: Request) -> Answer:
+    master.cluster.trial(request.id()).runner_state = request.body["state"]
+    return {}
+
+
+def report_checkpoint(master: Master, request: Request) -> Answer:
+    master.cluster.report_checkpoint(request.body)
+    return {}
+
+
+def patch_checkpoints(master: Master, request: Request) -> Answer:
+    """A checkpoint that has no files left is deleted."""
+    for change in request.body["checkpoints"]:
+        found = master.cluster.checkpoints.get(change["uuid"])
+        if found is None:
+            raise not_found(f"checkpoint '{change['uuid']}' not found")
+        if change.get("resources") is not None:
+            found["resources"] = change["resources"].get("resources") or {}
+            gone = not found["resources"]
+            found["state"] = "STATE_DELETED" if gone else "STATE_PARTIALLY_DELETED"
+    return {}
+
+
+def best_validation(master: Master, request: Request) -> Answer:
+    """The best value of the searcher's metric so far."""
+    experiment = master.cluster.experiment(request.id())
+    searcher = experiment.config["searcher"]
+    values = [
+        report["metrics"][searcher["metric"]]
+        for trial in experiment.all_trials.values()
+        for report in master.cluster.metrics.get(trial.id, [])
+        if report["group"] == "validation" and searcher["metric"] in report["metrics"]
+    ]
+    if not values:
+        raise not_found("no validations for experiment")
+    return {"metric": min(values) if searcher["smaller_is_better"] else max(values)}
+
+
+def get_run_metadata(master: Master, request: Request) -> Answer:
+    return {"metadata": master.cluster.run_metadata.get(request.id(), {})}
+
+
+def post_run_metadata(master: Master, request: Request) -> Answer:
+    master.cluster.run_metadata[request.id()] = request.body["metadata"]
+    return {"metadata": request.body["metadata"]}
+
+
+def _searched(master: Master, request: Request) -> Trial:
+    """The trial of a request about its search.
+
+    Raises:
+        ApiError: It has ended; the experiment forgot it.
+    """
+    trial = master.cluster.trial(request.id())
+    experiment = master.cluster.running_experiment(trial.experiment_id)
+    if trial.request_id not in experiment.trials:
+        raise not_found("trial not found")
+    return trial
+
+
+ROUTES = [
+    Route("GET", "/api/v1/tasks/{id}/context_directory", context_directory),
+    Route("POST", "/api/v1/allocations/{id}/acceleratorData", accepted),
+    Route("GET", "/api/v1/allocations/{id}/resources/{resources}/rendezvous", rendezvous),
+    Route("POST", "/api/v1/allocations/{id}/resources/{resources}/daemon", daemon),
+    Route("GET", "/api/v1/allocations/{id}/signals/preemption", preemption),
+    Route("POST", "/api/v1/allocations/{id}/signals/ack_preemption", ack_preemption),
+    Route("POST", "/api/v1/allocations/{id}/signals/pending_preemption", pending_preemption),
+    Route("POST", "/api/v1/runs/start", start_run),
+    Route("GET", "/api/v1/runs/{id}/metadata", get_run_metadata),
+    Route("POST", "/api/v1/runs/{id}/metadata", post_run_metadata),
+    Route("GET", "/api/v1/trials/{id}/searcher/operation", current_operation),
+    Route("POST", "/api/v1/trials/{id}/searcher/completed_operation", completed_operation),
+    Route("POST", "/api/v1/trials/{id}/progress", progress),
+    Route("POST", "/api/v1/trials/{id}/metrics", report_metrics),
+    Route("POST", "/api/v1/trials/{id}/early_exit", early_exit),
+    Route("POST", "/api/v1/trials/{id}/runner/metadata", runner_metadata),
+    Route("POST", "/api/v1/checkpoints", report_checkpoint),
+    Route("PATCH", "/api/v1/checkpoints", patch_checkpoints),
+    Route(
+        "GET",
+        "/api/v1/experiments/{id}/searcher/best_searcher_validation_metric",
+        best_validation,
+    ),
+    Route("POST", "/api/v1/webhooks/custom", accepted),
+]

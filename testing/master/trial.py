@@ -1,0 +1,146 @@
+"""A trial: what its searcher, its user and its allocation's end make of it.
+
+After `master/internal/trial.go`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from testing.master.allocation import Allocation, Exit
+from testing.master.states import END_OF, TRIAL_DEGRADES, State
+
+ERRORED = "EXITED_REASON_UNSPECIFIED"
+USER_CANCELED = "EXITED_REASON_USER_CANCELED"
+INVALID_HP = "EXITED_REASON_INVALID_HP"
+
+INVALID_HP_KILL_DELAY_S = 10.0
+
+
+@dataclass
+class SearcherState:
+    """What the searcher wants of a trial.
+
+    Attributes:
+        length: Of the last `ValidateAfter`.
+        complete: Whether that is done; so it is before the first.
+        closed: No other will come.
+    """
+
+    length: int = 0
+    complete: bool = True
+    closed: bool = False
+
+
+class Host(Protocol):
+    """What a trial needs of the cluster."""
+
+    @property
+    def preempts_closed_trials(self) -> bool: ...
+
+    def allocate(self, trial: Trial, on_exit: Callable[[Exit], None]) -> Allocation: ...
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
+
+
+@dataclass
+class Trial:
+    """One trial of an experiment.
+
+    Attributes:
+        restarts: How often it failed.
+        run_id: How often it got slots, for whatever reason.
+        on_end: Called with the reason of an early exit, None for none.
+    """
+
+    id: int
+    request_id: str
+    experiment_id: int
+    task_id: str
+    hparams: Mapping[str, Any]
+    seed: int
+    max_restarts: int
+    host: Host
+    on_end: Callable[[str | None], None]
+    state: State
+    searcher: SearcherState = field(default_factory=SearcherState)
+    restarts: int = 0
+    run_id: int = 0
+    allocation: Allocation | None = None
+    allocation_ids: list[str] = field(default_factory=list)
+    runner_state: str = ""
+    _invalid_hp: bool = False
+
+    def searcher_changed(self) -> None:
+        """Acts upon new operations."""
+        if not self.searcher.complete:
+            self.maybe_allocate()
+        elif self.searcher.closed:
+            self.patch(State.STOPPING_COMPLETED, "hp search is finished")
+
+    def report_invalid_hp(self) -> None:
+        """Notes that the script gave up on its hyperparameters; it has a while to leave."""
+        self._invalid_hp = True
+        self.host.later(
+            INVALID_HP_KILL_DELAY_S,
+            lambda: self.patch(State.STOPPING_KILLED, "timeout after user initiated early exit"),
+        )
+
+    def patch(self, state: State, reason: str) -> None:
+        """Moves to a state that the user, the searcher or the experiment want, if it may."""
+        stronger = not self.state.is_stopping or state in TRIAL_DEGRADES[self.state]
+        if self.state.is_terminal or state.is_terminal:
+            return
+        if state is self.state or stronger:
+            self._move(state, reason)
+
+    def maybe_allocate(self) -> None:
+        idle = self.allocation is None and self.state is State.ACTIVE
+        if not idle or self.searcher.complete:
+            return
+        self.run_id += 1
+        self.allocation = self.host.allocate(self, self._allocation_ended)
+        self.allocation_ids.append(self.allocation.id)
+
+    def _move(self, state: State, reason: str) -> None:
+        self.state = state
+        if state is State.ACTIVE:
+            self.maybe_allocate()
+        elif state is State.PAUSED:
+            if self.allocation is not None:
+                self.allocation.terminate(reason)
+        elif state.is_stopping:
+            self._stop(reason)
+        elif state is State.ERROR:
+            self.on_end(ERRORED)
+        elif state is State.CANCELED:
+            self.on_end(USER_CANCELED)
+        else:
+            self.on_end(None)
+
+    def _stop(self, reason: str) -> None:
+        if self.allocation is None:
+            self._move(END_OF[self.state], reason)
+        elif self.state in (State.STOPPING_KILLED, State.STOPPING_ERROR):
+            self.allocation.kill(reason)
+        elif self.state is State.STOPPING_CANCELED or self.host.preempts_closed_trials:
+            self.allocation.terminate(reason)
+
+    def _allocation_ended(self, end: Exit) -> None:
+        self.allocation = None
+        if self.state.is_stopping:
+            self._move(State.ERROR if end.failure else END_OF[self.state], end.reason)
+        elif self.searcher.complete and self.searcher.closed:
+            self._move(State.ERROR if end.failure else State.COMPLETED, end.reason)
+        elif end.failure:
+            self.restarts += 1
+            if self.restarts > self.max_restarts:
+                self._move(State.ERROR, "trial exceeded max restarts")
+            else:
+                self.maybe_allocate()
+        elif end.user_requested_stop or self._invalid_hp:
+            self._move(State.COMPLETED, end.reason)
+        else:
+            self.maybe_allocate()

@@ -1,0 +1,78 @@
+"""`dsat estimate` without a script: which configurations it means, and what it makes of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.app import estimate
+from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
+from dsat.memory.simulation_client import Simulator
+from dsat.values.zero_strategy import Strategy
+from testing.lender import MIB, FakeLender, by_formula, facts_of, failing_in
+
+GIB = 2**30
+FACTS = facts_of(100 * MIB)
+BF16 = {"bf16": {"enabled": True}}
+
+
+def lines_of(lender: FakeLender, base: Mapping[str, Any], *, exact: bool) -> list[estimate.Line]:
+    with Simulator(lender, as_cpu=False) as simulator:
+        facts = simulator.facts(base)
+        return estimate.lines(
+            base, facts, simulator, slot_counts=(1,), slot_memories=(8 * GIB,), exact=exact
+        )
+
+
+@pytest.mark.parametrize(
+    ("base", "slots", "gas"),
+    [
+        ({}, 8, 1),
+        ({"gradient_accumulation_steps": 4}, 8, 4),
+        ({"gradient_accumulation_steps": "auto"}, 8, 1),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, 4),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 1, 32),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 128}, 1, 1),
+        ({"train_batch_size": 64}, 1, 1),
+    ],
+)
+def test_gradients_are_accumulated_as_the_user_does(
+    base: Mapping[str, Any], slots: int, gas: int
+) -> None:
+    found = estimate.configuration(base, Strategy(1), slots)
+    assert found["gradient_accumulation_steps"] == gas
+    assert not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(found)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_stage_1_holds_whole_gradients_while_it_accumulates(exact: bool) -> None:
+    held = {}
+    for gas in (1, 2):
+        lender = FakeLender(FACTS, by_formula(FACTS))
+        base = {**BF16, "gradient_accumulation_steps": gas}
+        [line] = [x for x in lines_of(lender, base, exact=exact) if x.strategy == Strategy(1)]
+        held[gas] = line.estimate.forward
+    assert held[2] >= held[1] + 2 * FACTS.trainable_params
+
+
+def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
+    base = {"bf16": {"enabled": "auto"}}
+    for size in (2, 4):
+        facts = replace(FACTS, param_bytes=size)
+        for line in lines_of(FakeLender(facts, by_formula(facts)), base, exact=False):
+            said = {
+                **estimate.configuration(base, line.strategy, 1),
+                "bf16": {"enabled": size == 2},
+            }
+            plain = closed_form.estimate(facts, said, slots=1, micro_batch=1)
+            assert line.estimate.peak == plain.peak
+
+
+def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
+    lender = FakeLender(FACTS, failing_in({3}, by_formula(FACTS)))
+    for line in lines_of(lender, BF16, exact=True):
+        expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
+        assert line.estimate.source == expected

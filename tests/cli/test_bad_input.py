@@ -1,0 +1,441 @@
+"""Whatever the user writes wrong gets one clear line and exit status 2, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsat.app import prepare
+from dsat.cli import main
+from testing.local import PROGRAMS, cpu_machine
+
+Folder = Path
+Change = Callable[[Folder], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A working example in a folder of its own, which is the current one."""
+    for path in (PROGRAMS / "tiny").iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
+    for module in (main, prepare):  # nothing is ever run
+        monkeypatch.setattr(module, "LocalEngine", _no_engine)
+    return tmp_path
+
+
+def _no_engine(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("trials would be run")
+
+
+def edit_yaml(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "deepspeed.yaml"
+    data = yaml.safe_load(path.read_text())
+    change(data)
+    path.write_text(yaml.safe_dump(data))
+
+
+def with_yaml(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        edit_yaml(folder, lambda data: data.update(changes))
+
+    return change
+
+
+def with_hparams(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        edit_yaml(folder, lambda data: data["hyperparameters"].update(changes))
+
+    return change
+
+
+def with_text(name: str, text: str) -> Change:
+    def change(folder: Folder) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def with_ds_config(**changes: Any) -> Change:
+    def change(folder: Folder) -> None:
+        path = folder / "ds_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def a_folder_instead(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").unlink()
+    (folder / "deepspeed.yaml").mkdir()
+
+
+def not_text(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").write_bytes(b"\xff\xfe\x00")
+
+
+BAD_FILES: dict[str, tuple[Change, list[str]]] = {
+    "no experiment file": (without("deepspeed.yaml"), ["deepspeed.yaml", "no such file"]),
+    "experiment is a folder": (a_folder_instead, ["deepspeed.yaml", "cannot be read"]),
+    "yaml does not parse": (
+        with_text("deepspeed.yaml", "name: x\nentrypoint: [a\n"),
+        ["deepspeed.yaml", "not valid YAML", "line 3"],
+    ),
+    "yaml holds a date": (with_text("deepspeed.yaml", "name: 2024-01-01"), ["date", "quotes"]),
+    "json holds NaN": (with_text("ds_config.json", '{"gradient_clipping": NaN}'), ["NaN"]),
+    "the entrypoint chooses devices": (
+        with_yaml(entrypoint="deepspeed --include localhost:1 train.py"),
+        ["--include", "slots"],
+    ),
+    "the entrypoint asks for two machines": (
+        with_yaml(entrypoint="torchrun --nnodes=2 train.py"),
+        ["--nnodes 2", "this machine"],
+    ),
+    "another launcher's module": (
+        with_yaml(entrypoint="python3 -m accelerate.commands.launch train.py"),
+        ["accelerate"],
+    ),
+    "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
+    "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),
+    "no entrypoint": (with_yaml(entrypoint=None), ["deepspeed.yaml: entrypoint"]),
+    "entrypoint needs a shell": (with_yaml(entrypoint="cd x && python3 train.py"), ["shell"]),
+    "entrypoint's script is missing": (with_yaml(entrypoint="python3 no.py"), ["no.py"]),
+    "unknown launcher": (with_yaml(entrypoint="mpirun python3 train.py"), ["mpirun"]),
+    "no hyperparameters": (with_yaml(hyperparameters=None), ["hyperparameters.deepspeed_config"]),
+    "no deepspeed_config": (
+        with_yaml(hyperparameters={"lr": 1}),
+        ["hyperparameters.deepspeed_config"],
+    ),
+    "deepspeed_config is missing": (
+        with_hparams(deepspeed_config="other.json"),
+        ["hyperparameters.deepspeed_config", "other.json"],
+    ),
+    "deepspeed_config is a number": (with_hparams(deepspeed_config=3), ["must be a path"]),
+    "json does not parse": (
+        with_text("ds_config.json", '{\n  "a": 1,\n}'),
+        ["ds_config.json", "not valid JSON", "line 3"],
+    ),
+    "json is a list": (with_text("ds_config.json", "[]"), ["ds_config.json", "mapping"]),
+    "another config in the entrypoint": (
+        with_yaml(entrypoint="deepspeed train.py --deepspeed_config other.json"),
+        ["entrypoint", "other.json", "ds_config.json"],
+    ),
+    "a range among the hyperparameters": (
+        with_hparams(lr={"type": "log", "minval": -4, "maxval": -2, "base": 10}),
+        ["hyperparameters.lr", "range"],
+    ),
+    "unknown key in the overrides": (
+        with_hparams(overwrite_deepspeed_args={"gradient_cliping": 1}),
+        ["overwrite_deepspeed_args.gradient_cliping", "gradient_clipping"],
+    ),
+    "unknown ZeRO key in the overrides": (
+        with_hparams(overwrite_deepspeed_args={"zero_optimization": {"reduce_buckets": 1}}),
+        ["overwrite_deepspeed_args.zero_optimization.reduce_buckets", "reduce_bucket_size"],
+    ),
+    "overrides are a list": (with_hparams(overwrite_deepspeed_args=[1]), ["must be a mapping"]),
+    "contradictory batch sizes": (
+        with_ds_config(train_batch_size=9, gradient_accumulation_steps=1),
+        ["ds_config.json", "contradict", "2 slots"],
+    ),
+    "no batch size": (
+        with_text("ds_config.json", "{}"),
+        ["ds_config.json", "train_micro_batch_size_per_gpu"],
+    ),
+    "a batch size of zero": (
+        with_ds_config(train_micro_batch_size_per_gpu=0),
+        ["ds_config.json", "positive integer"],
+    ),
+    "stage 4": (with_ds_config(zero_optimization={"stage": 4}), ["zero_optimization.stage"]),
+    "zero_optimization is a word": (with_ds_config(zero_optimization="most"), ["mapping"]),
+    "more slots than the machine has": (
+        with_yaml(resources={"slots_per_trial": 3}),
+        ["3 slots", "2 cpu slots", "--slots 2"],
+    ),
+    "slots are a word": (
+        with_yaml(resources={"slots_per_trial": "two"}),
+        ["resources.slots_per_trial"],
+    ),
+    "the entrypoint asks for other slots": (
+        with_yaml(entrypoint="deepspeed --num_gpus 4 train.py"),
+        ["4 ranks", "2 slots"],
+    ),
+    "environment variable without a value": (
+        with_yaml(environment={"environment_variables": ["A"]}),
+        ["environment.environment_variables", "NAME=VALUE"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change, expected = BAD_FILES[case]
+    change(folder)
+    assert main.main(["asha", "deepspeed.yaml", "."]) == 2
+    check_one_line(capsys.readouterr(), expected)
+    assert not (folder / "dsat_runs").exists()
+
+
+BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "no model folder": (["asha", "deepspeed.yaml", "nowhere"], ["nowhere", "does not exist"]),
+    "model folder is a file": (["asha", "deepspeed.yaml", "train.py"], ["not a folder"]),
+    "include is missing": (["asha", "deepspeed.yaml", ".", "-i", "no.txt"], ["no.txt"]),
+    "batch cannot be divided": (
+        ["asha", "deepspeed.yaml", ".", "--train-batch-size", "7"],
+        ["--train-batch-size", "7", "multiple of 2"],
+    ),
+    "batch and divisor exclude each other": (
+        ["asha", "deepspeed.yaml", ".", "--train-batch-size", "12", "--divisible-by", "4"],
+        ["--train-batch-size", "12", "multiple of 8"],
+    ),
+    "too few slots at once": (["asha", "deepspeed.yaml", ".", "-ms", "1"], ["--max-slots"]),
+    "too many slots": (["asha", "deepspeed.yaml", ".", "--slots", "5"], ["5 slots"]),
+    "nothing to resume": (["asha", "deepspeed.yaml", ".", "--resume"], ["--resume"]),
+    "no run in the folder to resume": (
+        ["asha", "deepspeed.yaml", ".", "--resume", "--run-dir", "empty"],
+        ["empty", "no run"],
+    ),
+    "a runner's configuration on this machine": (
+        ["asha", "deepspeed.yaml", ".", "--search-runner-config", "r.yaml"],
+        ["--search-runner-config r.yaml", "Determined cluster"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, expected = BAD_OPTIONS[case]
+    assert main.main(argv) == 2
+    check_one_line(capsys.readouterr(), expected)
+
+
+def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "journal.jsonl").write_text("")
+    assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run"]) == 2
+    check_one_line(capsys.readouterr(), ["run", "already holds a run", "--resume"])
+
+
+def check_one_line(captured: Any, expected: list[str]) -> None:
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("dsat: error: ")
+    for part in expected:
+        assert part in lines[0]
+    assert captured.out == ""
+
+
+def autotuned(folder: Folder, section: dict[str, Any], **config: Any) -> None:
+    """A configuration as for `deepspeed --autotuning`."""
+    with_ds_config(autotuning=section, **config)(folder)
+
+
+TUNE = ["tune", "train.py", "--deepspeed_config", "ds_config.json"]
+BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "an unknown tuner": (
+        {"tuner_type": "bayesian"},
+        {},
+        ["ds_config.json: autotuning.tuner_type", "gridsearch", "bayesian"],
+    ),
+    "an unknown key": ({"fastt": True}, {}, ["autotuning.fastt", "Did you mean 'fast'"]),
+    "model parallelism": ({"mp_size": 2}, {}, ["autotuning.mp_size", "cannot be tuned"]),
+    "a flag that the script does not get": (
+        {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
+        {},
+        ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
+    ),
+    "a micro batch that is no number": (
+        {},
+        {"train_micro_batch_size_per_gpu": [1, "2"]},
+        ["train_micro_batch_size_per_gpu", "positive integer", "'2'"],
+    ),
+    "more slots than there are": ({"num_gpus": [2, 4]}, {}, ["autotuning.num_gpus", "4 slots"]),
+    "two machines": ({"num_nodes": 2}, {}, ["autotuning.num_nodes", "one machine"]),
+    "steps that disagree": (
+        {"start_profile_step": 3, "start_step": 5},
+        {},
+        ["autotuning.start_step", "two names of one setting"],
+    ),
+    "no micro batch between the bounds": (
+        {"max_train_batch_size": 1},
+        {},
+        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
+    ),
+    "no micro batch for the smallest batch": (
+        {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
+        {},
+        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
+    ),
+    "results that are the current folder": (
+        {"results_dir": ".", "overwrite": True},
+        {},
+        ["autotuning.results_dir", "overwrite would delete it"],
+    ),
+    "results that are something else": (
+        {"results_dir": "data", "overwrite": True},
+        {},
+        ["autotuning.results_dir: data", "no results of an autotuner"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SECTIONS)
+def test_bad_sections(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    section, changes, expected = BAD_SECTIONS[case]
+    (folder / "data").mkdir()
+    (folder / "data" / "images.bin").write_text("precious")
+    autotuned(folder, {"enabled": True, **section}, **changes)
+    before = sorted(folder.rglob("*"))
+    assert main.main(TUNE) == 2
+    check_one_line(capsys.readouterr(), expected)
+    assert sorted(folder.rglob("*")) == before
+
+
+BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "tune without a configuration": (["tune", "train.py"], ["tune", "--deepspeed_config FILE"]),
+    "a configuration that is not there": (
+        ["tune", "train.py", "--deepspeed_config", "no.json"],
+        ["no.json", "no such file"],
+    ),
+    "a script that is not there": (["asha", "--", "no.py"], ["no.py"]),
+    "two configurations that disagree": (
+        ["asha", "--ds-config", "other.json", "--", *TUNE[1:]],
+        ["--ds-config other.json", "ds_config.json", "Make both the same"],
+    ),
+    "an option's configuration that is not there": (
+        ["asha", "--ds-config", "no.json", "--", "train.py"],
+        ["--ds-config no.json", "no such file"],
+    ),
+    "a mapping to a flag that the script does not get": (
+        ["asha", "--arg-mapping", "train_micro_batch_size_per_gpu=--batch", "--", *TUNE[1:]],
+        ["--arg-mapping", "--batch"],
+    ),
+    "more ranks than slots": (
+        ["asha", "--slots", "1", "--", "deepspeed", "--num_gpus", "2", *TUNE[1:]],
+        ["2 ranks", "1 slots"],
+    ),
+    "another machine": (
+        ["tune", "-H", "hosts", *TUNE[1:]],
+        ["--hostfile", "CUDA_VISIBLE_DEVICES"],
+    ),
+    "a list of words among the micro batches": (
+        ["asha", "--ds-config", "listed.json", "--", "train.py"],
+        ["listed.json: train_micro_batch_size_per_gpu", "'four'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMMANDS)
+def test_bad_commands(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, expected = BAD_COMMANDS[case]
+    shutil.copy(folder / "ds_config.json", folder / "other.json")
+    listed = {"train_micro_batch_size_per_gpu": [2, "four"]}
+    (folder / "listed.json").write_text(json.dumps(listed))
+    assert main.main(argv) == 2
+    check_one_line(capsys.readouterr(), expected)
+
+
+USAGE_ERRORS = [
+    [],
+    ["guess", "deepspeed.yaml", "."],
+    ["asha", "deepspeed.yaml"],
+    ["asha", "deepspeed.yaml", ".", "--divisor", "two"],
+    ["asha", "deepspeed.yaml", ".", "--divisor", "1"],
+    ["asha", "deepspeed.yaml", ".", "-z", "4"],
+    ["asha", "deepspeed.yaml", ".", "-m", "speed"],
+    ["asha", "deepspeed.yaml", ".", "-mt", "1"],
+    ["asha", "deepspeed.yaml", ".", "--slot-memory", "lots"],
+    ["asha", "deepspeed.yaml", ".", "--slot-memory", "0GiB"],
+    ["asha", "deepspeed.yaml", ".", "--trial-timeout", "soon"],
+    ["asha", "deepspeed.yaml", ".", "--end-profile-step", "2"],
+    ["asha", "deepspeed.yaml", ".", "--max-profile-steps", "2"],
+    ["asha", "deepspeed.yaml", ".", "--search-range-factor", "-1"],
+    ["binary", "deepspeed.yaml", ".", "--divisor", "2"],
+    ["random", "deepspeed.yaml", ".", "--early-stopping", "0"],
+]
+
+
+@pytest.mark.parametrize("argv", USAGE_ERRORS, ids=" ".join)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(argv)
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_dry_run_tells_the_plan_and_leaves_nothing(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for part in ("asha", "FLOPS_per_gpu", "reduce_bucket_size", "train.py", "trial 0", "stage 3"):
+        assert part in said
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["binary", "deepspeed.yaml", ".", "--dry-run", "--json", "--train-batch-size", "8"]
+    assert main.main(argv) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["train_batch_size"] == 8
+    assert told["plan"]["own_batch"] == {"train_batch_size": 8, "micro_batch": 4, "gas": 1}
+    assert told["first_trial"]["kind"] == "profile"
+    assert told["command"][-1] == "train.py"
+
+
+def test_auto_stands_for_the_trainers_flags(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    (folder / "ds_config.json").write_text(json.dumps(auto))
+    argv = ["asha", "deepspeed.yaml", ".", "--dry-run", "--json"]
+    command = "deepspeed train.py --deepspeed ds_config.json --output_dir out"
+    for flags, micro_batch, gas in (
+        ("", 8, 1),
+        ("--per-device-train-batch-size=3 --gradient_accumulation_steps 2", 3, 2),
+    ):
+        with_yaml(entrypoint=f"{command} {flags}")(folder)
+        assert main.main(argv) == 0
+        own = json.loads(capsys.readouterr().out)["plan"]["own_batch"]
+        assert own == {
+            "train_batch_size": micro_batch * gas * 2,
+            "micro_batch": micro_batch,
+            "gas": gas,
+        }
+
+
+def test_in_a_process_of_its_own(folder: Folder) -> None:
+    (folder / "ds_config.json").write_text("{")
+    command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("dsat: error: ds_config.json: is not valid JSON")
+    assert len(process.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["metric", "max_length"])
+def test_a_trial_class_cannot_be_trained_to_no_end(
+    folder: Folder, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 9}}
+    del searcher[key]
+    with_yaml(
+        entrypoint="python3 -m determined.launch.deepspeed --trial model_def:Mine",
+        searcher=searcher,
+    )(folder)
+    assert main.main(["asha", "deepspeed.yaml", ".", "--run-full-experiment"]) == 2
+    check_one_line(capsys.readouterr(), [f"deepspeed.yaml: searcher.{key}", "full-length run"])
+    assert main.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0

@@ -1,0 +1,269 @@
+"""The options, their defaults and types, and what `--help` says of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.cli import parser as options
+from dsat.cli import settings_from_argv
+from dsat.search import SEARCHES
+from dsat.space.space import KNOB_NAMES
+
+COMMON: dict[str, Any] = {
+    "command": (),
+    "ds_config": None,
+    "include": (),
+    "max_trials": 50,
+    "max_slots": None,
+    "max_concurrent_trials": 16,
+    "metric": "FLOPS_per_gpu",
+    "run_full_experiment": False,
+    "zero_stages": None,
+    "tune": (),
+    "fix": (),
+    "nvme_path": None,
+    "arg_mappings": {},
+    "start_profile_step": 3,
+    "end_profile_step": 5,
+    "max_profile_steps": 20,
+    "random_seed": 42,
+    "search_runner_config": None,
+    "max_search_runner_restarts": 5,
+    "detach": False,
+    "train_batch_size": None,
+    "max_train_batch_size": None,
+    "min_micro_batch": 1,
+    "max_micro_batch": None,
+    "divisible_by": 1,
+    "slots": None,
+    "trial_timeout_s": 1800.0,
+    "slot_memory_bytes": None,
+    "engine": "auto",
+    "memory_model": "simulation",
+    "cold": False,
+    "run_dir": None,
+    "resume": False,
+    "dry_run": False,
+    "json": False,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "asha": {
+        "max_rungs": 5,
+        "min_trials": 3,
+        "early_stopping": 0,
+        "divisor": 2,
+        "search_range_factor": 1.0,
+    },
+    "binary": {"search_range_factor": 1.0},
+    "random": {"trials_per_config": 5, "early_stopping": None},
+    "gridsearch": {"num_micro_batches": None, "early_stopping": None},
+    "model": {"stop_when": 0.05, "early_stopping": None},
+}
+
+
+def parse(*argv: str) -> settings_from_argv.Settings:
+    chosen = settings_from_argv.parse([*argv])
+    assert isinstance(chosen, settings_from_argv.Settings)
+    return chosen
+
+
+def test_an_estimate_has_settings_of_its_own() -> None:
+    words = "estimate --slot-memory 1GiB 24GiB --slots 8 --exact --ds-config d.json -- train.py -x"
+    assert settings_from_argv.parse(words.split()) == settings_from_argv.EstimateSettings(
+        config=None,
+        model_dir=None,
+        command=("train.py", "-x"),
+        ds_config=Path("d.json"),
+        include=(),
+        slot_memories=(2**30, 24 * 2**30),
+        slot_counts=(8,),
+        exact=True,
+        json=False,
+    )
+    assert "estimate" not in settings_from_argv.SEARCH_OPTIONS
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_defaults(method: str) -> None:
+    found = vars(parse(method, "a.yaml", "."))
+    assert found.pop("search_options") == OWN[method]
+    assert found == {
+        **COMMON,
+        "method": method,
+        "config": Path("a.yaml"),
+        "model_dir": Path("."),
+    }
+
+
+def test_every_option_has_its_type() -> None:
+    chosen = parse(
+        *("asha", "a.yaml", "m", "-i", "x", "y", "-mt", "7", "-ms", "4", "-mct", "2"),
+        *("-m", "latency", "--run-full-experiment", "-z", "3", "0", "3"),
+        *("--start-profile-step", "2", "--end-profile-step", "4", "--max-profile-steps", "9"),
+        *("-r", "1", "--train-batch-size", "64", "--divisible-by", "8", "--slots", "2"),
+        *("--trial-timeout", "10m", "--slot-memory", "24GiB", "--engine", "local", "--cold"),
+        *("--run-dir", "r", "--resume", "--dry-run", "--json"),
+        *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0", "--detach"),
+        *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
+        *("--divisor", "4", "--search-range-factor", "1.5", "--no-memory-model"),
+        *("--tune", "overlap_comm", "offload_optimizer", "--fix", "sub_group_size"),
+        *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
+        *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
+    )
+    assert chosen == settings_from_argv.Settings(
+        method="asha",
+        config=Path("a.yaml"),
+        model_dir=Path("m"),
+        include=(Path("x"), Path("y")),
+        max_trials=7,
+        max_slots=4,
+        max_concurrent_trials=2,
+        metric="latency",
+        run_full_experiment=True,
+        command=(),
+        ds_config=None,
+        zero_stages=(3, 0),
+        tune=("overlap_comm", "offload_optimizer"),
+        fix=("sub_group_size",),
+        memory_model="none",
+        nvme_path="/nvme",
+        arg_mappings={"train_micro_batch_size_per_gpu": "--batch-size"},
+        max_train_batch_size=None,
+        min_micro_batch=2,
+        max_micro_batch=32,
+        start_profile_step=2,
+        end_profile_step=4,
+        max_profile_steps=9,
+        random_seed=1,
+        search_runner_config=Path("s.yaml"),
+        max_search_runner_restarts=0,
+        detach=True,
+        train_batch_size=64,
+        divisible_by=8,
+        slots=2,
+        trial_timeout_s=600.0,
+        slot_memory_bytes=24 * 2**30,
+        engine="local",
+        cold=True,
+        run_dir=Path("r"),
+        resume=True,
+        dry_run=True,
+        json=True,
+        search_options={
+            "max_rungs": 3,
+            "min_trials": 2,
+            "early_stopping": 1,
+            "divisor": 4,
+            "search_range_factor": 1.5,
+        },
+    )
+    options = chosen.search_options
+    assert [type(options[key]) for key in ("max_rungs", "min_trials", "divisor")] == [int] * 3
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_help_tells_every_option_and_its_default(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(method, "--help")
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
+    names.remove("command")
+    flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
+    flags += [f"--{flag}" for flag in settings_from_argv.SEARCH_OPTIONS[method]]
+    for flag in flags:
+        assert flag.replace("_", "-") in said
+    for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):
+        assert default in said
+    assert "(default: 1 2 3, or those that your configuration lists)" in said
+    assert "%%" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("24GiB", 24 * 2**30),
+        ("24 gib", 24 * 2**30),
+        ("1.5MiB", 3 * 2**19),
+        ("16GB", 16 * 10**9),
+        ("80KiB", 80 * 2**10),
+    ],
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert options.memory_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2min", 120.0), ("1.5h", 5400.0)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert options.duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
+def test_no_memory_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        options.memory_size(text)
+
+
+# -- a command in place of an experiment configuration, and the commands of DeepSpeed's autotuner
+
+
+def test_a_command_after_two_dashes() -> None:
+    chosen = parse("asha", "--slots", "2", "--", "train.py", "--deepspeed", "--", "-z", "9")
+    assert chosen.command == ("train.py", "--deepspeed", "--", "-z", "9")
+    assert (chosen.config, chosen.model_dir, chosen.slots) == (None, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "command"),
+    [
+        ("tune", "train.py", "deepspeed train.py"),
+        ("run", "--num_gpus 2 train.py -z 3", "deepspeed --num_gpus 2 train.py -z 3"),
+        ("tune", "--num_gpus=2 train.py --x", "deepspeed --num_gpus 2 train.py --x"),
+        ("tune", "--module a.b --json --cold", "deepspeed --module a.b --json --cold"),
+        ("tune", "-i localhost:0 --json train.py", "deepspeed --include localhost:0 train.py"),
+    ],
+)
+def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: str) -> None:
+    chosen = parse(name, *words.split())
+    assert chosen.command == tuple(command.split())
+    assert chosen.run_full_experiment is (name == "run")
+    assert chosen.json is ("--json train.py" in words)
+    assert chosen.max_trials == 50 and chosen.search_options == {}
+
+
+def test_all_knobs_by_one_name() -> None:
+    assert parse("asha", "--fix", "all", "--", "train.py").fix == KNOB_NAMES
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("asha", "CONFIG MODEL_DIR, or -- COMMAND"),
+        ("asha a.yaml", "CONFIG MODEL_DIR, or -- COMMAND"),
+        ("asha a.yaml . -- train.py", "a.yaml and a command after -- cannot both be tuned"),
+        ("asha --ds-config d.json a.yaml .", "--ds-config is for a command after --"),
+        ("asha -i x -- train.py", "--include is for an experiment configuration"),
+        ("asha --tune overlap_comm --fix overlap_comm -- t.py", "overlap_comm cannot be given to"),
+        ("asha --tune overlap -- t.py", "invalid choice: 'overlap'"),
+        ("asha --arg-mapping batch -- t.py", "'batch' is not of the form KEY=FLAG"),
+        ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
+        ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
+        ("tune", "the following arguments are required: SCRIPT"),
+    ],
+)
+def test_contradictions(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(*words.split())
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last

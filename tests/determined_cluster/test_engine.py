@@ -1,0 +1,137 @@
+"""The engine over searcher events, as every engine and by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
+from dsat.engines import Engine
+from dsat.in_trial.cluster_rank import OUTCOME_KEY
+from dsat.inputs import ds_config
+from dsat.values.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from testing.cluster import OPTIONS, FakeMaster, engine_of, metric_of
+from testing.engine_contract import Behaviour, EngineContract
+from testing.helpers import ran
+
+
+class PumpedEngine(ClusterEngine):
+    """The engine with a master that answers at once; asking it for news lets time pass there."""
+
+    def __init__(self, master: FakeMaster, **more: Any) -> None:
+        super().__init__(OPTIONS, "1:7", master, **more)
+        self._master = master
+        self._behaviours: dict[int, str] = {}
+
+    def launch(self, trial: Trial) -> None:
+        super().launch(trial)
+        self._behaviours[trial.id] = trial.overrides["behaviour"]
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        self._master.apply(self.take_operations(), self)
+        for request_id, trial_id in list(self._master.active.items()):
+            behaviour = self._behaviours[trial_id]
+            if behaviour == Behaviour.RUNS:
+                self._master.report(request_id, metric_of(ran()))
+            elif behaviour == Behaviour.EXHAUSTS_MEMORY:
+                self._master.fail(request_id, "torch.OutOfMemoryError: CUDA out of memory.")
+            elif behaviour == Behaviour.CRASHES:
+                self._master.fail(request_id, "ValueError: no")
+        for event in self._master.events:
+            if event.kind == "validated":
+                self.validated(event.request_id, event.metric)
+            elif event.kind in ("failed", "canceled"):
+                self.exited(event.request_id, canceled=event.kind == "canceled")
+            elif event.kind == "closed":
+                self.closed(event.request_id)
+        self._master.events.clear()
+        return super().poll(timeout_s)
+
+
+class TestClusterEngine(EngineContract):
+    def make(self, num_slots: int) -> Engine:
+        return PumpedEngine(FakeMaster(), num_slots=num_slots, slots_per_trial=1)
+
+
+class TestClusterEngineWithSeveralSlots(EngineContract):
+    slots_per_trial = 3
+
+    def make(self, num_slots: int) -> Engine:
+        return PumpedEngine(FakeMaster(), num_slots=num_slots, slots_per_trial=3)
+
+
+def trial(number: int = 0, kind: TrialKind = TrialKind.SEARCH) -> Trial:
+    overrides = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    return Trial(number, kind, f"t{number}", 2, BatchTriple(8, 4, 2), overrides)
+
+
+def test_request_ids_are_those_of_the_search_and_the_trial() -> None:
+    first, again = engine_of(FakeMaster()), engine_of(FakeMaster())
+    ids = [first.request_id(number) for number in range(3)]
+    assert ids == [again.request_id(number) for number in range(3)]
+    assert len(set(ids)) == 3
+    assert engine_of(FakeMaster(), key="2:7").request_id(0) not in ids
+
+
+def test_a_trial_is_created_with_its_whole_configuration() -> None:
+    engine = engine_of(FakeMaster())
+    engine.launch(trial(3))
+    assert engine.take_operations() == [Operation(CREATE, 3), Operation(VALIDATE, 3)]
+    assert engine.take_operations() == []
+    hparams = engine.hparams(trial(3))
+    assert hparams["deepspeed_config"] == "ds.json"
+    assert hparams[ds_config.OVERWRITE_KEY] == trial().overrides
+    assert hparams[ds_config.DSAT_MODE_KEY] is True
+    assert hparams[ds_config.DSAT_TRIAL_KEY]["id"] == 3
+
+
+def test_the_operation_is_longer_than_the_measurement_can_take() -> None:
+    engine = engine_of(FakeMaster())
+    assert engine.length(trial()) == (2 + 20 + 60) * 2  # in micro batches
+    assert engine.length(trial(0, TrialKind.PROFILE)) == (1 + 1 + 60) * 2
+
+
+def test_a_trial_that_reports_is_closed_and_its_end_is_no_news() -> None:
+    master = FakeMaster()
+    engine = engine_of(master)
+    engine.launch(trial(1))
+    engine.take_operations()
+    request_id = engine.request_id(1)
+    engine.validated(request_id, metric_of(ran(5.0)))
+    assert engine.take_operations() == [Operation(CLOSE, 1)]
+    [(number, outcome)] = engine.poll(0)
+    assert (number, outcome.kind, outcome.metrics) == (1, OutcomeKind.OK, ran(5.0).metrics)
+    engine.exited(request_id, canceled=False)  # it failed at its exit
+    engine.closed(request_id)
+    assert engine.poll(0) == [] and engine.take_operations() == []
+
+
+@pytest.mark.parametrize("metric", [0.0, 1.5, "NaN", {"loss": 2.0}, [], {}])
+def test_a_metric_of_the_scripts_own_is_no_measurement(metric: Any) -> None:
+    engine = engine_of(FakeMaster())
+    engine.launch(trial(1))
+    engine.validated(engine.request_id(1), metric)
+    [(_, outcome)] = engine.poll(0)
+    assert outcome.kind is OutcomeKind.INVALID
+    assert "its own searcher metric" in outcome.message
+
+
+def test_an_event_of_an_unknown_trial_changes_nothing() -> None:
+    engine = engine_of(FakeMaster())
+    stranger = "00000000-0000-0000-0000-000000000000"
+    engine.validated(stranger, {OUTCOME_KEY: {}})
+    engine.exited(stranger, canceled=True)
+    engine.closed(stranger)
+    assert engine.poll(0) == [] and engine.take_operations() == []
+
+
+def test_a_canceled_trial_is_lost_and_no_other() -> None:
+    engine = engine_of(FakeMaster())
+    for number in (1, 2):
+        engine.launch(trial(number))
+    engine.exited(engine.request_id(1), canceled=True)
+    engine.closed(engine.request_id(1))
+    [(number, outcome)] = engine.poll(0)
+    assert (number, outcome.kind) == (1, OutcomeKind.CANCELED)
+    assert engine.free_slots == 1

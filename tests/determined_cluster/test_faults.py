@@ -1,0 +1,183 @@
+"""A search on a cluster when things go wrong: real SDK and runner, trials that only pretend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.values.trial import OutcomeKind
+from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
+
+pytestmark = pytest.mark.slow
+
+TRIALS = 6
+OPTIONS = ("--max-trials", TRIALS, "--max-concurrent-trials", 2, "--max-micro-batch", 16)
+
+
+def is_whole(there: OnCluster) -> None:
+    """The search made each of its trials once and came to its end."""
+    run = there.run()
+    assert len(run.outcomes) == TRIALS and run.stop_reason is not None
+    assert len(there.created()) == len(set(there.created())) == TRIALS
+    assert len(there.master.experiments) == 2
+    assert there.master.wait_ended(SEARCH) == "STATE_COMPLETED"
+    assert there.result()["over"] is True
+
+
+def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS)
+        for reports in (0, 1, 3):
+            there.until_reported(reports)
+            there.kill_runner()
+        told = ended(process)
+        assert told.status == 0, told
+        is_whole(there)
+        assert there.master.trials(RUNNER)[0].restarts == 3
+        assert told.err == ""
+
+
+def test_a_runner_that_dies_before_it_noted_its_experiment_makes_no_second_one(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path) as there:
+        # The checkpoint that is to hold the experiment's id cannot be reported.
+        fault = there.master.fault(r"POST /api/v1/checkpoints", status=502, times=None)
+        process = there.begin_search("pretend", *OPTIONS)
+        there.master.wait_until(lambda: fault.hits, "the first checkpoint")
+        there.kill_runner()
+        there.master.faults.clear()
+        told = ended(process)
+        assert told.status == 0, told
+        is_whole(there)
+
+
+def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
+    """Bad gateways, dropped connections, answers that never arrive, a restart; and events that come
+    twice, and news of strangers."""
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS)
+        there.until_reported(1)
+        there.master.fault(r"GET .*/searcher_events", status=502, times=2)
+        there.master.fault(r"POST .*/searcher_operations", status=503, times=2)
+        there.until_reported(2)
+        there.master.fault(r"POST .*/searcher_operations", kind="drop_answer")
+        there.master.fault(r"POST .*/searcher_operations", kind="drop", after=1)
+        there.until_reported(3)
+        stranger = "00000000-0000-0000-0000-000000000000"
+        there.master.redeliver(
+            SEARCH,
+            {"id": 1, "initialOperations": {"placeholder": 0}},
+            {"id": 2, "trialCreated": {"requestId": there.created()[0]}},
+            {"id": 2, "trialClosed": {"requestId": stranger}},
+        )
+        there.until_reported(4)
+        there.master.restart(down_s=1.0)
+        told = ended(process)
+        assert told.status == 0, told
+        is_whole(there)
+
+
+def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
+    """A trial is killed; the search, then its runner, are paused and go on."""
+    slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 1.0})
+    with cluster(tmp_path) as there:
+        process = there.begin_search(slow, *OPTIONS)
+        there.until_reported(1)
+        user = client_of(there)
+        victim = there.master.wait_until(
+            lambda: [t for t in there.master.trials(SEARCH)[1:] if t.allocation is not None]
+        )[0]
+        user.get_trial(victim.id).kill()
+        user.get_experiment(SEARCH).pause()
+        there.until_said("is paused; waiting")
+        user.get_experiment(SEARCH).activate()
+        there.until_said("goes on")
+        user.get_experiment(RUNNER).pause()
+        runner = there.master.trials(RUNNER)[0]
+        there.master.wait_until(lambda: runner.allocation is None, "the runner's leave")
+        assert not there.master.experiment(SEARCH).state.is_terminal
+        user.get_experiment(RUNNER).activate()
+        told = ended(process)
+        assert told.status == 0, told
+        is_whole(there)
+        assert there.kinds().count(OutcomeKind.CANCELED) == 1
+
+
+def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS)
+        there.until_said("; best ")
+        client_of(there).get_experiment(RUNNER).cancel()
+        told = ended(process)
+        assert told.status == 1, told
+        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
+        assert there.run().best is not None, "and the best so far is kept"
+
+
+def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS)
+        there.until_said("; best ")
+        client_of(there).get_experiment(SEARCH).kill()
+        told = ended(process)
+        assert told.status == 1, told
+        assert "experiment 2 was ended from outside" in told.out
+        best = there.run().best
+        assert best is not None and f"Best: {best.name}" in told.out
+        assert (there.files() / "best_ds_config.json").exists()
+        assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
+        assert there.master.trials(RUNNER)[0].restarts == 0
+
+
+def test_a_command_that_leaves_does_not_end_the_search(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
+        there.until_reported(1)
+        os.killpg(process.pid, signal.SIGINT)
+        told = ended(process)
+        assert told.status == 130
+        for line in ("detached", "experiment logs --follow 1", "experiment cancel 1"):
+            assert line in told.out
+        there.until_reported(3)
+
+
+def test_how_trials_end(tmp_path: Path) -> None:
+    """What they do, by their number; the first is the profile, the second the user's own."""
+    expected = {
+        "runs": (OutcomeKind.OK, ""),
+        "crashes": (OutcomeKind.ERROR, "KeyError: 'no such thing'"),
+        "runs out of memory": (OutcomeKind.OOM, "out of memory, by its log"),
+        "rejects": (OutcomeKind.INVALID, "the script raised InvalidHP"),
+        "leaves": (OutcomeKind.INVALID, "the trial ended without a report"),
+        "leaves with a status": (OutcomeKind.ERROR, "the trial failed"),
+        "is killed": (OutcomeKind.HOST_OOM, "a rank was killed with SIGKILL"),
+        "reports its own": (OutcomeKind.INVALID, "the script reported its own searcher metric, 0"),
+    }
+    behaviours = ["runs", *expected]
+    program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
+    with cluster(tmp_path) as there:
+        told = there.search(program, *OPTIONS[2:], "--max-trials", len(behaviours))
+        assert told.status == 0, told
+        found = list(there.outcomes().values())
+        for behaviour, outcome in zip(behaviours, found, strict=True):
+            kind, message = expected[behaviour]
+            assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour
+        assert there.master.experiment(SEARCH).config["max_restarts"] == 0
+
+
+def client_of(there: OnCluster) -> Any:
+    """Determined's own client, as another user of the cluster."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        from determined.experimental import Determined
+
+    [(name, password), *_] = there.master.users.items()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DET_DEBUG_CONFIG_PATH", str(there.home))
+        return Determined(there.master.url, name, password)

@@ -1,0 +1,71 @@
+"""What runs in a container has Determined, numpy, yaml, torch and deepspeed, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT, _import_graph, _sources
+
+GIVEN = {"determined", "numpy", "yaml", "torch", "deepspeed", "dsat"}
+# psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
+# determined's own start-up have imported it before.
+BY_NEED = {("in_trial.profiler", "psutil")}
+IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")
+
+
+def _reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
+    found, waiting = set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph.get(name, ())
+    return found
+
+
+def _third_party(text: str) -> Iterator[str]:
+    """What a source imports anywhere, be it in a function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("module", IN_A_CONTAINER)
+def test_nothing_else_is_imported(module: str) -> None:
+    sources = _sources(ROOT / "dsat")
+    found = {
+        (name, imported)
+        for name in _reachable(module, _import_graph(sources))
+        for imported in _third_party(sources[name])
+        if imported not in GIVEN | set(sys.stdlib_module_names)
+    }
+    assert found <= BY_NEED
+
+
+def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
+    """The image of a 0-slot container may be a small one."""
+    blocker = (
+        "import importlib.abc, sys\n"
+        "class Blocker(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {blocked}:\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import dsat, dsat.in_trial.cluster_rank, dsat.determined_cluster.search\n"
+    )
+    blocked = {"torch", "deepspeed", "transformers", "rich", "wrapt", "psutil", "hjson"}
+    code = blocker.replace("{blocked}", repr(blocked))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    # determined itself needs psutil and torch for parts that the runner does not use.
+    code = blocker.replace("{blocked}", repr({"deepspeed", "transformers", "rich", "wrapt"}))
+    code += "import dsat.determined_cluster.runner\n"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,150 @@
+"""The experiment configurations of a search, and what the search runner is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsat.determined_cluster import job as jobs
+from dsat.determined_cluster.job import Job
+from dsat.inputs import experiment
+from testing.helpers import plan_of
+
+SECRET = "hunter2"
+USER = {
+    "name": "my-model",
+    "description": "a try",
+    "workspace": "Vision",
+    "project": "resnets",
+    "labels": ["gpu", "try"],
+    "entrypoint": "python3 -m determined.launch.deepspeed python3 train.py",
+    "hyperparameters": {
+        "deepspeed_config": {"train_micro_batch_size_per_gpu": 4},
+        "overwrite_deepspeed_args": {"gradient_clipping": 2.0},
+        "width": {"type": "const", "val": 3},
+    },
+    "environment": {
+        "image": "my/image:1",
+        "environment_variables": [f"TOKEN={SECRET}"],
+        "registry_auth": {"password": SECRET},
+    },
+    "checkpoint_storage": {"type": "s3", "secret_key": SECRET, "save_trial_latest": 0},
+    "resources": {"slots_per_trial": 4, "resource_pool": "a100", "shm_size": "8g"},
+    "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 100}},
+    "min_validation_period": {"batches": 10},
+    "profiling": {"enabled": True},
+}
+
+
+def user(tmp_path: Path, **changes: Any) -> experiment.Experiment:
+    path = tmp_path / "deepspeed.yaml"
+    path.write_text(yaml.safe_dump({**USER, **changes}))
+    return experiment.read(path, tmp_path)
+
+
+def job(tmp_path: Path, **changes: Any) -> Job:
+    found = user(tmp_path)
+    values: dict[str, Any] = {
+        "plan": plan_of(slots_per_trial=4),
+        "info": {"name": found.name},
+        "config": jobs.without_secrets(found.config),
+        "hparams": found.hparams,
+        "overrides": found.overrides,
+        "steps": (3, 5, 20),
+        "trial_timeout_s": 60.0,
+        "max_concurrent_trials": 3,
+    }
+    return Job(**{**values, **changes})
+
+
+def test_the_runner_takes_no_slot_and_keeps_what_is_the_users(tmp_path: Path) -> None:
+    config = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=7, changes={})
+    assert config["name"] == "(DSAT) my-model"
+    for key in ("workspace", "project", "labels", "environment", "description"):
+        assert config[key] == USER[key]
+    assert config["resources"] == {"slots_per_trial": 0, "resource_pool": "a100"}
+    assert config["max_restarts"] == 7
+    assert config["searcher"]["name"] == "single"
+    assert config["entrypoint"] == ["python3", "-m", jobs.RUNNER_MODULE, jobs.JOB_FILE]
+    assert config["checkpoint_storage"]["save_trial_latest"] == 1, "it holds the result"
+    assert not {"min_validation_period", "profiling"} & config.keys()
+
+
+def test_the_users_runner_configuration_wins(tmp_path: Path) -> None:
+    changes = {"resources": {"resource_pool": "cpus"}, "max_restarts": 1, "name": "search"}
+    config = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=7, changes=changes)
+    assert config["resources"] == {"slots_per_trial": 0, "resource_pool": "cpus"}
+    assert (config["max_restarts"], config["name"]) == (1, "search")
+
+
+def test_the_job_survives_its_file_and_holds_no_secret(tmp_path: Path) -> None:
+    told = job(tmp_path, max_slots=8, slot_memory_bytes=5)
+    path = tmp_path / jobs.JOB_FILE
+    path.write_text(told.to_text())
+    assert Job.read(path) == told
+    assert SECRET not in told.to_text()
+
+
+def test_slots_at_once(tmp_path: Path) -> None:
+    assert job(tmp_path).num_slots == 12
+    assert job(tmp_path, max_slots=8).num_slots == 8
+    assert job(tmp_path, max_slots=100).num_slots == 12
+
+
+def test_the_custom_experiment_is_the_users_with_another_searcher(tmp_path: Path) -> None:
+    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
+    config = jobs.custom_config(job(tmp_path, max_slots=8), 17, runner)
+    assert config["description"] == "(#17) generated - a try"
+    assert config["searcher"] == {
+        "name": "custom",
+        "metric": "throughput",
+        "smaller_is_better": False,
+    }
+    assert config["entrypoint"] == USER["entrypoint"]
+    assert config["environment"] == USER["environment"], "variables are where they were put"
+    assert config["resources"] == {
+        "slots_per_trial": 4,
+        "resource_pool": "a100",
+        "shm_size": "8g",
+        "max_slots": 8,
+    }
+    assert config["max_restarts"] == 0
+    assert config["hyperparameters"]["_use_dsat_mode"] is True
+    assert config["hyperparameters"]["width"] == 3
+    json.dumps(config)
+
+
+def test_an_image_of_the_runner_is_not_that_of_the_trials(tmp_path: Path) -> None:
+    changes = {"environment": {"image": "small:1"}}
+    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes=changes)
+    assert runner["environment"]["image"] == "small:1"
+    assert jobs.custom_config(job(tmp_path), 1, runner)["environment"] == USER["environment"]
+
+
+def test_restarts_of_trials_are_the_users_choice(tmp_path: Path) -> None:
+    found = user(tmp_path, max_restarts=2)
+    told = job(tmp_path, config=jobs.without_secrets(found.config))
+    assert jobs.custom_config(told, 1, {})["max_restarts"] == 2
+
+
+def test_without_a_description_the_name_stands_for_it(tmp_path: Path) -> None:
+    found = user(tmp_path, description=None)
+    told = job(tmp_path, config=jobs.without_secrets(found.config))
+    assert jobs.custom_config(told, 3, {})["description"] == "(#3) generated - my-model"
+
+
+def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -> None:
+    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
+    best = {"zero_optimization": {"stage": 2}}
+    config = jobs.full_run_config(job(tmp_path), 17, runner, best)
+    assert config["searcher"] == USER["searcher"]
+    assert config["hyperparameters"]["overwrite_deepspeed_args"] == {
+        "gradient_clipping": 2.0,
+        **best,
+    }
+    assert "_use_dsat_mode" not in config["hyperparameters"]
+    assert config["description"].startswith(jobs.full_run_tag(17))
+    assert not jobs.full_run_tag(17).startswith(jobs.search_tag(17))

@@ -1,0 +1,242 @@
+"""The search over searcher events: what it answers, and that no death of the runner shows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dsat.determined_cluster.engine import CREATE, SHUTDOWN
+from dsat.determined_cluster.search import ClusterSearch
+from dsat.space.plan import Plan
+from dsat.tuning.run import Run
+from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
+from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
+from testing.helpers import World, failed, plan_of, ran
+
+OOM_LOG = "RuntimeError: CUDA error: out of memory"
+
+
+class Theatre:
+    """A whole search against a made-up machine, its runner killed where a test says.
+
+    Args:
+        kill: the runner dies at the event of this number, at this point: `handled` (the state not
+            saved), `saved` (the operations not posted) or `posted`.
+    """
+
+    def __init__(self, plan: Plan, kill: tuple[int, str] | None = None) -> None:
+        self.plan, self.kill = plan, kill
+        self.master, self.world = FakeMaster(), World()
+        self.saved: list[dict[str, Any]] = []
+        self.said: list[str] = []
+        self.handled = 0
+
+    def play(self) -> ClusterSearch:
+        search = self.start()
+        while True:
+            if not self.master.events:
+                if not self.master.active:
+                    return search
+                self.let_one_end(search)
+            event = self.master.events[0]
+            self.handled += 1
+            operations = answer(search, event)
+            if self.dies("handled"):
+                search = self.start()
+                continue
+            self.saved = json.loads(json.dumps(search.journal.events))
+            if self.dies("saved"):
+                search = self.start()
+                continue
+            self.master.post(event.id, operations, search.engine)
+            if self.dies("posted"):
+                search = self.start()
+
+    def start(self) -> ClusterSearch:
+        return search_of(self.plan, self.master, self.saved, say=self.said.append)
+
+    def dies(self, point: str) -> bool:
+        if self.kill != (self.handled, point):
+            return False
+        self.kill = None
+        return True
+
+    def let_one_end(self, search: ClusterSearch) -> None:
+        running = [search.run.trials[number] for number in self.master.active.values()]
+        trial = self.world.next_to_end(running)
+        request_id = search.engine.request_id(trial.id)
+        outcome = self.world.outcome(trial)
+        if outcome.kind in (OutcomeKind.OK, OutcomeKind.HOST_OOM):
+            self.master.report(request_id, metric_of(outcome))
+        elif outcome.kind is OutcomeKind.OOM:
+            self.master.fail(request_id, OOM_LOG)
+        elif outcome.kind is OutcomeKind.TIMEOUT:
+            self.master.kill(trial.id)
+        else:
+            self.master.fail(request_id, "ValueError: the script crashed")
+
+
+def decisions(journal: list[dict[str, Any]]) -> list[Any]:
+    """A journal without times."""
+    kept = []
+    for event in json.loads(json.dumps(journal)):
+        event.pop("elapsed_s", None)
+        if "outcome" in event:
+            event["outcome"].pop("duration_s")
+        kept.append(event)
+    return kept
+
+
+@pytest.mark.parametrize("method", ["binary", "random", "asha"])
+def test_a_search_goes_from_the_profile_to_the_shutdown(method: str) -> None:
+    theatre = Theatre(plan_of(method, max_trials=12))
+    search = theatre.play()
+    kinds = [kind for kind, _ in theatre.master.posted]
+    assert kinds.count(CREATE) == 12 == len(search.run.outcomes)
+    assert kinds[-1] == SHUTDOWN and kinds.count(SHUTDOWN) == 1
+    assert search.over and search.progress == 1.0
+    assert search.run.best is not None
+    said = "\n".join(theatre.said)
+    for fact in ("parameters 200,000,000", "memory per slot", "activations", "largest micro batch"):
+        assert fact in said
+    assert f"best {search.run.best.name}" in said
+
+
+PLAN = plan_of("asha", max_trials=9)
+
+
+@pytest.mark.parametrize("point", ["handled", "saved", "posted"])
+def test_a_runner_that_dies_anywhere_leaves_no_trace(point: str) -> None:
+    undisturbed = Theatre(PLAN)
+    expected = undisturbed.play()
+    assert undisturbed.handled > 20
+    for number in range(1, undisturbed.handled + 1):
+        theatre = Theatre(PLAN, kill=(number, point))
+        search = theatre.play()
+        assert theatre.kill is None, "it did die"
+        assert theatre.master.posted == undisturbed.master.posted, number
+        assert decisions(search.journal.events) == decisions(expected.journal.events), number
+
+
+def begun(*, slots: int = 2) -> tuple[ClusterSearch, FakeMaster, list[str]]:
+    """A search whose profile trial is done, and the request ids of the trials that run."""
+    master = FakeMaster()
+    search = search_of(plan_of("random", max_trials=9), master, num_slots=slots)
+    master.post(1, answer(search, master.events[0]), search.engine)
+    drain(search, master)
+    [profile] = master.active
+    master.report(profile, metric_of(World().outcome(search.run.trials[0])))
+    drain(search, master)
+    return search, master, list(master.active)
+
+
+def drain(search: ClusterSearch, master: FakeMaster) -> None:
+    while master.events:
+        event = master.events[0]
+        master.post(event.id, answer(search, event), search.engine)
+
+
+def outcomes(search: ClusterSearch) -> dict[int, Outcome]:
+    return search.run.outcomes
+
+
+def test_the_same_event_gets_the_same_answer() -> None:
+    search, master, [request_id, _] = begun()
+    master.report(request_id, metric_of(ran(3.0)))
+    [event] = master.events
+    first = answer(search, event)
+    assert [operation.kind for operation in first] == ["close", "create", "validate"]
+    journal = list(search.journal.events)
+    assert answer(search, event) == first
+    assert search.journal.events == journal
+
+
+def test_the_same_news_under_another_number_change_nothing() -> None:
+    search, master, [request_id, _] = begun()
+    master.report(request_id, metric_of(ran(3.0)))
+    drain(search, master)
+    journal = list(search.journal.events)
+    for kind in ("validated", "failed", "canceled", "closed"):
+        event = Event(99, kind, request_id, metric_of(ran(1e9)))
+        assert answer(search, event) == []
+    assert search.journal.events == journal
+
+
+def test_news_of_a_stranger_change_nothing() -> None:
+    search, _, _ = begun()
+    journal = list(search.journal.events)
+    stranger = "00000000-0000-0000-0000-000000000000"
+    for kind in ("created", "validated", "failed", "canceled", "closed"):
+        assert answer(search, Event(99, kind, stranger, metric_of(ran(1e9)))) == []
+    assert search.journal.events == journal
+
+
+def test_a_trial_that_a_user_kills_is_lost_and_the_search_goes_on() -> None:
+    search, master, [request_id, _] = begun()
+    master.kill(master.active[request_id])
+    drain(search, master)
+    [lost] = [o for o in outcomes(search).values() if o.kind is OutcomeKind.CANCELED]
+    assert "user" in lost.message
+    assert len(master.active) == 2
+
+
+def test_a_trial_that_only_closes_is_read_from_its_log() -> None:
+    search, master, [first, second] = begun()
+    master.leave(first, "INFO: [1] determined.core: InvalidHP detected during Trial init")
+    drain(search, master)
+    master.leave(second, "bye")
+    drain(search, master)
+    kinds = [(o.kind, o.message) for number, o in outcomes(search).items() if number]
+    assert kinds[0] == (OutcomeKind.INVALID, "the script raised InvalidHP")
+    assert kinds[1][0] is OutcomeKind.INVALID and "without a report" in kinds[1][1]
+
+
+def test_a_close_that_comes_too_late_is_harmless() -> None:
+    """The trial fails at its exit, after its report and before the close is posted."""
+    search, master, [request_id, _] = begun()
+    master.report(request_id, metric_of(ran(3.0)))
+    master.tell("failed", request_id)
+    master.tell("closed", request_id)
+    for _ in range(3):
+        event = master.events[0]
+        master.post(event.id, answer(search, event), search.engine)
+    assert [o.kind for n, o in outcomes(search).items() if n] == [OutcomeKind.OK]
+
+
+def test_a_failed_profile_ends_the_experiment_as_failed() -> None:
+    master, said = FakeMaster(), list[str]()
+    plan = plan_of(own_batch=plan_of().own_batch, zero_stages=(0,), min_micro_batch=4)
+    search = search_of(plan, master, say=said.append)
+    drain(search, master)
+    [profile] = master.active
+    master.fail(profile, "Traceback (most recent call last):\nKeyError: 'x'")
+    drain(search, master)
+    assert master.posted[-1] == (SHUTDOWN, "True")
+    assert search.run.stop_reason == "the profile trial failed: ERROR: KeyError: 'x'"
+    assert search.run.outcomes[0].detail.startswith("Traceback")
+
+
+def test_as_many_trials_run_as_there_are_slots_for() -> None:
+    _, _, running = begun(slots=3)
+    assert len(running) == 3
+
+
+def test_the_journal_is_a_runs_journal() -> None:
+    theatre = Theatre(plan_of("binary", max_trials=6))
+    search = theatre.play()
+    run = Run(theatre.saved)
+    assert run.stop_reason == search.run.stop_reason
+    assert [t.kind for t in run.trials.values()][:2] == [TrialKind.PROFILE, TrialKind.BASELINE]
+    assert all(isinstance(trial, Trial) for trial in run.trials.values())
+
+
+def test_out_of_memory_makes_the_search_smaller() -> None:
+    search, master, [request_id, _] = begun()
+    trial = search.run.trials[master.active[request_id]]
+    assert trial.kind is TrialKind.BASELINE
+    master.report(request_id, metric_of(failed("OOM", "rank 1: out of memory")))
+    drain(search, master)
+    assert outcomes(search)[trial.id].kind is OutcomeKind.OOM
+    assert outcomes(search)[trial.id].message == "rank 1: out of memory"

@@ -1,0 +1,94 @@
+"""Whole searches on a cluster: the real command, SDK and runner, with real DeepSpeed trials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.values.trial import OutcomeKind
+from testing.on_cluster import RUNNER, SEARCH, OnCluster, cluster
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+FAST = (
+    "--start-profile-step 2 --end-profile-step 2 --max-profile-steps 1 --max-micro-batch 8".split()
+)
+
+
+def measured(there: OnCluster) -> dict[str, Any]:
+    """The best trial's metrics, which the web UI has as well; checks that all is as it should."""
+    run = there.run()
+    assert run.best is not None
+    [trial] = [
+        trial
+        for trial in there.master.trials(SEARCH)
+        if trial.hparams["_dsat_trial"]["id"] == run.best.id
+    ]
+    metrics = run.outcomes[run.best.id].metrics
+    assert metrics is not None
+    assert there.master.metrics(trial.id)[-1] == metrics.to_json()
+    files = there.files()
+    assert json.loads((files / "best_ds_metrics.json").read_text())["trial"] == run.best.name
+    config: dict[str, Any] = json.loads((files / "best_ds_config.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
+    assert run.best.name in (files / "summary.md").read_text()
+    return config
+
+
+@pytest.mark.parametrize(("method", "trials"), [("binary", 3), ("random", 3), ("asha", 3)])
+def test_the_core_api_example(tmp_path: Path, method: str, trials: int) -> None:
+    example = ROOT / "examples" / "core_api"
+    with cluster(tmp_path) as there:
+        options = [*FAST, "--max-trials", trials]
+        if method == "asha":
+            options.append("--run-full-experiment")
+        told = there.search(example, *options, method=method)
+        assert told.status == 0, told
+        assert there.kinds() == [OutcomeKind.OK] * trials
+        config = measured(there)
+        for fact in ("parameters 11,689,512", "memory per slot", "activations", "Best: "):
+            assert fact in told.out
+        search = there.master.experiment(SEARCH).config
+        assert search["description"] == "(#1) generated - torchvision-core-api"
+        assert search["searcher"]["name"] == "custom" and search["max_restarts"] == 0
+        assert there.master.experiment(RUNNER).config["name"] == "(DSAT) torchvision-core-api"
+        if method == "asha":
+            full = there.master.experiment(SEARCH + 1).config
+            assert full["searcher"]["max_length"] == {"batches": 200}
+            given = full["hyperparameters"]["overwrite_deepspeed_args"]
+            size = given["train_micro_batch_size_per_gpu"]["val"]
+            assert size == config["train_micro_batch_size_per_gpu"]
+        assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
+
+
+def test_a_deepspeed_trial(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "deepspeed_trial"
+    with cluster(tmp_path) as there:
+        told = there.search(example, *FAST, "--max-trials", 3)
+        assert told.status == 0, told
+        assert there.kinds() == [OutcomeKind.OK] * 3
+        measured(there)
+
+
+def test_a_hugging_face_trainer(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        told = there.search("hf_determined", *FAST, "--max-trials", 2, "--slots", 1)
+        assert told.status == 0, told
+        assert there.kinds() == [OutcomeKind.OK] * 2
+        assert measured(there)["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
+    """The second one, of which only the log knows; then the first, which reports it."""
+    with cluster(tmp_path) as there:
+        told = there.search("two_ranks", *FAST, "--max-trials", 3)
+        assert told.status == 1, told
+        profile, own, larger = there.outcomes().values()
+        assert profile.kind is OutcomeKind.OK
+        assert (own.kind, own.message[:7]) == (OutcomeKind.OOM, "rank 1:"), own
+        assert (larger.kind, larger.message[:7]) == (OutcomeKind.OOM, "rank 0:"), larger
+        assert "No configuration ran" in told.out

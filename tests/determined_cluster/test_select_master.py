@@ -1,0 +1,108 @@
+"""Whether a command is one for a cluster; and how long a master is waited for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsat.determined_cluster.retry import patiently
+from dsat.determined_cluster.select_master import auth_file, choose, logins_of
+
+FAR = "http://gpus.example.com:8080"
+NEAR = "http://localhost:8080"
+
+
+@pytest.mark.parametrize(
+    ("engine", "env", "logins", "master"),
+    [
+        ("auto", {}, {}, None),
+        ("auto", {"DET_MASTER": FAR}, {}, FAR),
+        ("auto", {"DET_MASTER_ADDR": FAR}, {}, FAR),
+        ("auto", {"DET_MASTER": ""}, {}, None),
+        ("auto", {}, {FAR: "eve"}, FAR),
+        ("auto", {}, {NEAR: "eve"}, None),
+        ("auto", {}, {NEAR: "eve", FAR: "eve"}, FAR),
+        ("auto", {}, {FAR: "eve", "http://other:8080": "eve"}, None),
+        ("auto", {"DET_MASTER": NEAR}, {FAR: "eve"}, NEAR),
+        ("local", {"DET_MASTER": FAR}, {FAR: "eve"}, None),
+        ("determined", {"DET_MASTER": FAR}, {}, FAR),
+        ("determined", {}, {FAR: "eve"}, FAR),
+        ("determined", {}, {}, "localhost:8080"),
+    ],
+)
+def test_where_trials_run(
+    engine: str, env: dict[str, str], logins: dict[str, str], master: str | None
+) -> None:
+    choice = choose(engine, env, logins, fits=True)
+    assert choice.master == master
+    assert choice.reason
+
+
+def test_a_command_for_this_machine_stays_here() -> None:
+    assert choose("auto", {"DET_MASTER": FAR}, {}, fits=False).master is None
+
+
+def test_logins_are_determineds_own(tmp_path: Path) -> None:
+    path = auth_file({"DET_DEBUG_CONFIG_PATH": str(tmp_path)})
+    assert path == tmp_path / "auth.json"
+    assert logins_of(path) == {}
+    masters = {
+        FAR: {"active_user": "eve", "tokens": {"eve": "t"}},
+        NEAR: {"tokens": {"eve": "t"}},  # logged in once, but nobody is active
+        "http://gone:8080": {"active_user": "eve", "tokens": {}},  # logged out
+    }
+    path.write_text(json.dumps({"version": 2, "masters": masters}))
+    assert logins_of(path) == {FAR: "eve"}
+    for damaged in ("", "[]", '{"masters": 3}', '{"masters": {"a": null}}'):
+        path.write_text(damaged)
+        assert logins_of(path) == {}
+
+
+def test_the_file_is_where_determined_has_it(tmp_path: Path) -> None:
+    from determined.common import util
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DET_DEBUG_CONFIG_PATH", raising=False)
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        assert auth_file() == util.get_config_path() / "auth.json"
+        patch.delenv("XDG_CONFIG_HOME")
+        patch.setenv("HOME", str(tmp_path))
+        assert auth_file() == util.get_config_path() / "auth.json"
+
+
+class Flaky:
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def __call__(self) -> str:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("refused")
+        return "here"
+
+
+def test_a_master_that_is_away_is_waited_for() -> None:
+    pauses: list[float] = []
+    said: list[str] = []
+    assert patiently(Flaky(7), said.append, sleep=pauses.append) == "here"
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert len(said) == 1 and "refused" in said[0]
+
+
+def test_but_not_for_ever() -> None:
+    pauses: list[float] = []
+    with pytest.raises(ConnectionError):
+        patiently(Flaky(10**6), lambda line: None, limit_s=100, sleep=pauses.append)
+    assert 100 <= sum(pauses) < 160
+
+
+def test_a_refusal_is_no_absence() -> None:
+    from determined.common.api import errors
+
+    def refused() -> None:
+        raise errors.ForbiddenException("no")
+
+    with pytest.raises(errors.ForbiddenException):
+        patiently(refused, lambda line: None, sleep=lambda pause_s: None)

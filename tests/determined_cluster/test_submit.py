@@ -1,0 +1,194 @@
+"""The command towards a cluster: what it refuses in one line, what it submits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dsat.cli import main
+from dsat.determined_cluster import client
+from testing.local import PROGRAMS
+from testing.master import StandIn
+
+PRETEND = PROGRAMS / "pretend"
+
+
+@pytest.fixture
+def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A master that is configured for this process, with no slots that would run anything."""
+    with StandIn(tmp_path / "master", nodes=(1,)) as found:
+        configure(found, tmp_path, monkeypatch)
+        yield found
+
+
+def configure(found: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in found.client_environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+
+
+def dsat(*options: object, model: Path = PRETEND) -> int:
+    words = ["random", model / "deepspeed.yaml", model, "--metric", "throughput", *options]
+    return main.main(list(map(str, words)))
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the command ended with."""
+    err = capsys.readouterr().err
+    assert err.startswith("dsat: error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_the_search_is_submitted_where_the_user_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load((PRETEND / "deepspeed.yaml").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "train.py").write_text("import dsat\n")
+    (model / "notes.bin").write_text("x")
+    (model / ".detignore").write_text("*.bin\n")
+    environment = {"environment_variables": ["TOKEN=hunter2"]}
+    mine = {"workspace": "Vision", "project": "nets", "labels": ["x"], "environment": environment}
+    (model / "deepspeed.yaml").write_text(yaml.safe_dump({**data, **mine}))
+    changes = tmp_path / "runner.yaml"
+    changes.write_text("resources: {resource_pool: default, priority: 50}\n")
+    with StandIn(tmp_path / "master", nodes=(1,), projects=[("Vision", "nets")]) as master:
+        configure(master, tmp_path, monkeypatch)
+        options = ("--max-search-runner-restarts", 2, "--search-runner-config", changes)
+        assert dsat(*options, "--detach", "--json", model=model) == 0
+        told = capsys.readouterr()
+        assert f'"url": "{master.url}/det/experiments/1"' in told.out
+        assert "DET_MASTER is set" in told.err and "Created experiment 1" in told.err
+        config = master.experiment(1).config
+        assert (config["workspace"], config["project"]) == ("Vision", "nets")
+        assert config["labels"] == ["x"]
+        assert config["name"] == "(DSAT) pretend" and config["max_restarts"] == 2
+        assert config["resources"]["slots_per_trial"] == 0
+        assert config["resources"]["priority"] == 50
+        assert config["environment"]["environment_variables"] == ["TOKEN=hunter2"]
+        files = {name.rstrip("/") for name in master.context_files(1)}
+        assert {
+            "dsat_job.json",
+            "dsat/in_trial/cluster_rank.py",
+            "model/train.py",
+            "model/deepspeed.yaml",
+        } <= files
+        assert "model/notes.bin" not in files
+
+
+@pytest.mark.usefixtures("master")
+def test_a_wrong_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DET_PASS", "wrong")
+    assert dsat() == 2
+    assert "does not accept your credentials" in refused(capsys)
+
+
+@pytest.mark.usefixtures("master")
+def test_nobody_is_logged_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DET_USER")
+    monkeypatch.delenv("DET_PASS")
+    assert dsat() == 2
+    assert "does not accept your credentials" in refused(capsys)
+
+
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://", "ftp://x:y:z"])
+def test_no_master_at_the_address(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DET_MASTER", address)
+    assert dsat() == 2
+    err = refused(capsys)
+    assert "no Determined master" in err and "--engine local" in err
+
+
+@pytest.mark.parametrize("version", ["0.38.0", "0.38.1-rc2", "1.0.0"])
+def test_a_master_without_custom_searches(
+    version: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StandIn(tmp_path / "master", version=version) as master:
+        configure(master, tmp_path, monkeypatch)
+        assert dsat() == 2
+        err = refused(capsys)
+        assert "gone since 0.38" in err and "--engine local" in err
+        assert master.experiments == []
+
+
+@pytest.mark.usefixtures("master")
+def test_a_determined_without_custom_searches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "_has_searcher", lambda: False)
+    assert dsat() == 1
+    assert "the installed determined has no custom searchers" in refused(capsys)
+
+
+def test_a_context_over_the_limit(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("deepspeed.yaml", "train.py"):
+        (model / name).write_text((PRETEND / name).read_text())
+    with open(model / "weights.bin", "wb") as file:
+        file.truncate(100 * 2**20)
+    assert dsat(model=model) == 2
+    assert "weights.bin (100.0 MiB)" in refused(capsys)
+    assert master.experiments == []
+
+
+def test_a_project_that_does_not_exist(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = tmp_path / "runner.yaml"
+    changes.write_text("workspace: Nowhere\nproject: none\n")
+    assert dsat("--search-runner-config", changes) == 2
+    assert "the master refuses" in refused(capsys)
+
+
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (["--cold"], "--cold"),
+        (["--resume"], "--resume"),
+        (["--run-dir", "x"], "--run-dir"),
+        (["--arg-mapping", "train_micro_batch_size_per_gpu=--b"], "--arg-mapping"),
+    ],
+)
+def test_what_is_for_this_machine_only(
+    options: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dsat("--engine", "determined", *options) == 2
+    assert f"{flag}: is for trials on this machine" in refused(capsys)
+
+
+@pytest.mark.usefixtures("master")
+def test_more_slots_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dsat("--slots", 4, "--max-slots", 2) == 2
+    assert "--max-slots" in refused(capsys)
+
+
+def test_the_plan_is_shown_without_asking_anybody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
+    assert dsat("--dry-run") == 0
+    out = capsys.readouterr().out
+    for fact in ("random search for the best throughput", "stage 1", "to upload: "):
+        assert fact in out
+
+
+def test_a_master_that_nobody_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dsat("--engine", "determined") == 2
+    assert "localhost:8080" in refused(capsys)

@@ -1,0 +1,103 @@
+"""What came of a cluster's trial, by its log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsat.determined_cluster.trial_result import of_log, of_metric
+from dsat.in_trial.cluster_rank import log_line
+from dsat.values.trial import Outcome, OutcomeKind
+from testing.cluster import metric_of
+from testing.helpers import failed, ran
+
+PREFIX = "[2026-11-21T11:44:47.515877Z] 57b71f93 [rank=1] || "
+
+
+def line(outcome: Outcome, *, run: str = "5.a.0", ended: bool = False) -> str:
+    return PREFIX + log_line(outcome, run=run, ended=ended).decode()
+
+
+def logged(*lines: str) -> list[str]:
+    return [f"{PREFIX}{text}\n" for text in lines]
+
+
+def test_a_report_says_it_all() -> None:
+    outcome = replace(ran(2.0), duration_s=4.5, warnings=("w",))
+    assert of_metric(metric_of(outcome)) == outcome
+
+
+def test_out_of_memory_on_one_rank_explains_the_others() -> None:
+    messages = [
+        *logged("loading"),
+        line(failed("ERROR", "rank 0: NCCL error")),
+        line(failed("OOM", "rank 1: out of memory: tried to allocate 10 MiB")),
+    ]
+    outcome = of_log(messages, failed=True)
+    assert (outcome.kind, outcome.message[:6]) == (OutcomeKind.OOM, "rank 1")
+
+
+def test_otherwise_the_first_to_fail_counts() -> None:
+    messages = [line(failed("INVALID", "first")), line(failed("ERROR", "second"))]
+    assert of_log(messages, failed=True) == failed("INVALID", "first")
+
+
+def test_only_the_last_run_of_a_trial_counts() -> None:
+    messages = [line(failed("OOM"), run="5.a.0"), line(failed("ERROR", "x"), run="5.a.1")]
+    assert of_log(messages, failed=True).kind is OutcomeKind.ERROR
+
+
+def test_a_measurement_in_the_log_is_one() -> None:
+    """The script has no reporting context, or the master was away."""
+    messages = [line(ran(3.0), ended=True)]
+    for did_fail in (True, False):
+        assert of_log(messages, failed=did_fail) == ran(3.0)
+
+
+def test_a_script_that_leaves_with_a_status_has_not_only_ended() -> None:
+    messages = [*logged("config is missing"), line(failed("INVALID", "too short"), ended=True)]
+    assert of_log(messages, failed=False).message == "too short"
+    outcome = of_log(messages, failed=True)
+    assert outcome.kind is OutcomeKind.ERROR and "config is missing" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", OutcomeKind.OOM),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory.", OutcomeKind.OOM),
+        ("RuntimeError: CUDA error: out of memory", OutcomeKind.OOM),
+        ("container failed with non-zero exit code: 137 (killed)", OutcomeKind.HOST_OOM),
+        ("ValueError: no such model", OutcomeKind.ERROR),
+        ("nothing in particular", OutcomeKind.ERROR),
+    ],
+)
+def test_without_our_line_the_text_tells(text: str, kind: OutcomeKind) -> None:
+    outcome = of_log(logged("starting", text), failed=True)
+    assert outcome.kind is kind
+    assert outcome.detail == f"starting\n{text}"
+    assert outcome.message
+
+
+def test_the_last_exception_is_the_message() -> None:
+    messages = logged(
+        "KeyError: 'a'", "During handling of it:", "my.lib.SomeError: it broke", "bye"
+    )
+    assert of_log(messages, failed=True).message == "my.lib.SomeError: it broke"
+
+
+def test_the_end_of_a_long_log_is_kept() -> None:
+    outcome = of_log(logged(*(f"line {n}" for n in range(100))), failed=True)
+    assert outcome.detail.splitlines() == [f"line {n}" for n in range(80, 100)]
+
+
+def test_an_end_without_anything() -> None:
+    outcome = of_log([], failed=False)
+    assert outcome.kind is OutcomeKind.INVALID and "dsat_reporting_context" in outcome.message
+    assert of_log([], failed=True) == Outcome(OutcomeKind.ERROR, message="the trial failed")
+
+
+def test_a_torn_line_is_none() -> None:
+    torn = line(failed("OOM"))[:-20]
+    assert of_log([torn], failed=True).kind is OutcomeKind.ERROR

@@ -1,0 +1,126 @@
+"""What is uploaded to a cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dsat.determined_cluster import upload
+from dsat.determined_cluster.upload import check_script, check_size, detignore, stage
+from dsat.errors import UserInputError
+
+
+def entries(model_dir: Path, *includes: Path) -> list[upload.Entry]:
+    return upload.entries(model_dir, includes, detignore())
+
+
+def names(found: list[upload.Entry]) -> list[str]:
+    return sorted(str(entry.target) for entry in found)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    for name in ("train.py", "lib/net.py", "data/big.bin", "data/small.txt", ".git/config"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import dsat\n" if name == "train.py" else "x")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "train.pyc").write_text("x")
+    return folder
+
+
+def test_the_model_folder_without_what_determined_leaves_out(model: Path) -> None:
+    assert names(entries(model)) == [
+        *("data", "data/big.bin", "data/small.txt", "lib", "lib/net.py", "train.py")
+    ]
+
+
+def test_a_detignore_is_honoured(model: Path) -> None:
+    (model / ".detignore").write_text("# mine\n*.bin\nlib/\n")
+    assert names(entries(model)) == ["data", "data/small.txt", "train.py"]
+
+
+def test_includes_keep_their_names_and_their_own_detignore(model: Path, tmp_path: Path) -> None:
+    extra = tmp_path / "elsewhere" / "extra"
+    extra.mkdir(parents=True)
+    for name in ("keep.py", "drop.bin", ".detignore"):
+        (extra / name).write_text("*.bin")
+    single = tmp_path / "elsewhere" / "ds.json"
+    single.write_text("{}")
+    found = names(entries(model, extra, single))
+    assert [name for name in found if name.startswith(("extra", "ds"))] == [
+        *("ds.json", "extra", "extra/keep.py")
+    ]
+
+
+def test_two_of_the_same_name_are_refused(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "train.py"
+    other.parent.mkdir()
+    other.write_text("")
+    with pytest.raises(UserInputError, match=r"two 'train\.py'"):
+        entries(model, other)
+
+
+@pytest.mark.parametrize("name", ["dsat/x.py", "dsat.py"])
+def test_nothing_may_hide_the_package(model: Path, name: str) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("")
+    with pytest.raises(UserInputError, match="would hide the package dsat"):
+        entries(model)
+
+
+def test_links_to_folders_are_not_followed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "huge.bin").write_text("x")
+    (model / "link").symlink_to(tmp_path / "disk")
+    (model / "broken").symlink_to(tmp_path / "nowhere")
+    assert "link/huge.bin" not in names(entries(model))
+    assert "broken" not in names(entries(model))
+
+
+def test_too_much_is_refused_and_the_largest_files_are_named(model: Path) -> None:
+    (model / "data" / "big.bin").write_bytes(bytes(3 * 2**20))
+    (model / "lib" / "w.bin").write_bytes(bytes(2**20))
+    found = entries(model)
+    size = check_size(found)
+    assert 4 * 2**20 < size < 5 * 2**20
+    with pytest.raises(UserInputError) as caught:
+        check_size(found, limit_bytes=2 * 2**20)
+    text = str(caught.value)
+    assert re.search(r"have 4\.\d MiB, and a Determined master takes 2\.0 MiB", text)
+    assert "files: data/big.bin (3.0 MiB), lib/w.bin (1.0 MiB), " in text
+    assert ".detignore" in text and "\n" not in text
+
+
+def test_the_staged_folder_holds_all_that_the_runner_needs(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "staged"
+    folder.mkdir()
+    stage(entries(model), "{}", folder)
+    assert (folder / "dsat_job.json").read_text() == "{}"
+    assert (folder / "model" / "lib" / "net.py").read_text() == "x"
+    assert (folder / "dsat" / "determined_cluster" / "runner.py").is_file()
+    assert not list(folder.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("import dsat\n", None),
+        ("from dsat import get_ds_config_from_hparams\n", None),
+        ("    import dsat.errors\n", None),
+        ("import torch\n", "nothing in the code uses dsat"),
+        ("import dsatellite\n", "nothing in the code uses dsat"),
+        ("from determined.pytorch import dsat\n", r"the code uses determined\.pytorch\.dsat"),
+        ("import determined.pytorch.dsat\n", r"the code uses determined\.pytorch\.dsat"),
+    ],
+)
+def test_the_code_must_know_of_dsat(model: Path, text: str, problem: str | None) -> None:
+    (model / "train.py").write_text(text)
+    if problem is None:
+        check_script(entries(model), model)
+        return
+    with pytest.raises(UserInputError, match=problem):
+        check_script(entries(model), model)

@@ -1,0 +1,424 @@
+"""Real searches with the real command, from the user's files to a configuration for use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dsat.inputs import ds_config
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import OutcomeKind, TrialKind
+from testing.command import (
+    FAST,
+    Background,
+    Told,
+    command_of,
+    dsat,
+    events_of,
+    experiment_of,
+    inline,
+    kinds_of,
+    run_of,
+    searched,
+)
+from testing.local import (
+    PROGRAMS,
+    buffers_of,
+    environment_of_a_rank,
+    is_alive,
+    processes_of,
+    read_json,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+
+def assert_a_result(run_dir: Path, told: Told) -> Run:
+    """What every run that found something leaves."""
+    assert told.status == 0, told.err
+    assert "Traceback" not in told.out + told.err
+    run = run_of(run_dir)
+    assert run.best is not None and run.stop_reason is not None
+    assert run.outcomes.keys() == run.trials.keys()
+    best = read_json(run_dir / "best_ds_config.json")
+    assert run.plan is not None
+    assert best == ds_config.clean_for_use(
+        ds_config.merge(run.plan.base_config, run.best.overrides)
+    )
+    metrics = read_json(run_dir / "best_ds_metrics.json")
+    assert metrics["trial"] == run.best.name
+    values = [run.value(trial) for trial in run.trials.values() if trial.id]
+    assert metrics[run.plan.metric] == max(value for value in values if value is not None)
+    summary = (run_dir / "summary.md").read_text()
+    assert all(trial.name in summary for trial in run.trials.values())
+    assert str(run_dir / "best_ds_config.json") in told.out
+    names = [trial.name for trial in run.trials.values()]
+    assert len(set(names)) == len(names)
+    assert sorted(path.name for path in (run_dir / "trials").iterdir()) == sorted(names)
+    assert processes_of(run_dir) == []
+    assert buffers_of(run_dir) == []
+    return run
+
+
+# -- asha, two ranks, then the full-length run
+
+
+@pytest.fixture(scope="module")
+def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    run_dir = tmp_path_factory.mktemp("asha") / "run"
+    options = [*FAST, "-mt", 9, "-m", "throughput", "--run-full-experiment"]
+    return run_dir, dsat("asha", "tiny", run_dir, *options)
+
+
+def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
+    run_dir, told = asha
+    run = assert_a_result(run_dir, told)
+    assert len(run.trials) == 9
+    profile, baseline, *others = run.trials.values()
+    assert (profile.kind, baseline.kind) == (TrialKind.PROFILE, TrialKind.BASELINE)
+    assert all("rung" in trial.note for trial in others)
+    assert {trial.stage for trial in others} <= {1, 2, 3}
+    assert OutcomeKind.OK in kinds_of(run)
+    assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
+
+
+def test_the_log_says_what_the_profile_found(asha: tuple[Path, Told]) -> None:
+    _, told = asha
+    for part in (
+        "parameters 33,088 (trainable 33,088)",
+        "memory per slot",
+        "MiB per sample",
+        "stage 3: ",
+        "predicted largest micro batch",
+    ):
+        assert part in told.out
+
+
+def test_progress_is_told_in_plain_lines_without_a_terminal(asha: tuple[Path, Told]) -> None:
+    run_dir, told = asha
+    run = run_of(run_dir)
+    for number, trial in enumerate(run.trials.values(), start=1):
+        assert trial.kind is TrialKind.PROFILE or f"[{number}/9] {trial.name}: " in told.out
+    assert "\x1b" not in told.out
+
+
+def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
+    run_dir, told = asha
+    run = run_of(run_dir)
+    assert run.best is not None
+    assert f"training with {run.best.name}" in told.out
+    assert read_json(run_dir / "full" / "ds_config.json") == read_json(
+        run_dir / "best_ds_config.json"
+    )
+    lines = (run_dir / "full" / "reports.jsonl").read_text().splitlines()
+    reports = [json.loads(line) for line in lines]
+    # Ranks train 20 steps, as searcher.max_length says; the chief reports.
+    assert [report["kind"] for report in reports] == ["metrics", "completed"]
+    assert reports[0]["steps_completed"] == 20
+    assert reports[0]["metrics"].keys() == {"loss"}
+    assert not (run_dir / "full" / "metrics.json").exists()
+
+
+# -- binary, one rank, out of memory for real
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    """A configuration as it was left by DeepSpeed's own autotuner, on a tiny card.
+
+    Memory is not predicted, so that trials run out of it.
+    """
+    folder = tmp_path_factory.mktemp("binary")
+    own = inline(
+        train_micro_batch_size_per_gpu=4,
+        zero_optimization=SMALL_BUCKETS,
+        autotuning={"enabled": True, "fast": False},
+    )
+    config = experiment_of(folder, "tiny", hyperparameters=own)
+    options = [*FAST, "--no-memory-model", "--slots", 1, "-mt", 14, "-m", "throughput"]
+    return folder / "run", dsat(
+        "binary", "tiny", folder / "run", *options, "-mct", 1, "--json", config=config
+    )
+
+
+def test_binary_finds_the_edge_of_the_memory(binary: tuple[Path, Told]) -> None:
+    run_dir, told = binary
+    told = Told(told.status, told.err, "")  # with --json, people read the other stream
+    run = assert_a_result(run_dir, told)
+    assert {OutcomeKind.OOM, OutcomeKind.OK} == set(kinds_of(run))
+    assert run.profile is not None and run.profile.slot_memory_bytes == 150 * 2**20
+    by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
+    for trial in searched(run):
+        assert trial.lineage is not None
+        kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
+        kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
+    both = [kinds for kinds in by_lineage.values() if all(kinds.values())]
+    assert both, "a lineage that met the edge"
+    for kinds in both:
+        assert max(kinds[OutcomeKind.OK]) < min(kinds[OutcomeKind.OOM])
+    assert f"{kinds_of(run).count(OutcomeKind.OOM)} " in (run_dir / "summary.md").read_text()
+
+
+def test_what_the_user_chose_is_kept(binary: tuple[Path, Told]) -> None:
+    run_dir, _ = binary
+    for trial in run_of(run_dir).trials.values():
+        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
+        assert config["zero_optimization"]["reduce_bucket_size"] == 10**6
+        assert "autotuning" not in config
+
+
+def test_the_result_as_json(binary: tuple[Path, Told]) -> None:
+    run_dir, told = binary
+    result = json.loads(told.out)
+    run = run_of(run_dir)
+    assert run.best is not None
+    assert result["best"]["name"] == run.best.name
+    assert result["best_ds_config"] == read_json(run_dir / "best_ds_config.json")
+    assert [trial["name"] for trial in result["trials"]] == [t.name for t in run.trials.values()]
+    assert result["gain"] > 0
+
+
+TRAIN = """
+import sys, deepspeed, torch
+model = torch.nn.Linear(8, 1)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=sys.argv[1]
+)
+size = engine.train_micro_batch_size_per_gpu()
+for _ in range(engine.gradient_accumulation_steps()):
+    engine.backward(engine(torch.randn(size, 8)).square().mean())
+    engine.step()
+assert engine.global_steps == 1
+print("stage", engine.zero_optimization_stage(), "size", size)
+"""
+
+
+def test_deepspeed_takes_the_result_as_it_is(binary: tuple[Path, Told], tmp_path: Path) -> None:
+    run_dir, _ = binary
+    best = run_dir / "best_ds_config.json"
+    text = best.read_text()
+    assert "autotuning" not in text and "dsat" not in text and "overwrite" not in text
+    process = subprocess.run(
+        [sys.executable, "-c", TRAIN, str(best)],
+        env=environment_of_a_rank(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(text)
+    stage, size = found["zero_optimization"]["stage"], found["train_micro_batch_size_per_gpu"]
+    assert f"stage {stage} size {size}" in process.stdout
+
+
+# -- random, an unmodified script, a batch size that must be kept
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    """The script as it was for Determined's own autotuner."""
+    folder = tmp_path_factory.mktemp("random")
+    shutil.copytree(PROGRAMS / "tiny", folder / "model")
+    script = folder / "model" / "train.py"
+    text = script.read_text()
+    assert text.count("\nimport dsat\n") == 1
+    script.write_text(text.replace("\nimport dsat\n", "\nfrom determined.pytorch import dsat\n"))
+    options = [*FAST, "--slots", 1, "-mt", 10, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
+    return folder / "run", dsat(
+        "random",
+        "tiny",
+        folder / "run",
+        *options,
+        *["--train-batch-size", 48, "--divisible-by", 4],
+        model_dir=folder / "model",
+    )
+
+
+def test_random_with_determineds_own_helpers(random: tuple[Path, Told]) -> None:
+    run_dir, told = random
+    run = assert_a_result(run_dir, told)
+    assert {run.outcomes[trial.id].kind for trial in searched(run)} == {OutcomeKind.OK}
+    assert {trial.stage for trial in searched(run)} == {0, 1}
+
+
+def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
+    run_dir, told = random
+    run = run_of(run_dir)
+    assert len(searched(run)) >= 5
+    for trial in searched(run):
+        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
+        batch = [config[key] for key in ds_config.BATCH_KEYS]
+        assert batch[0] == 48 == batch[1] * batch[2]
+        assert batch[1] % 4 == 0
+    assert len({trial.batch.micro_batch for trial in searched(run)}) >= 2
+    assert run.best is not None and run.best.batch.train_batch_size == 48
+    assert "multiply it by sqrt(48/4)" in told.out
+
+
+def test_trials_run_cold(tmp_path: Path) -> None:
+    told = dsat("random", "tiny", tmp_path / "run", "-mt", 2, "--cold")
+    run = assert_a_result(tmp_path / "run", told)
+    assert kinds_of(run) == [OutcomeKind.OK]
+
+
+def test_two_trials_at_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    told = dsat("random", "tiny", run_dir, *FAST, "--slots", 1, "-mt", 7, "-mct", 2)
+    assert_a_result(run_dir, told)
+    running = most = 0
+    for event in events_of(run_dir):
+        running += {"proposed": 1, "finished": -1}.get(event["event"], 0)
+        most = max(most, running)
+    assert most == 2
+
+
+# -- what goes wrong
+
+
+def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
+    own = inline(train_micro_batch_size_per_gpu=2, behaviour="crashes")
+    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
+    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    assert told.status == 1
+    *traceback, last = told.err.splitlines()
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert "ValueError: the data set has no labels" in traceback
+    assert str(PROGRAMS / "behaviours" / "train.py") in told.err
+    assert "in_trial" not in told.err and "dsat/cli/main.py" not in told.err
+    assert last.startswith(
+        "dsat: error: the profile trial failed: ERROR: rank 0: ValueError: the data set has no "
+        "labels. "
+    )
+    assert "your script's own error" in last
+    assert str(next((tmp_path / "run" / "trials").iterdir())) in last
+    assert not (tmp_path / "run" / "best_ds_config.json").exists()
+
+
+def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
+    own = inline(train_micro_batch_size_per_gpu=2, behaviour="hangs")
+    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
+    told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "10s", config=config)
+    assert told.status == 1
+    last = told.err.splitlines()[-1]
+    assert last.startswith("dsat: error: the profile trial failed: TIMEOUT: no result after 10 s")
+    assert "--trial-timeout" in last
+    assert processes_of(tmp_path) == []
+
+
+def test_a_pipeline_is_the_users_mistake(tmp_path: Path) -> None:
+    own = inline(train_micro_batch_size_per_gpu=2, behaviour="is a pipeline")
+    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
+    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    assert told.status == 2
+    [line] = told.err.splitlines()
+    assert line.startswith("dsat: error: ")
+    assert "PipelineEngine" in line and "PipelineModule" in line
+
+
+def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
+    own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
+    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
+    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    assert told.status == 2
+    [line] = told.err.splitlines()
+    assert "feeds 7 samples, its own micro batch" in line
+    assert "train_micro_batch_size_per_gpu is 1" in line
+    assert "engine.train_micro_batch_size_per_gpu()" in line
+    assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in line
+
+
+# -- interrupted, killed and resumed
+
+
+def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    own = inline(train_micro_batch_size_per_gpu=4, zero_optimization=SMALL_BUCKETS)
+    config = experiment_of(tmp_path, "tiny", hyperparameters=own)
+    options = [*FAST, "-mt", 50, "--slots", 1, "-mct", 1]
+    background = Background(command_of("asha", "tiny", run_dir, *options, config=config))
+    background.until_events(run_dir, 6)  # the third trial runs
+    below = background.below()
+    begin = time.monotonic()
+    os.killpg(background.process.pid, signal.SIGINT)
+    told = background.end()
+    assert time.monotonic() - begin < 30
+    assert told.status == 130
+    assert told.err == ""
+    run = run_of(run_dir)
+    assert run.best is not None and run.stop_reason is None
+    assert f"Best: {run.best.name}, " in told.out
+    assert f"--run-dir {run_dir} --resume" in told.out
+    assert (run_dir / "best_ds_config.json").exists()
+    assert "interrupted" in (run_dir / "summary.md").read_text()
+    assert [pid for pid in below if is_alive(pid)] == []
+    assert processes_of(run_dir) == []
+    assert buffers_of(run_dir) == []
+
+
+@pytest.mark.parametrize("left", ["child", "session", "daemon"])
+def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path, left: str) -> None:
+    run_dir = tmp_path / "run"
+    own = inline(train_micro_batch_size_per_gpu=2, behaviour=f"leaves and hangs: {left}")
+    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
+    command = command_of("asha", "behaviours", run_dir, "--slots", 2, config=config)
+    background = Background(command)
+    marks = [f"trials/*/left{rank}.json" for rank in (0, 1)]
+    wait_until(lambda: all(list(run_dir.glob(mark)) for mark in marks), "both ranks", 120)
+    # The supervisor, two ranks and what each of them started.
+    assert len([pid for pid in background.below() if is_alive(pid)]) == 5
+    assert len(buffers_of(run_dir)) == 2
+    background.kill()
+    assert processes_of(run_dir) == []
+    assert buffers_of(run_dir) == []
+
+
+def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    command = command_of("asha", "tiny", run_dir, *FAST, "-mt", 6, "-m", "throughput")
+    before: list[dict[str, object]] = []
+    for moment in (1, 4, 7):
+        background = Background(command)
+        background.until_events(run_dir, moment)
+        background.kill()
+        assert processes_of(run_dir) == []
+        assert buffers_of(run_dir) == []
+        after = events_of(run_dir)
+        assert after[: len(before)] == before, "nothing is lost, nothing is changed"
+        assert len(after) >= moment
+        before = after
+        command = [*command[: command.index("--run-dir") + 2], "--resume", *FAST]
+        command += ["-mt", "6", "-m", "throughput"]
+    told = dsat("asha", "tiny", run_dir, *FAST, "-mt", 6, "-m", "throughput", "--resume")
+    run = assert_a_result(run_dir, told)
+    events = events_of(run_dir)
+    assert events[: len(before)] == before
+    proposed = [event["trial"]["id"] for event in events if event["event"] == "proposed"]
+    assert proposed == list(range(6))
+    finished = [event["trial_id"] for event in events if event["event"] == "finished"]
+    assert sorted(finished) == list(range(6))
+    # A run that nothing happened to makes the same trials of the same outcomes.
+    assert run.plan is not None
+    calm = Tuner(run.plan, MemoryJournal([]))
+    while not calm.finished:
+        [trial] = calm.next_trials(2)
+        assert trial == run.trials[trial.id]
+        calm.record(trial.id, run.outcomes[trial.id])
+    assert calm.run.trials.keys() == run.trials.keys()
+    assert calm.run.best == run.best

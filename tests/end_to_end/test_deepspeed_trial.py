@@ -1,0 +1,199 @@
+"""Determined's DeepSpeedTrial without a master: what its users may write, and their mistakes."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.values.trial import OutcomeKind
+from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json
+
+pytestmark = pytest.mark.slow
+
+BROKEN = {
+    "syntax": "def train(:\n",
+    "missing": "import no_such_library\n",
+    "attribute": "import os\nos.no_such_function()\n",
+}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder, program = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("program")
+    shutil.copytree(PROGRAMS / "deepspeed_trial", program, dirs_exist_ok=True)
+    for name, text in BROKEN.items():
+        (program / f"{name}.py").write_text(text)
+    with bench_of(str(program), folder, own_micro_batch=2) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench_of("deepspeed_trial", tmp_path_factory.mktemp("pair"), slots_per_trial=2) as bench:
+        yield bench
+
+
+def diary(folder: Path, rank: int = 0) -> list[str]:
+    return (folder / f"diary{rank}.txt").read_text().splitlines()
+
+
+# -- measured trials
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "runs",
+        "args",
+        "overwrite",
+        "determined's own",
+        "accumulates itself",
+        "two engines",
+        "own loader",
+    ],
+)
+def test_a_trial_is_measured(single: Bench, way: str) -> None:
+    trial = single.trial(way, micro_batch=4, gas=3, stage=2)
+    outcome = single.run(trial)
+    assert outcome.ok, single.log(trial)
+    assert outcome.warnings == ()
+    began, training, epoch, *batches, shutdown = diary(single.path(trial))
+    assert (began, training, epoch, shutdown) == (
+        "startup 0 None",
+        "training",
+        "epoch 0",
+        "shutdown",
+    )
+    # Nothing falls between the steps: neither validations nor checkpoints.
+    assert {line.split()[0] for line in batches} == {"batch"}
+    assert {line.split()[2] for line in batches} == {"4"}
+    # The harness calls train_batch for each micro batch; the last call does not return.
+    calls = Counter(int(line.split()[1]) for line in batches)
+    per_batch = 1 if way == "accumulates itself" else 3
+    assert set(list(calls.values())[:-1]) == {per_batch}
+    assert list(calls) == list(range(len(calls)))
+
+
+def test_on_two_ranks(pair: Bench) -> None:
+    trial = pair.trial("args", micro_batch=4, gas=2, stage=1)
+    outcome = pair.run(trial)
+    assert outcome.ok, pair.log(trial)
+    for rank in (0, 1):
+        assert "batch 0 4" in diary(pair.path(trial), rank)
+
+
+# -- full-length runs
+
+
+def train(bench: Bench, way: str, micro_batch: int, gas: int = 1, **config: Any) -> Path:
+    """Trains with another experiment configuration; returns the run's folder."""
+    engine, user = bench.engine, bench.engine._experiment
+    engine._experiment = replace(user, config={**user.config, **config})
+    try:
+        folder = engine.train(bench.trial(way, micro_batch=micro_batch, gas=gas))
+    finally:
+        engine._experiment = user
+    [(trial_id, outcome)] = engine.poll(PATIENCE_S)
+    assert trial_id == FULL_RUN_ID and outcome.ok, (folder / "stderr.log").read_text()
+    return folder
+
+
+def shortened(lines: list[str]) -> str:
+    """B: a call of train_batch, V: a validation, C: a checkpoint."""
+    letters = {"batch": "B", "validated": "V", "checkpoint": "C"}
+    return "".join(letters.get(line.split()[0], "") for line in lines)
+
+
+def test_training_in_full_length_on_two_ranks(pair: Bench) -> None:
+    """Validations each second batch, checkpoints of each better model and each fourth batch."""
+    folder = train(pair, "runs", 2, gas=2)
+    for rank in (0, 1):
+        lines = diary(folder, rank)
+        assert shortened(lines).replace("C", "") == "VBBBBVBBBBVBBBBV"
+        assert lines[-1] == "shutdown"
+    reports = (folder / "reports.jsonl").read_text().splitlines()
+    assert sum('"group": "validation"' in line for line in reports) == 4
+    assert sum('"kind": "completed"' in line for line in reports) == 1
+    assert any('"samples": 40' in line for line in reports), "the reducer's sum over both ranks"
+    assert list((folder / "tensorboard").iterdir())
+    checkpoint = next((folder / "checkpoints").iterdir())
+    assert read_json(checkpoint / "metadata.json")["steps_completed"] in (2, 4, 6)
+    assert (checkpoint / "det_state_dict_rank1.pth").exists()
+
+
+def test_a_worse_model_makes_no_checkpoint(single: Bench) -> None:
+    folder = train(single, "gets worse", 2)
+    assert shortened(diary(folder)) == "VBBVBBVCBBVC"
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [({"epochs": 2}, "BBBBVBBBBV"), ({"records": 12}, "BBBV"), ({"batches": 5}, "BBBBVBV")],
+)
+def test_units_of_the_length(single: Bench, length: dict[str, int], expected: str) -> None:
+    folder = train(
+        single,
+        "gets worse",
+        4,
+        searcher={"name": "single", "metric": "error", "max_length": length},
+        records_per_epoch=16,
+        min_validation_period={"epochs": 1},
+        min_checkpoint_period={"batches": 0},
+        perform_initial_validation=False,
+        optimizations={"average_training_metrics": False},
+    )
+    assert shortened(diary(folder)).replace("C", "") == expected
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("model_def:Nope", "--trial model_def:Nope names no Trial class; give module:Class. model"),
+        ("model_def:NotATrial", "model_def has Variants"),
+        ("model_def", "give module:Class"),
+        ("model_def:PlainTrial", "is no DeepSpeedTrial, and only DeepSpeed's training can be tune"),
+        ("nowhere:Variants", "--trial nowhere:Variants: there is no module 'nowhere' in "),
+    ],
+)
+def test_a_class_that_is_not_there(single: Bench, spec: str, message: str) -> None:
+    outcome = run_class(single, spec)
+    assert outcome.kind is OutcomeKind.INVALID
+    assert message in outcome.message
+    assert "\n" not in outcome.message
+    assert outcome.detail == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("syntax", "SyntaxError: invalid syntax (syntax.py, line 1)"),
+        ("missing", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("attribute", "AttributeError: module 'os' has no attribute 'no_such_function'"),
+    ],
+)
+def test_a_module_with_an_error_of_its_own(single: Bench, module: str, message: str) -> None:
+    outcome = run_class(single, f"{module}:Variants")
+    assert outcome.kind is OutcomeKind.ERROR
+    assert outcome.message == f"rank 0: {message}"
+    assert f"{module}.py" in outcome.detail
+    assert BROKEN[module].splitlines()[-1] in outcome.detail
+
+
+def run_class(bench: Bench, spec: str) -> Any:
+    program = bench.engine._program
+    bench.engine._program = replace(program, trial_class=spec)
+    try:
+        return bench.run(bench.trial())
+    finally:
+        bench.engine._program = program

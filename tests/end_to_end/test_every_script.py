@@ -1,0 +1,319 @@
+"""Every kind of script, with the commands that the README gives, on real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.tuning.run import Run
+from dsat.values.trial import OutcomeKind, TrialKind
+from testing.command import FAST, Told, events_of, kinds_of, run_of, searched
+from testing.local import buffers_of, environment_of_a_rank, processes_of, read_json
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+ADAM = {"type": "AdamW", "params": {"lr": 0.0003, "torch_adam": True}}
+SMALL = "--max-trials 4 --max-profile-steps 3 --slot-memory 600MiB -m throughput".split()
+SMALL_MODEL = "--width 64 --layers 1 --length 8 --steps 12".split()
+
+
+def dsat(folder: Path, *words: object) -> Told:
+    """The real command, typed in a folder."""
+    command = [sys.executable, "-m", "dsat", *map(str, words)]
+    process = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    return Told(process.returncode, process.stdout, process.stderr)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """The example of a plain script, in a folder of its own."""
+    shutil.copytree(ROOT / "examples" / "plain", tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def assert_found(run_dir: Path, told: Told) -> Run:
+    assert told.status == 0, told
+    assert "Traceback" not in told.out + told.err
+    run = run_of(run_dir)
+    assert run.best is not None and run.stop_reason is not None
+    assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run)), told.out
+    assert processes_of(run_dir) == []
+    assert buffers_of(run_dir) == []
+    return run
+
+
+# -- the README's own commands
+
+
+def readme_commands() -> dict[str, tuple[str, list[str]]]:
+    """By section: the folder and the command of each example that the README tells to type."""
+    found = {}
+    for section in (ROOT / "README.md").read_text(encoding="utf-8").split("\n### ")[1:]:
+        block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
+        if block is not None:
+            found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
+    return found
+
+
+def test_the_readme_has_a_command_for_every_kind_of_script() -> None:
+    assert list(readme_commands()) == [
+        "With DeepSpeedTrial",
+        "With the Hugging Face Trainer",
+        "With your own script, unchanged",
+        "Coming from `deepspeed --autotuning`",
+    ]
+
+
+@pytest.mark.parametrize("section", readme_commands())
+def test_a_command_of_the_readme(tmp_path: Path, section: str) -> None:
+    folder, (method, *rest) = readme_commands()[section]
+    shutil.copytree(ROOT / folder, tmp_path / "example")
+    small: Sequence[str] = [*SMALL, "--run-dir", "run", "--search-range-factor", "0.2"]
+    run_dir = tmp_path / "example" / "run"
+    if method == "tune":
+        small = ["--slot-memory", "600MiB"]
+        run_dir = tmp_path / "example" / "autotuning_results"
+    if section != "With your own script, unchanged":
+        small = [*small, "--memory-model", "formula"]  # saves seconds
+    told = dsat(tmp_path / "example", method, *small, *rest)
+    run = assert_found(run_dir, told)
+    own = None if run.baseline is None else run.value(run.baseline)
+    assert own is not None
+    assert run.best_value is not None
+    assert run.best_value >= own
+
+
+# -- plain DeepSpeed
+
+
+def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
+    words = ["--slots", 2, "-mt", 6, *FAST, "-m", "throughput", "--run-dir", "run"]
+    script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
+    told = dsat(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
+    run = assert_found(plain / "run", told)
+    assert run.plan is not None and run.plan.slots_per_trial == 2
+    # The user's file is as it was, and the command that is printed trains with the best.
+    assert read_json(plain / "ds_config.json") == read_json(
+        ROOT / "examples" / "plain" / "ds_config.json"
+    )
+    line = next(line for line in told.out.splitlines() if line.startswith("Train with it: "))
+    command = shlex.split(line.partition("&& ")[2])
+    assert command[:3] == ["torchrun", "--standalone", "--nproc-per-node=2"]
+    best = plain / "run" / "best_ds_config.json"
+    assert command[3:] == [*script[:3], str(best), *SMALL_MODEL]
+    launched = environment_of_a_rank()
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's to set
+        launched.pop(variable)
+    subprocess.run(command, cwd=plain, check=True, env=launched, timeout=120)
+
+
+IN_CODE = """
+import deepspeed, torch
+from torch.utils.data import DataLoader
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000,
+                          "allgather_bucket_size": 1000000},
+}
+model = torch.nn.Linear(16, 1)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config
+)
+data = torch.randn(50_000, 16)
+for batch in DataLoader(data, config["train_micro_batch_size_per_gpu"], drop_last=True):
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+"""
+
+
+def test_a_configuration_that_is_only_in_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_CODE)
+    options = ["-mt", 5, *FAST, "-m", "throughput", "--max-micro-batch", 64, "--run-dir", "run"]
+    told = dsat(tmp_path, "random", *options, "--", "python3", "train.py")
+    run = assert_found(tmp_path / "run", told)
+    assert run.plan is not None
+    assert run.plan.base_config["gradient_clipping"] == 0.5
+    assert run.plan.own_batch.micro_batch == 4
+    best = read_json(tmp_path / "run" / "best_ds_config.json")
+    assert best["gradient_clipping"] == 0.5
+    assert best["zero_optimization"]["reduce_bucket_size"] == 10**6
+    assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 2
+    assert "--run-full-experiment --run-dir run -- python3 train.py" in told.out
+
+
+def test_a_script_that_fails_before_its_configuration_is_known(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('no data here')\n")
+    told = dsat(tmp_path, "random", "--", "python3", "train.py")
+    assert told.status == 1
+    *traceback, last = told.err.splitlines()
+    assert "ValueError: no data here" in traceback
+    assert last.startswith("dsat: error: ") and "no data here" in last
+    assert not (tmp_path / "dsat_runs").exists()
+
+
+def test_a_flag_follows_its_setting(tmp_path: Path) -> None:
+    """A script that feeds the batch of its own flag, in a configuration that it repeats."""
+    script = IN_CODE.replace("import deepspeed, torch", "import deepspeed, sys, torch").replace(
+        'config["train_micro_batch_size_per_gpu"], drop_last', "int(sys.argv[2]), drop_last"
+    )
+    (tmp_path / "train.py").write_text(script)
+    options = ["-mt", 5, *FAST, "-m", "throughput", "--max-micro-batch", 64]
+    command = ["--", "python3", "train.py", "--batch", 4]
+    mapped = ["--arg-mapping", "train_micro_batch_size_per_gpu=batch"]
+    told = dsat(tmp_path, "random", *options, *mapped, "--run-dir", "mapped", *command)
+    assert_found(tmp_path / "mapped", told)
+    told = dsat(tmp_path, "random", *options, "--run-dir", "not", *command)
+    assert told.status == 2
+    assert "--arg-mapping train_micro_batch_size_per_gpu=" in told.err
+
+
+# -- what the model needs
+
+
+def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> None:
+    """25 M parameters in fp32: 24 bytes each at the peak of stage 0, 14 of stage 1 on two slots."""
+    buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": 0, **buckets},
+    }
+    (plain / "ds_config.json").write_text(json.dumps(config))
+    script = "train.py --deepspeed --deepspeed_config ds_config.json --width 1024 --layers 1"
+    limits = ["--slot-memory", "560MiB", "--slots", 2, "-mt", 5, "--max-micro-batch", 2]
+    steps = FAST[: FAST.index("--slot-memory")]
+    told = dsat(
+        plain, "binary", *limits, *steps, "-m", "throughput", "--run-dir", "run", "--",
+        *script.split(), "--length", 8,
+    )  # fmt: skip
+    assert told.status == 0, told
+    run = run_of(plain / "run")
+    profiles = [t for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    *failed, fitted = [run.outcomes[t.id].kind for t in profiles]
+    assert failed and set(failed) == {OutcomeKind.OOM} and fitted is OutcomeKind.OK
+    assert [t.strategy for t in profiles] == ["z0", "z1", "z2", "z3"][: len(profiles)]
+    assert run.best is not None and run.best.stage >= 1
+    assert "Your own configuration does not fit: z0 ran out of memory" in told.out
+
+
+def test_offloading_is_searched_when_it_is_asked_for(plain: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": 2},
+    }
+    (plain / "ds_config.json").write_text(json.dumps(config))
+    told = dsat(
+        plain, "gridsearch", "-z", 2, 3, "--tune", "offload_optimizer", "offload_param",
+        "--run-dir", "run",
+        *("--max-micro-batch", 2, "--num-micro-batches", 1, "-mt", 12, "-m", "throughput"),
+        *FAST[: FAST.index("--slot-memory")], "--fix", "reduce_bucket_size",
+        *"sub_group_size contiguous_gradients offload_optimizer.pin_memory".split(),
+        *"offload_param.pin_memory stage3_max_live_parameters".split(),
+        *"stage3_max_reuse_distance stage3_prefetch_bucket_size".split(),
+        *"stage3_param_persistence_threshold".split(), "--",
+        *"train.py --deepspeed --deepspeed_config ds_config.json".split(), *SMALL_MODEL,
+    )  # fmt: skip
+    run = assert_found(plain / "run", told)
+    assert {trial.strategy for trial in searched(run)} == {
+        *("z3", "z2_offload", "z3_offload", "z3_offload_param")
+    }, "stage 2 as it is is the user's own"
+    for trial in searched(run):
+        config = read_json(plain / "run" / "trials" / trial.name / "ds_config.json")
+        zero: dict[str, Any] = config["zero_optimization"]
+        offload = zero.get("offload_optimizer", {})
+        assert (offload.get("device", "none") == "cpu") is ("offload" in trial.strategy)
+        on_host = zero.get("offload_param", {}).get("device", "none") == "cpu"
+        assert on_host is trial.strategy.endswith("_param")
+
+
+# -- the vocabulary of DeepSpeed's autotuner
+
+
+def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": [2, 4],
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": "all", "reduce_bucket_size": [1e6, 2e6]},
+        "autotuning": {
+            "enabled": True,
+            "fast": False,
+            "metric": "FLOPS",
+            "start_step": 2,
+            "end_step": 3,
+            "results_dir": "results",
+            "exps_dir": "exps",
+            "arg_mappings": {"train_micro_batch_size_per_gpu": " length "},
+        },
+    }
+    (plain / "ds.json").write_text(json.dumps(config))
+    script = ["train.py", "--deepspeed", "--deepspeed_config", "ds.json", *SMALL_MODEL]
+    told = dsat(plain, "tune", "--memory-model", "formula", "--num_gpus", 1, *script)
+    run = assert_found(plain / "results", told)
+    assert run.plan is not None
+    assert run.plan.metric == "FLOPS_per_gpu"
+    assert run.plan.micro_batches == (2, 4)
+    assert {trial.stage for trial in run.trials.values()} == {0, 1, 2, 3}
+    buckets = {
+        trial.overrides["zero_optimization"]["reduce_bucket_size"]
+        for trial in searched(run)
+        if trial.stage == 1
+    }
+    assert buckets == {10**6, 2 * 10**6}
+    # The files that people look for.
+    best = read_json(plain / "results" / "ds_config_optimal.json")
+    assert "autotuning" not in best and best["train_micro_batch_size_per_gpu"] in (2, 4)
+    command = shlex.split((plain / "results" / "cmd_optimal.txt").read_text())
+    assert command[:4] == ["deepspeed", "--num_gpus", "1", "train.py"]
+    assert str(plain / "results" / "ds_config_optimal.json") in command
+    assert command[command.index("--length") + 1] == str(best["train_micro_batch_size_per_gpu"])
+    heading, *rows = (plain / "results" / "summary.txt").read_text().splitlines()
+    for name in ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name"):
+        assert name in heading
+    assert [row.split()[1] for row in rows[1:6]] == ["z0", "z1", "z2", "z3", "global"]
+    for trial in run.trials.values():
+        assert (plain / "results" / trial.name / "metrics.json").exists()
+        assert read_json(plain / "exps" / f"{trial.name}.json")["name"] == trial.name
+    assert {"z1_gas1_tmbspg2", "z1_gas1_tmbspg4"} <= {trial.name for trial in run.trials.values()}
+
+    # Again: nothing is run, also after the space has grown, but for what is new in it.
+    before = events_of(plain / "results")
+    again = dsat(plain, "tune", "--memory-model", "formula", "--num_gpus", 1, *script)
+    assert again.status == 0
+    assert events_of(plain / "results") == before
+    config["train_micro_batch_size_per_gpu"] = [2, 4, 8]
+    (plain / "ds.json").write_text(json.dumps(config))
+    for trial in run.trials.values():  # what is run again writes it again
+        (plain / "results" / trial.name / "metrics.json").unlink()
+    more = assert_found(
+        plain / "results",
+        dsat(plain, "tune", "--memory-model", "formula", "--num_gpus", 1, *script),
+    )
+    ran = {path.parent.name for path in (plain / "results").glob("*/metrics.json")}
+    assert ran == {trial.name for trial in searched(more) if trial.batch.micro_batch == 8}, (
+        "only the new micro batch is run"
+    )
+
+    # Asked to, it begins anew; and then trains.
+    config["autotuning"] |= {"overwrite": True, "tuner_num_trials": 2}  # type: ignore[operator]
+    (plain / "ds.json").write_text(json.dumps(config))
+    told = dsat(plain, "run", "--num_gpus", 1, *script)
+    fresh = assert_found(plain / "results", told)
+    assert len(fresh.trials) == 4
+    assert not (plain / "results" / "journal-1.jsonl").exists()
+    assert "trained; checkpoints and reports in results/full" in told.out

@@ -1,0 +1,43 @@
+"""The examples as a user runs them: real models, without a master, on one slot and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsat.values.trial import OutcomeKind
+from testing.command import dsat, kinds_of, run_of
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = "--slot-memory 400MiB --max-trials 4 --max-profile-steps 3 --metric throughput".split()
+
+
+@pytest.mark.parametrize(("example", "slots"), [("core_api", 1), ("deepspeed_trial", 2)])
+def test_an_example_is_tuned(tmp_path: Path, example: str, slots: int) -> None:
+    folder = EXAMPLES / example
+    told = dsat(
+        "binary",
+        example,
+        tmp_path,
+        *SMALL,
+        *("--slots", slots, "--zero-stages", 0, "--search-range-factor", 0.2),
+        config=folder / "deepspeed.yaml",
+        model_dir=folder,
+    )
+    assert told.status == 0, told.err
+    run = run_of(tmp_path)
+    assert run.baseline is not None
+    assert OutcomeKind.ERROR not in kinds_of(run)
+    assert run.profile is not None
+    assert run.profile.num_params == 11_689_512  # torchvision's ResNet-18
+    own, best = run.value(run.baseline), run.best_value
+    assert own is not None
+    assert best is not None
+    assert best >= own
+    best_config = json.loads((tmp_path / "best_ds_config.json").read_text())
+    assert best_config["gradient_clipping"] == 1.0
+    assert best_config["train_micro_batch_size_per_gpu"] > 4

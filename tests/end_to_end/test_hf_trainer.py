@@ -1,0 +1,219 @@
+"""Real `transformers.Trainer` scripts, tuned by the real command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH, OTHER_CHECKPOINTING
+from dsat.values.trial import OutcomeKind, Trial, TrialKind
+from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
+from testing.local import PATIENCE_S, PROGRAMS, bench_of, environment_of_a_rank, read_json
+
+pytestmark = pytest.mark.slow
+
+TRAINER = PROGRAMS / "hf_trainer"
+FLAGS = "--per_device_train_batch_size 8 --gradient-accumulation-steps=1 --record seen.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_downloads() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def tune(
+    folder: Path, program: str, method: str, *options: object, flags: str = FLAGS
+) -> tuple[Path, Told]:
+    """Tunes a program that writes its checkpoints into `folder/output`."""
+    text = (PROGRAMS / program / "deepspeed.yaml").read_text()
+    entrypoint = yaml.safe_load(text)["entrypoint"].replace("--output_dir output", "")
+    entrypoint += f" --output_dir {folder / 'output'} {flags}"
+    config = experiment_of(folder, program, entrypoint=entrypoint)
+    told = dsat(method, program, folder / "run", *FAST, *options, config=config)
+    assert told.status == 0, told
+    return folder / "run", told
+
+
+def check_what_the_models_saw(run_dir: Path) -> list[Trial]:
+    """Every trial that ran was given its own batch in every micro step; returns those trials."""
+    run = run_of(run_dir)
+    ran = [run.trials[number] for number, outcome in run.outcomes.items() if outcome.ok]
+    for trial in ran:
+        seen = read_json(run_dir / "trials" / trial.name / "seen.json")
+        assert seen["shapes"] == [[trial.batch.micro_batch, 16]] * trial.batch.gas
+    return ran
+
+
+# -- one slot, nothing of dsat in the script
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    options = ["--max-trials", 6, "--search-range-factor", 0.2, "--metric", "throughput"]
+    return tune(tmp_path_factory.mktemp("alone"), "hf_trainer", "asha", *options)
+
+
+def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
+    run = run_of(alone[0])
+    assert run.baseline is not None
+    assert (run.baseline.batch.micro_batch, run.baseline.batch.gas) == (8, 1)
+    ran = check_what_the_models_saw(alone[0])
+    assert len({trial.batch.micro_batch for trial in ran}) >= 3
+    for outcome in run.outcomes.values():
+        assert outcome.warnings == ()
+
+
+def test_a_trial_leaves_no_checkpoint(alone: tuple[Path, Told]) -> None:
+    assert list((alone[0].parent / "output").iterdir()) == []
+
+
+def test_a_trials_command_names_its_arguments(alone: tuple[Path, Told]) -> None:
+    for trial in run_of(alone[0]).trials.values():
+        folder = alone[0] / "trials" / trial.name
+        words = shlex.split((folder / "cmd.txt").read_text().splitlines()[0])
+        assert words[words.index("--deepspeed") + 1] == str(folder / "ds_config.json")
+        micro_batch = words[words.index("--per_device_train_batch_size") + 1]
+        assert micro_batch == str(trial.batch.micro_batch)
+        assert f"--gradient-accumulation-steps={trial.batch.gas}" in words
+
+
+def test_auto_stays_but_where_the_search_decided(alone: tuple[Path, Told]) -> None:
+    own, best = read_json(TRAINER / "ds_config.json"), read_json(alone[0] / "best_ds_config.json")
+    for section in ("gradient_clipping", "fp16", "bf16", "optimizer", "scheduler"):
+        assert best[section] == own[section]
+    assert best["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"
+    trials = searched(run_of(alone[0]))
+    sizes = [trial.overrides["zero_optimization"]["reduce_bucket_size"] for trial in trials]
+    assert all(isinstance(size, int) for size in sizes)  # "auto" does not fix it
+
+
+def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Path) -> None:
+    best = run_of(alone[0]).best
+    [line] = re.findall(r"^Train with it: (.*)$", alone[1].out, re.MULTILINE)
+    cd, command = line.split(" && ")
+    words = shlex.split(command)
+    assert words[:3] == ["torchrun", "--standalone", "--nproc-per-node=1"]
+    seen, output = tmp_path / "seen.json", tmp_path / "output"
+    words = [*words[3:], "--record", str(seen), "--output_dir", str(output), "--max_steps", "1"]
+    trained = subprocess.run(
+        [sys.executable, *words],
+        cwd=shlex.split(cd)[1],
+        env=environment_of_a_rank(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert best is not None
+    assert read_json(seen)["shapes"] == [[best.batch.micro_batch, 16]] * best.batch.gas
+    assert (output / "checkpoint-1").is_dir()
+
+
+# -- two slots
+
+
+def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
+    options = ["--slots", 2, "--max-trials", 6, "--train-batch-size", 48]
+    options += ["--zero-stages", 0, 1, 2, 3]
+    run_dir, _ = tune(tmp_path, "hf_trainer", "random", *options)
+    ran = check_what_the_models_saw(run_dir)
+    assert len(ran) == 6
+    assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
+    assert max(trial.batch.gas for trial in ran) > 1
+    for outcome in run_of(run_dir).outcomes.values():
+        assert outcome.warnings == (NO_CPU_RANKS,)
+
+
+def test_with_determineds_callback(tmp_path: Path) -> None:
+    options = ["--max-trials", 4, "--slot-memory", "500MiB", "--train-batch-size", 48]
+    run_dir, _ = tune(
+        tmp_path, "hf_determined", "random", *options, "--run-full-experiment", flags=""
+    )
+    run = run_of(run_dir)
+    assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 4
+    for trial in run.trials.values():
+        reports = reports_of(run_dir / "trials" / trial.name)
+        assert set(reports[-1]["searcher_metric"]) >= {"throughput", "latency"}
+    reports = reports_of(run_dir / "full")
+    assert [r["length"] for r in reports if r["kind"] == "progress"] == [1, 2, 3, 4, 5, 6]
+    assert reports[-1]["kind"] == "completed"
+    losses = [r["metrics"]["eval_loss"] for r in reports if r.get("group") == "validation"]
+    assert len(losses) == 2 and losses[-1] == reports[-1]["searcher_metric"]
+
+
+def reports_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "reports.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# -- arguments in the code
+
+
+def test_arguments_in_code_follow_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "output"
+    monkeypatch.setenv("OUTPUT_DIR", str(output))
+    (output / "checkpoint-3").mkdir(parents=True)  # of an earlier training
+    with bench_of("hf_trainer", tmp_path, entry="python3 in_code.py") as bench:
+        own = bench.trial(micro_batch=4, kind=TrialKind.PROFILE)  # warms up for the others
+        outcome = bench.run(own)
+        assert outcome.ok, bench.log(own)
+        assert outcome.warnings == ()
+        assert read_json(bench.path(own) / "seen.json") == {
+            "shapes": [[4, 16]],
+            "checkpointing": False,
+        }
+
+        other = replace(
+            bench.trial(micro_batch=3, gas=2, stage=3), script_args={"gradient_checkpointing": True}
+        )
+        outcome = bench.run(other)
+        assert outcome.ok, bench.log(other)
+        assert outcome.warnings == (OTHER_BATCH, OTHER_CHECKPOINTING)
+        seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
+        assert read_json(bench.path(other) / "seen.json") == seen
+        assert [path.name for path in output.iterdir()] == ["checkpoint-3"]
+
+        fresh = tmp_path / "fresh"
+        monkeypatch.setenv("OUTPUT_DIR", str(fresh))
+        full = bench.engine.train(other)
+        [(trial_id, outcome)] = bench.engine.poll(PATIENCE_S)
+        assert trial_id == FULL_RUN_ID
+        assert outcome.ok, (full / "stderr.log").read_text()
+        assert read_json(full / "seen.json") == seen
+        assert "eval_loss" in (full / "stdout.log").read_text()
+        assert list(fresh.glob("checkpoint-*"))
+
+
+def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
+    entry = f"python3 train.py --deepspeed ds_config.json --output_dir {tmp_path / 'output'}"
+    entry += " --record seen.json --gradient_checkpointing"
+    with bench_of("hf_trainer", tmp_path, slots=2, entry=entry) as bench:
+        trials = [
+            replace(bench.trial(), script_args={"gradient_checkpointing": on})
+            for on in (True, False)
+        ]
+        for trial in trials:
+            bench.engine.launch(trial)
+        outcomes: dict[int, Any] = {}
+        while len(outcomes) < 2:
+            outcomes.update(bench.engine.poll(PATIENCE_S))
+        for trial, on in zip(trials, (True, False), strict=True):
+            assert outcomes[trial.id].ok, bench.log(trial)
+            assert outcomes[trial.id].warnings == ()
+            assert read_json(bench.path(trial) / "seen.json")["checkpointing"] is on
+            command = bench.read(trial, "cmd.txt").splitlines()[0].split()
+            assert ("--gradient_checkpointing" in command) is on

@@ -1,0 +1,116 @@
+"""Memory before it is used: `dsat estimate`, and a search that begins with simulations."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.values.trial import OutcomeKind
+from testing.command import FAST, dsat, experiment_of, inline, run_of
+from testing.local import processes_of
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+GIB = 2**30
+HF_ARGS = "--deepspeed ds_config.json --output_dir out --per_device_train_batch_size 4"
+
+
+def estimate(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsat", "estimate", *map(str, words)]
+    environment = {"XDG_CACHE_HOME": str(cwd / "cache"), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["env", *(f"{k}={v}" for k, v in environment.items()), *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("example", "words", "parameters"),
+    [
+        ("deepspeed_trial", ["deepspeed.yaml", "."], 11_689_512),
+        ("hf_trainer", ["--", "train.py", *HF_ARGS.split()], 5_273_088),
+    ],
+)
+def test_every_kind_of_script_is_estimated(
+    tmp_path: Path, example: str, words: list[str], parameters: int
+) -> None:
+    folder = tmp_path / example
+    shutil.copytree(ROOT / "examples" / example, folder)
+    if example == "hf_trainer":  # whose own arguments ask for fp32
+        own = folder / "ds_config.json"
+        own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
+    options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json"]
+    done = estimate(*options, *words, cwd=folder)
+    assert done.returncode == 0, done
+    told = json.loads(done.stdout)
+    assert told["model"]["num_params"] == parameters
+    assert told["model"]["param_bytes"] == 4
+    assert [line["slots"] for line in told["lines"]] == [1] * 7 + [8] * 7
+    assert [line["strategy"] for line in told["lines"][:7]] == [
+        *("z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "z3_offload_param")
+    ]
+    for line in told["lines"]:
+        by_size = line["largest_micro_batch"]
+        assert 0 <= by_size[str(GIB)] < by_size[str(16 * GIB)]
+        assert line["peak_bytes"] > parameters
+    assert not processes_of(folder)
+
+
+def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(ROOT / "examples" / "plain", folder)
+    script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
+    words = ["--slots", 2, "--slot-memory", "8GiB", "--exact", "--", *script]
+    done = estimate(*words, cwd=folder)
+    assert done.returncode == 0, done
+    assert "2 slots:" in done.stdout and "largest on 8.00 GiB" in done.stdout
+    assert re.search(r"\| stage 3, optimizer on cpu, parameters on cpu \|", done.stdout)
+    assert "the first of them that fits: 8.00 GiB: stage 0" in done.stdout
+    assert "Found by simulated" in done.stdout
+
+
+def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise KeyError('no data here')\n")
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
+    done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "memory cannot be estimated" in done.stderr and "no data here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    zero = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    own = inline(train_micro_batch_size_per_gpu=4, zero_optimization=zero)
+    config = experiment_of(tmp_path, "tiny", hyperparameters=own)
+    options: list[Any] = [*FAST[: FAST.index("--memory-model")], "--slot-memory", "150MiB"]
+    options += ["-mt", 7, "-z", 0, 1, 2, 3]
+    options += ["-m", "throughput", "--slots", 1, "-mct", 1]
+    told = dsat("model", "tiny", run_dir, *options, config=config)
+    assert told.status == 0, told
+    run = run_of(run_dir)
+    assert run.foreseen is not None and run.foreseen.note == ""
+    assert {a.estimate.source for v in run.foreseen.variants for a in v.anchors} == {"simulated"}
+    for stage in range(4):
+        assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.out)
+    assert run.count(OutcomeKind.OOM) <= 1
+    others = [trial for trial in run.trials.values() if trial.id]
+    assert others and all(trial.predicted_bytes for trial in others)
+    assert re.search(r" used of [\d.]+ [MG]iB predicted", told.out)
+    text = (run_dir / "summary.md").read_text()
+    assert "memory predicted" in text
+    # With a limit, what counts against it is known.
+    said = re.search(r"memory: predicted by simulation, off by [\d.]+% in the middle", text)
+    assert said is not None, text

@@ -1,0 +1,42 @@
+"""A script whose libraries cannot be forked is tuned in fresh processes, without being asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsat.cli import main
+from dsat.engines.local.engine import FRESH_PROCESSES_ONLY
+from dsat.tuning.run import Run
+from dsat.values.trial import Outcome, OutcomeKind, TrialKind
+from testing.local import bench_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
+    with bench_of("unforkable", tmp_path) as bench:
+        profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
+        outcome = bench.run(profile)
+        assert outcome.kind is OutcomeKind.OK, bench.log(profile)
+        assert outcome.warnings == (FRESH_PROCESSES_ONLY,)
+        later = bench.trial(micro_batch=1)
+        outcome = bench.run(later)
+        assert outcome.kind is OutcomeKind.OK, bench.log(later)
+        assert outcome.warnings == ()
+
+
+def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
+    with bench_of("unforkable", tmp_path) as bench:
+        outcome = bench.run(bench.trial(micro_batch=1))
+    assert outcome.kind is OutcomeKind.ERROR
+    assert "this library cannot be forked" in outcome.message
+
+
+def test_a_resumed_run_remembers() -> None:
+    run = Run()
+    assert not main._known_to_need_fresh_processes(run)
+    for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True)):
+        run.outcomes[0] = Outcome(OutcomeKind.OK, warnings=warnings)
+        assert main._known_to_need_fresh_processes(run) is remembers

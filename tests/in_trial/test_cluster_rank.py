@@ -1,0 +1,215 @@
+"""A cluster's trial from inside: what it reports, and what it leaves in its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import cluster_rank
+from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
+from dsat.in_trial.meter import Measurement, Meter, MeterSpec
+from dsat.values.trial import MemoryUse, Outcome, OutcomeKind
+from testing.helpers import ran, weightless
+from tests.conftest import ROOT
+
+SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
+
+
+@dataclass
+class Recorder:
+    """A `core.Context`, its train and searcher contexts, and an operation, all in one."""
+
+    rank: int = 0
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def distributed(self) -> Recorder:
+        return self
+
+    @property
+    def train(self) -> Recorder:
+        return self
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Any) -> None:
+        self.calls.append(("metrics", metrics))
+
+    def report_completed(self, metric: Any) -> None:
+        self.calls.append(("completed", metric))
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(SPEC, lambda measurement: None)
+
+
+def measured(meter: Meter) -> Outcome:
+    """The outcome of a meter that has measured something."""
+    outcome = replace(ran(5.0), memory=MemoryUse(), warnings=("slow",))
+    assert outcome.metrics is not None
+    meter.partial = Measurement(outcome.metrics, MemoryUse(), None, ("slow",), (1.0,))
+    return outcome
+
+
+def reported(context: Recorder) -> Outcome:
+    """What the searcher gets, after the way through JSON."""
+    [metric] = [what for kind, what in context.calls if kind == "completed"]
+    return Outcome.from_json(json.loads(json.dumps(metric))[OUTCOME_KEY])
+
+
+def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(meter: Meter) -> None:
+    context, rank = Recorder(), Task(meter, 60.0)
+    expected = measured(meter)
+    rank.report(context, context, rank.ended(), 7)
+    assert [kind for kind, _ in context.calls] == ["metrics", "completed"]
+    plotted = context.calls[0][1]
+    assert plotted["throughput"] == 5.0
+    assert all(isinstance(value, int | float) for value in plotted.values())
+    assert replace(reported(context), duration_s=0.0) == expected
+    assert context.calls[1][1]["throughput"] == 5.0
+
+
+def test_only_the_chief_reports_and_only_once(meter: Meter) -> None:
+    measured(meter)
+    worker, chief = Recorder(rank=1), Recorder()
+    for context in (worker, chief):
+        rank = Task(meter, 60.0)
+        rank.report(context, context, rank.ended(), 7)
+        rank.report(context, context, rank.ended(), 7)
+    assert worker.calls == []
+    assert [kind for kind, _ in chief.calls] == ["metrics", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError("no"), OutcomeKind.OOM),
+        (RuntimeError("CUDA error: out of memory"), OutcomeKind.OOM),
+        (OSError(12, "Cannot allocate memory"), OutcomeKind.HOST_OOM),
+        (InvalidTrial("other settings"), OutcomeKind.INVALID),
+    ],
+)
+def test_a_failure_that_would_only_repeat_itself_is_reported(
+    meter: Meter, error: BaseException, kind: OutcomeKind
+) -> None:
+    context, rank = Recorder(), Task(meter, 60.0)
+    rank.report_failure(context, context, error, 7)
+    assert reported(context).kind is kind
+    assert reported(context).message.startswith("rank 0: ")
+    assert [name for name, _ in context.calls] == ["completed"]
+
+
+def test_a_crash_is_the_masters_to_restart(meter: Meter) -> None:
+    context, rank = Recorder(), Task(meter, 60.0)
+    rank.report_failure(context, context, KeyError("x"), 7)
+    assert context.calls == []
+
+
+def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
+    meter: Meter,
+) -> None:
+    context, rank = Recorder(), Task(meter, 60.0)
+    rank.follow(context, context, 7)
+    rank.follow(context, context, 7)  # the context is entered once a step, perhaps
+    meter.watches, meter.steps_seen = True, 2
+    context.report_completed(0.25)
+    outcome = reported(context)
+    assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run
+    assert "ended after 2 optimizer steps" in outcome.message
+
+
+def test_the_same_with_enough_steps(meter: Meter) -> None:
+    context, rank = Recorder(), Task(meter, 60.0)
+    rank.follow(context, context, 7)
+    expected = measured(meter)
+    context.report_completed(0.25)
+    assert reported(context).metrics == expected.metrics
+
+
+def test_a_profile_is_plotted_as_well() -> None:
+    values = numbers(replace(ran(), profile=weightless(15)))
+    assert values["slot_memory_bytes"] == 150 and values["throughput"] == 1.0
+    assert numbers(Outcome(OutcomeKind.OOM)) == {}
+
+
+def test_a_line_of_the_log_holds_a_whole_outcome() -> None:
+    line = log_line(ran(3.0), run="1.a.0", ended=True).decode()
+    assert line.startswith(LOG_MARK) and line.count("\n") == 1
+    data = json.loads(line.removeprefix(LOG_MARK))
+    assert (data["run"], data["ended"]) == ("1.a.0", True)
+    assert Outcome.from_json(data) == ran(3.0)
+
+
+def test_a_line_of_the_log_is_never_too_long_to_be_written_at_once() -> None:
+    detail = "".join(f'line "{number}"\n' for number in range(10_000))
+    outcome = Outcome(OutcomeKind.ERROR, message="m", detail=detail)
+    line = log_line(outcome, run="1", ended=False)
+    assert 1000 < len(line) <= os.pathconf("/", "PC_PIPE_BUF")
+    kept = json.loads(line.decode().removeprefix(LOG_MARK))["detail"]
+    assert detail.endswith(kept) and kept.endswith('line "9999"\n')
+
+
+@pytest.fixture
+def _detached() -> Iterator[None]:
+    before = cluster_rank._attached
+    yield
+    cluster_rank._attached = before
+
+
+@pytest.mark.usefixtures("_detached")
+@pytest.mark.parametrize(
+    "hparams",
+    [
+        None,
+        {},
+        {"_use_dsat_mode": True},
+        {"_dsat_trial": {"id": 1, "spec": "{}"}},
+        {"_use_dsat_mode": False, "_dsat_trial": {"id": 1, "spec": "{}"}},
+    ],
+)
+def test_other_trials_are_left_alone(hparams: Any) -> None:
+    assert cluster_rank.attach(hparams) is None
+
+
+SCRIPT = """
+import sys, time
+from dsat.in_trial.meter import Meter, MeterSpec
+from dsat.in_trial.cluster_rank import Task
+
+spec = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
+meter = Meter(spec, print)
+Task(meter, {timeout_s}).watch()
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "ended"),
+    [
+        ("time.sleep(30)", 1, "TIMEOUT", False),
+        ("raise KeyError('x')", 1, "ERROR", False),
+        ("raise MemoryError", 1, "OOM", False),
+        ("meter.watches = True", 0, "INVALID", True),
+        ("sys.exit(3)", 3, "INVALID", True),
+    ],
+)
+def test_a_process_says_in_its_log_why_it_ends(
+    body: str, status: int, kind: str, ended: bool
+) -> None:
+    code = SCRIPT.format(timeout_s=0.3 if "sleep" in body else 60.0, body=body)
+    env = {**os.environ, "RANK": "1", "DET_ALLOCATION_ID": "7.a.0"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == status, process.stderr
+    [line] = [text for text in process.stderr.splitlines() if LOG_MARK in text]
+    data = json.loads(line.partition(LOG_MARK)[2])
+    assert (data["kind"], data["ended"], data["run"]) == (kind, ended, "7.a.0")
+    assert Outcome.from_json(data).smaller_may_run == (body == "meter.watches = True")

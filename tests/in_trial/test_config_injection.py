@@ -1,0 +1,255 @@
+"""The trial's configuration reaches `deepspeed.initialize`, whatever the script passes."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+}
+OVERRIDES = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+OWN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, True),
+        ({"a": 1}, {}, True),
+        ({"a": 2}, {"a": 1}, False),
+        ({}, {"a": 1}, False),
+        ({"z": {"stage": 1, "more": 5}}, {"z": {"stage": 1}}, True),
+        ({"z": {"stage": 1}}, {"z": {"stage": 2}}, False),
+        ({"z": {"stage": 1}}, {"z": {"stage": 1, "overlap": False}}, False),
+        ({"z": 1}, {"z": {"stage": 1}}, False),
+        ({"z": {"stage": 1}}, {"z": 1}, False),
+        ({"z": {"offload": {"device": "cpu"}}}, {"z": {"offload": {"device": "none"}}}, False),
+        ({"a": [1, 2]}, {"a": [1, 2]}, True),
+        ({"a": [1, 2]}, {"a": [2, 1]}, False),
+        ({"a": "auto"}, {"a": 1}, False),
+    ],
+)
+def test_agrees(config: dict[str, Any], overrides: dict[str, Any], expected: bool) -> None:
+    assert config_injection.agrees(config, overrides) is expected
+
+
+def test_auto_values_are_the_scripts() -> None:
+    config = {"lr": "auto", "zero": {"stage": 2, "size": "auto"}, "clip": "auto"}
+    passed = {"lr": 0.5, "zero": {"stage": 1, "size": 7}, "extra": 1}
+    expected = {"lr": 0.5, "zero": {"stage": 2, "size": 7}, "clip": "auto"}
+    assert config_injection.completed(config, passed) == expected
+    assert config_injection.completed({"zero": {"size": "auto"}}, {"zero": 3}) == {
+        "zero": {"size": "auto"}
+    }
+
+
+class Calls:
+    """DeepSpeed's `initialize`, as much of it as finds the configuration."""
+
+    def __init__(self) -> None:
+        self.configs: list[Any] = []
+
+    def initialize(
+        self,
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        distributed_port: int = 29500,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        config_params: Any = None,
+    ) -> str:
+        assert model == "model"
+        if config is None and config_params is not None:
+            config = config_params
+        if getattr(args, "deepscale_config", None) is not None:
+            assert args.deepspeed_config is None
+            args.deepspeed_config, args.deepscale_config = args.deepscale_config, None
+        if getattr(args, "deepspeed_config", None) is not None:
+            assert config is None, "two configurations"
+            config = args.deepspeed_config
+        assert config is not None, "no configuration"
+        if isinstance(config, str):
+            config = json.loads(Path(config).read_text())
+        self.configs.append(config)
+        return "engine"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+    calls = Calls()
+    module = ModuleType("deepspeed")
+    module.initialize = calls.initialize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CONFIG))
+    config_injection.install(CONFIG, OVERRIDES, path)
+    return calls
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    return sys.modules["deepspeed"].initialize(*args, **kwargs)
+
+
+def own_file(folder: Path) -> str:
+    path = folder / "own.json"
+    path.write_text(json.dumps(OWN))
+    return str(path)
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "dict": lambda _: initialize(model="model", config=copy.deepcopy(OWN)),
+    "path": lambda folder: initialize(model="model", config=own_file(folder)),
+    "encoded": lambda _: initialize(
+        model="model", config=base64.urlsafe_b64encode(json.dumps(OWN).encode()).decode()
+    ),
+    "config_params": lambda _: initialize(model="model", config_params=copy.deepcopy(OWN)),
+    "positional": lambda _: initialize(
+        None, "model", *[None] * 4, 29500, None, None, None, copy.deepcopy(OWN)
+    ),
+    "args": lambda folder: initialize(
+        SimpleNamespace(deepspeed_config=own_file(folder)), "model", model_parameters=[1]
+    ),
+    "deepscale": lambda folder: initialize(
+        SimpleNamespace(deepscale_config=own_file(folder), deepspeed_config=None), "model"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_trials_configuration_replaces_the_scripts(
+    calls: Calls, tmp_path: Path, way: str
+) -> None:
+    assert WAYS[way](tmp_path) == "engine"
+    assert calls.configs == [CONFIG]
+
+
+def test_a_dict_is_changed_in_place(calls: Calls) -> None:
+    own = copy.deepcopy(OWN)
+    initialize(model="model", config=own)
+    assert calls.configs[0] is own
+    assert own == CONFIG
+
+
+def test_the_trials_own_configuration_is_safe_from_the_script(calls: Calls) -> None:
+    own = copy.deepcopy(OWN)
+    initialize(model="model", config=own)
+    own["zero_optimization"]["stage"] = 3
+    assert CONFIG["zero_optimization"]["stage"] == 2
+
+
+def test_args_name_the_trials_file(calls: Calls, tmp_path: Path) -> None:
+    args = SimpleNamespace(deepspeed_config=own_file(tmp_path))
+    initialize(args, "model")
+    assert args.deepspeed_config == str(tmp_path / "ds_config.json")
+
+
+def test_what_agrees_is_left_alone(calls: Calls) -> None:
+    """A library has filled the trial's file in, and changed what the trial is not about."""
+    filled = {**CONFIG, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+    initialize(model="model", config=filled)
+    assert calls.configs[0] is filled
+    assert filled["optimizer"] == {"type": "AdamW"}
+    assert "gradient_clipping" in filled
+
+
+def test_an_engine_that_does_not_train_is_left_alone(calls: Calls) -> None:
+    reference = {"train_micro_batch_size_per_gpu": 8}
+    initialize(model="model", config=reference)
+    assert calls.configs == [{"train_micro_batch_size_per_gpu": 8}]
+    initialize(model="model", config={"train_micro_batch_size_per_gpu": 8}, optimizer="mine")
+    assert calls.configs[1] == CONFIG
+
+
+def test_a_second_model_keeps_a_configuration_of_its_own(calls: Calls) -> None:
+    critic = {**OWN, "gradient_clipping": 5.0}
+    for config in (copy.deepcopy(OWN), copy.deepcopy(OWN), critic):
+        initialize(model="model", model_parameters=[1], config=config)
+    assert calls.configs == [CONFIG, CONFIG, {**OWN, "gradient_clipping": 5.0}]
+
+
+def test_a_reference_model_before_it_does_not_keep_the_trained_one_from_it(calls: Calls) -> None:
+    initialize(model="model", config={**OWN, "zero_optimization": {"stage": 0}})
+    initialize(model="model", model_parameters=[1], config=copy.deepcopy(OWN))
+    assert calls.configs[1] == CONFIG
+
+
+def test_the_scripts_own_mistakes_stay_its_own(calls: Calls, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no configuration"):
+        initialize(model="model")
+    args = SimpleNamespace(deepspeed_config=own_file(tmp_path))
+    with pytest.raises(AssertionError, match="two configurations"):
+        initialize(args, "model", config=copy.deepcopy(OWN))
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        initialize(modle="model")
+    with pytest.raises(FileNotFoundError):
+        initialize(model="model", config="nowhere.json")
+
+
+def test_wrappers_compose(calls: Calls) -> None:
+    """A second one, as a meter's, sees the same names and what the first made of them."""
+    seen: list[dict[str, Any]] = []
+    config_injection.on_initialize(lambda arguments: seen.append(dict(arguments)))
+    initialize(None, "model", config=copy.deepcopy(OWN))
+    assert seen == [{"args": None, "model": "model", "config": CONFIG}]
+    assert calls.configs == [CONFIG]
+
+
+# -- capture
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    module = ModuleType("deepspeed")
+    module.initialize = Calls().initialize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    kept: list[str] = []
+    config_injection.capture(kept.append)
+    return kept
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_capture_ends_the_script_at_its_configuration(
+    captured: list[str], tmp_path: Path, way: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        WAYS[way](tmp_path)
+    assert stop.value.code == 0
+    assert [json.loads(text) for text in captured] == [OWN]
+
+
+def test_capture_waits_for_an_engine_that_trains(captured: list[str]) -> None:
+    reference = {"train_micro_batch_size_per_gpu": 1}
+    assert initialize(model="model", config=reference) == "engine"
+    with pytest.raises(SystemExit):
+        initialize(model="model", model_parameters=[1], config={"train_batch_size": 2})
+    assert [json.loads(text) for text in captured] == [{"train_batch_size": 2}]
+
+
+@pytest.mark.parametrize("value", [object(), float("nan")])
+def test_capture_takes_json_only(captured: list[str], value: object) -> None:
+    with pytest.raises(InvalidTrial, match="cannot be written as JSON"):
+        initialize(model="model", config={**OWN, "value": value})
+    assert captured == []

@@ -1,0 +1,195 @@
+"""What an exception means, and what a trial's remains mean when several ranks failed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsat.engines.local import trial_result
+from dsat.errors import InvalidTrial
+from dsat.in_trial import failures
+from dsat.values.trial import Outcome, OutcomeKind
+
+KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
+
+
+def raised(error: BaseException, handling: BaseException) -> BaseException:
+    """An error that was raised while another one was handled."""
+    error.__context__ = handling
+    return error
+
+
+CPU_ALLOCATOR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 2097152 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "OOM"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "OOM"),
+        (CPU_ALLOCATOR, "OOM"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "OOM"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "OOM"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "OOM"),
+        (RuntimeError("std::bad_alloc"), "OOM"),
+        (raised(ValueError("the step failed"), MemoryError()), "OOM"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "HOST_OOM"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "HOST_OOM"),
+        (InvalidTrial("no engine"), "INVALID"),
+        (type("InvalidHP", (Exception,), {})("not these"), "INVALID"),
+        (raised(RuntimeError("wrapped"), InvalidTrial("no engine")), "INVALID"),
+        # Words alone do not make it one.
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "ERROR"),
+        (ValueError("out of memory"), "ERROR"),
+        (FileNotFoundError(errno.ENOENT, "no data"), "ERROR"),
+        (KeyError("DefaultCPUAllocator: can't allocate memory"), "ERROR"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "ERROR"),
+        (SystemExit(3), "ERROR"),
+        (KeyboardInterrupt(), "ERROR"),
+    ],
+    ids=repr,
+)
+def test_kinds(error: BaseException, kind: str) -> None:
+    assert failures.classify(error) is OutcomeKind(kind)
+
+
+def test_a_chain_of_errors_may_be_a_ring() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert failures.classify(first) is OutcomeKind.ERROR
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (ValueError("\n\n  three\n"), "ValueError: three"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (MemoryError(), "MemoryError"),
+        (CPU_ALLOCATOR, "out of memory: tried to allocate 2.0 MiB"),
+        (
+            raised(ValueError("the step failed"), CPU_ALLOCATOR),
+            "out of memory: tried to allocate 2",
+        ),
+        (InvalidTrial("it ended too early"), "it ended too early"),
+    ],
+    ids=repr,
+)
+def test_messages_are_one_line(error: BaseException, message: str) -> None:
+    text = failures.message(error)
+    assert text.startswith(message)
+    assert "\n" not in text
+
+
+# -- several ranks
+
+
+def judge(
+    folder: Path,
+    reports: Sequence[dict[str, Any] | None],
+    statuses: Sequence[int],
+    killed: Sequence[bool] | None = None,
+) -> Outcome:
+    for rank, report in enumerate(reports):
+        if report is not None:
+            (folder / f"rank{rank}.json").write_text(json.dumps(report))
+    return trial_result.failed(folder, statuses, killed or [False] * len(statuses), 1.5)
+
+
+def said(kind: str, time: float, message: str = "") -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "message": message or f"{kind} at {time:g}",
+        "detail": f"detail of {kind}",
+        "smaller_may_run": False,
+        "time": time,
+    }
+
+
+def test_the_first_to_fail_explains_the_others(tmp_path: Path) -> None:
+    outcome = judge(tmp_path, [said("ERROR", 2.0), said("ERROR", 1.0)], [1, 1])
+    assert outcome == Outcome(
+        OutcomeKind.ERROR, message="rank 1: ERROR at 1", detail="detail of ERROR", duration_s=1.5
+    )
+
+
+def test_out_of_memory_explains_the_others_even_if_it_is_told_later(tmp_path: Path) -> None:
+    """A peer that lost its connection may be quicker to say so."""
+    lost = said("ERROR", 1.0, "RuntimeError: Connection closed by peer")
+    outcome = judge(tmp_path, [lost, said("OOM", 2.0)], [1, 1])
+    assert (outcome.kind, outcome.message) == (OutcomeKind.OOM, "rank 1: OOM at 2")
+    assert outcome.detail == "detail of OOM"
+
+
+def test_out_of_memory_explains_a_kill(tmp_path: Path) -> None:
+    outcome = judge(tmp_path, [None, said("OOM", 2.0)], [KILLED, 1])
+    assert outcome.kind is OutcomeKind.OOM
+
+
+def test_a_kill_from_outside_explains_a_peers_error(tmp_path: Path) -> None:
+    lost = said("ERROR", 1.0, "RuntimeError: Connection closed by peer")
+    (tmp_path / "stderr.log").write_text("some\nlines\n")
+    outcome = judge(tmp_path, [lost, None], [1, KILLED])
+    assert outcome.kind is OutcomeKind.HOST_OOM
+    assert outcome.message.startswith("rank 1 was killed with SIGKILL")
+    assert "--max-concurrent-trials" in outcome.message
+    assert outcome.detail == "some\nlines"
+
+
+def test_what_dsat_killed_explains_nothing(tmp_path: Path) -> None:
+    outcome = judge(tmp_path, [None, None], [KILLED, 7], [True, False])
+    assert outcome.kind is OutcomeKind.ERROR
+    assert outcome.message == "rank 1 ended with exit status 7"
+
+
+def test_an_error_explains_an_abort(tmp_path: Path) -> None:
+    outcome = judge(tmp_path, [None, said("ERROR", 1.0)], [ABORTED, 1])
+    assert outcome.message == "rank 1: ERROR at 1"
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (ABORTED, "rank 1 was killed by SIGABRT"),
+        (-signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
+        (-signal.SIGBUS, "rank 1 was killed by SIGBUS (is /dev/shm full?)"),
+        (7, "rank 1 ended with exit status 7"),
+        (0, "the ranks ended without a result"),
+    ],
+)
+def test_a_rank_that_said_nothing(tmp_path: Path, status: int, message: str) -> None:
+    outcome = judge(tmp_path, [None, None], [KILLED, status], [True, False])
+    assert (outcome.kind, outcome.message) == (OutcomeKind.ERROR, message)
+
+
+def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path) -> None:
+    assert trial_result.measured(tmp_path, 1.0) is None
+    metrics = dict.fromkeys(
+        "throughput latency forward backward step FLOPS_per_gpu num_steps ci95".split(), 1
+    )
+    data = {"metrics": metrics, "memory": {}, "profile": None, "warnings": ["w"], "step_ms": [1]}
+    (tmp_path / "metrics.json").write_text(json.dumps(data))
+    outcome = trial_result.measured(tmp_path, 1.0)
+    assert outcome is not None and outcome.ok
+    assert outcome.warnings == ("w",) and outcome.duration_s == 1.0
+
+
+def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:
+    lines = [f"line {number} \u2713" for number in range(20_000)]
+    (tmp_path / "stderr.log").write_text("\n".join(lines) + "\n")
+    assert judge(tmp_path, [None], [7]).detail.splitlines() == lines[-20:]
+
+
+def test_a_log_of_any_bytes_is_readable(tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_bytes(b"\xff\xfe broken\n")
+    assert "broken" in judge(tmp_path, [None], [7]).detail

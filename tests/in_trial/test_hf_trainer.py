@@ -1,0 +1,140 @@
+"""What a trial makes of a script's TrainingArguments."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsat.in_trial import hf_trainer
+from dsat.in_trial.hf_trainer import NEVER, OTHER_BATCH, OTHER_CHECKPOINTING, TrainerSettings
+
+
+class Strategy(str, Enum):
+    NO = "no"
+    EPOCH = "epoch"
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 16}))
+    return path
+
+
+def script_args(**changes: Any) -> SimpleNamespace:
+    """As transformers 5 has them, just made and not yet checked."""
+    values = {
+        "deepspeed": "ds.json",
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": None,
+        "activation_checkpointing": None,
+        "max_steps": -1,
+        "eval_strategy": "no",
+        "eval_steps": None,
+        "save_strategy": "steps",
+        "save_steps": 500,
+        "report_to": "all",
+        "push_to_hub": True,
+        "load_best_model_at_end": True,
+        "auto_find_batch_size": True,
+        "eval_on_start": True,
+        "resume_from_checkpoint": "checkpoint-5",
+        "dataloader_drop_last": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def settings(path: Path, **changes: Any) -> TrainerSettings:
+    return TrainerSettings(**{"config_path": path, "micro_batch": 16, "gas": 2, **changes})
+
+
+def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: Path) -> None:
+    args = script_args()
+    assert hf_trainer.prepare(args, settings(config_path)) == [OTHER_BATCH]
+    assert args == script_args(
+        deepspeed=str(config_path), per_device_train_batch_size=16, gradient_accumulation_steps=2
+    )
+
+
+def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None:
+    args = script_args(eval_strategy=Strategy.EPOCH, evaluation_strategy=Strategy.NO)
+    hf_trainer.prepare(args, settings(config_path, max_steps=82))
+    changed = {
+        name: value for name, value in vars(args).items() if value != vars(script_args()).get(name)
+    }
+    assert changed == {
+        "deepspeed": str(config_path),
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 82,
+        "eval_strategy": "steps",
+        "evaluation_strategy": Strategy.NO,
+        "eval_steps": NEVER,
+        "save_steps": NEVER,
+        "report_to": "none",
+        "push_to_hub": False,
+        "auto_find_batch_size": False,
+        "eval_on_start": False,
+        "resume_from_checkpoint": None,
+        "dataloader_drop_last": True,
+    }
+
+
+def test_what_the_user_has_switched_off_stays_off(config_path: Path) -> None:
+    args = script_args(save_strategy=Strategy.NO)
+    hf_trainer.prepare(args, settings(config_path, max_steps=82))
+    assert args.save_strategy is Strategy.NO and args.eval_strategy == "no"
+
+
+def test_a_dict_stays_a_dict(config_path: Path) -> None:
+    args = script_args(deepspeed={"train_micro_batch_size_per_gpu": "auto"})
+    hf_trainer.prepare(args, settings(config_path))
+    assert args.deepspeed == {"train_micro_batch_size_per_gpu": 16}
+
+
+@pytest.mark.parametrize("deepspeed", [None, "", {}])
+def test_without_deepspeed_it_only_ends_soon(config_path: Path, deepspeed: Any) -> None:
+    args = script_args(deepspeed=deepspeed)
+    assert hf_trainer.prepare(args, settings(config_path, max_steps=82)) == []
+    assert (args.deepspeed, args.per_device_train_batch_size, args.max_steps) == (deepspeed, 8, 82)
+
+
+def test_the_configurations_own_length_of_training_is_kept(config_path: Path) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
+    config_path.write_text(json.dumps({"scheduler": scheduler}))
+    args = script_args()
+    hf_trainer.prepare(args, settings(config_path, max_steps=82))
+    assert args.max_steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "gas", "expected"), [(8, 1, []), (16, 1, [OTHER_BATCH]), (8, 2, [OTHER_BATCH])]
+)
+def test_only_a_real_disagreement_is_told(
+    config_path: Path, micro_batch: int, gas: int, expected: list[str]
+) -> None:
+    trial = settings(config_path, micro_batch=micro_batch, gas=gas, gradient_checkpointing=False)
+    assert hf_trainer.prepare(script_args(), trial) == expected
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_gradient_checkpointing_under_both_its_names(config_path: Path, old: bool) -> None:
+    args = script_args(gradient_checkpointing=True)
+    if old:
+        del args.activation_checkpointing
+    field = "gradient_checkpointing" if old else "activation_checkpointing"
+    trial = {"micro_batch": 8, "gas": 1}
+    assert hf_trainer.prepare(args, settings(config_path, **trial)) == []
+    assert (
+        hf_trainer.prepare(args, settings(config_path, **trial, gradient_checkpointing=True)) == []
+    )
+    assert getattr(args, field) is True
+    off = settings(config_path, **trial, gradient_checkpointing=False)
+    assert hf_trainer.prepare(args, off) == [OTHER_CHECKPOINTING]
+    assert getattr(args, field) is False

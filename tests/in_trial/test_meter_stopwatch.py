@@ -1,0 +1,71 @@
+"""The meter against a stopwatch in the training script itself, in real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import mean
+
+import pytest
+
+from dsat.in_trial.meter import PHASES
+from dsat.values.trial import Trial
+from testing.local import Bench, bench_of
+
+pytestmark = pytest.mark.slow
+
+MICRO_BATCH = 256
+FIRST, LAST = 3, 22
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("stopwatch")
+    with bench_of(
+        "stopwatch", folder, slots_per_trial=request.param, start_step=FIRST, end_step=LAST
+    ) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("gas", [1, 4])
+def test_the_meter_agrees_with_a_stopwatch_around_the_loop(bench: Bench, gas: int) -> None:
+    trial = bench.trial(micro_batch=MICRO_BATCH, gas=gas, flops_per_sample=1e6)
+    outcome = bench.run(trial)
+    assert outcome.ok and outcome.metrics is not None, bench.log(trial)
+    metrics = outcome.metrics
+    stopwatch = _slowest(bench, trial, metrics.num_steps)
+    assert min(stopwatch["latency"]) > 20 * gas, "too short to be compared"
+    for name, values in stopwatch.items():
+        measured = getattr(metrics, name)
+        assert measured == pytest.approx(mean(values), rel=TOLERANCE), name
+
+    # What is derived from it.
+    ranks = bench.slots_per_trial
+    samples_per_s = MICRO_BATCH * gas * ranks / (metrics.latency / 1e3)
+    assert metrics.throughput == pytest.approx(samples_per_s, rel=1e-6)
+    assert metrics.FLOPS_per_gpu == pytest.approx(metrics.throughput * 1e6 / ranks, rel=1e-6)
+    if ranks == 1:
+        # Loading data takes 12 ms per micro step, outside of all phases but not of the step.
+        phases = metrics.forward + metrics.backward + metrics.step
+        assert metrics.latency - phases >= 12 * gas
+    else:
+        # The forward pass of rank 1, which takes 20 ms longer; rank 0 waits in the backward pass.
+        assert metrics.forward >= 20 * gas
+        assert metrics.latency >= (20 + 12) * gas
+
+
+def _slowest(bench: Bench, trial: Trial, num_steps: int) -> dict[str, list[float]]:
+    """The stopwatches' milliseconds in the measured steps, of the slowest rank in each."""
+    ranks = [
+        [json.loads(line) for line in bench.read(trial, f"stopwatch{rank}.jsonl").splitlines()]
+        for rank in range(bench.slots_per_trial)
+    ]
+    assert [len(rows) for rows in ranks] == [FIRST - 1 + num_steps] * len(ranks), "it ended there"
+    steps = [rows[FIRST - 1 :] for rows in ranks]
+    return {
+        name: [1e3 * max(rank[name] for rank in step) for step in zip(*steps, strict=True)]
+        for name in ("latency", *PHASES)
+    }

@@ -1,0 +1,67 @@
+"""The memory limit of a rank on the CPU, each time in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LIMITED = """
+import subprocess
+import sys
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from dsat.engines.local import rank
+
+
+def compiled(self, verbose=True):
+    subprocess.run([sys.executable, "-c", "bytearray(2**31)"], check=True)
+    return "the operator"
+
+
+OpBuilder.jit_load = compiled
+rank._limit_memory(BUDGET)
+"""
+
+
+def after_the_limit(code: str, *, budget_mib: int = 50) -> str:
+    limited = LIMITED.replace("BUDGET", str(budget_mib * 2**20))
+    command = [sys.executable, "-c", limited + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return (done.stderr or done.stdout).strip().splitlines()[-1]
+
+
+def test_a_rank_gets_what_its_slot_has_and_no_more() -> None:
+    assert after_the_limit("print(len(bytearray(40 * 2**20)))") == str(40 * 2**20)
+    assert "MemoryError" in after_the_limit("bytearray(100 * 2**20)")
+
+
+def test_the_compiler_of_an_operator_has_no_part_in_the_limit() -> None:
+    load = "print(OpBuilder.jit_load(None, verbose=False))\n"
+    assert after_the_limit(load) == "the operator"
+    assert "MemoryError" in after_the_limit(load.replace("print", "") + "bytearray(100 * 2**20)")
+
+
+def test_other_processes_of_the_script_share_the_limit() -> None:
+    assert "CalledProcessError" in after_the_limit("compiled(None)")
+
+
+def test_the_most_that_counted_against_the_limit_is_known() -> None:
+    measure = """
+from deepspeed.accelerator import get_accelerator
+from dsat.in_trial.clocks import MemoryWatch, ProcessMemory
+import torch
+
+torch.set_num_threads(1)  # each has a stack
+watch = MemoryWatch(get_accelerator(), ProcessMemory.now())
+for elements in (50 * 2**20, 2**20):
+    torch.zeros(elements)
+used = watch.over_ranks(lambda values: values)
+print(used.data_bytes / 2**20, used.is_exact, used.peak == used.data_bytes)
+"""
+    words = after_the_limit(measure, budget_mib=500).split()
+    assert 200 <= float(words[0]) < 204 and words[1:] == ["True", "True"]

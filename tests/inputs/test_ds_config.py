@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.inputs.ds_config import (
+    BATCH_KEYS,
+    TOP_LEVEL_KEYS,
+    ZERO_KEYS,
+    check_keys,
+    clean_for_use,
+    fingerprint,
+    merge,
+    resolve_batch,
+)
+from dsat.values.trial import BatchTriple
+
+NESTED: dict[str, Any] = {
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "steps_per_print": 10,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, NESTED),
+        ({"steps_per_print": 5}, {**NESTED, "steps_per_print": 5}),
+        ({"fp16": {"enabled": True}}, {**NESTED, "fp16": {"enabled": True}}),
+        (
+            {"optimizer": {"params": {"lr": 0.2}}},
+            {
+                **NESTED,
+                "optimizer": {"type": "Adam", "params": {"lr": 0.2, "betas": [0.9, 0.99]}},
+            },
+        ),
+        (
+            {"optimizer": {"params": {"betas": [0.5]}}},
+            {**NESTED, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5]}}},
+        ),
+        ({"optimizer": None}, {**NESTED, "optimizer": None}),
+        ({"steps_per_print": {"a": 1}}, {**NESTED, "steps_per_print": {"a": 1}}),
+        (
+            {"zero_optimization": {"stage": 3}},
+            {
+                **NESTED,
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            },
+        ),
+    ],
+)
+def test_merge_lays_one_over_the_other(overrides: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert merge(NESTED, overrides) == expected
+
+
+def test_merge_shares_nothing_with_its_arguments() -> None:
+    base = copy.deepcopy(NESTED)
+    overrides = {"fp16": {"levels": [1]}, "zero_optimization": {"offload_param": {"device": "x"}}}
+    before = copy.deepcopy(overrides)
+    merged = merge(base, overrides)
+    merged["optimizer"]["params"]["betas"].append(1)
+    merged["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
+    merged["zero_optimization"]["offload_param"]["device"] = "nvme"
+    merged["fp16"]["levels"].append(2)
+    assert base == NESTED
+    assert overrides == before
+
+
+# -- batch sizes
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "gas", "slots", "expected"),
+    [
+        (32, 4, 4, 2, (32, 4, 4)),
+        (32, 4, None, 2, (32, 4, 4)),
+        (32, None, 4, 2, (32, 4, 4)),
+        (None, 4, 4, 2, (32, 4, 4)),
+        (32, None, None, 2, (32, 16, 1)),
+        (None, 4, None, 2, (8, 4, 1)),
+        (1, None, None, 1, (1, 1, 1)),
+        (32, "auto", "auto", 2, (32, 16, 1)),
+        ("auto", 4, "auto", 2, (8, 4, 1)),
+        (32, 4, "auto", 1, (32, 4, 8)),
+    ],
+)
+def test_batch_sizes_are_derived_as_deepspeed_does(
+    total: object, micro: object, gas: object, slots: int, expected: tuple[int, int, int]
+) -> None:
+    given = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
+    absent = {key: value for key, value in given.items() if value is not None}
+    for config in (given, absent):
+        assert resolve_batch(config, slots, where="ds.json") == BatchTriple(*expected)
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "gas"),
+    [(None, None, None), (None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)],
+)
+def test_a_batch_size_must_be_given(total: object, micro: object, gas: object) -> None:
+    config = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
+    with pytest.raises(UserInputError, match="neither train_batch_size nor") as caught:
+        resolve_batch(config, 2, where="ds.json")
+    assert caught.value.where == "ds.json"
+    assert "train_micro_batch_size_per_gpu" in caught.value.hint
+    assert ("auto" in caught.value.hint) is ("auto" in (total, micro, gas))
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "gas", "slots", "said"),
+    [
+        (
+            32,
+            4,
+            2,
+            2,
+            "train_batch_size 32, train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
+        ),
+        (32, 5, None, 2, "train_batch_size 32, train_micro_batch_size_per_gpu 5"),
+        (32, None, 5, 2, "train_batch_size 32, gradient_accumulation_steps 5"),
+        (33, None, None, 2, "train_batch_size 33"),
+        (1, None, None, 2, "train_batch_size 1"),
+        (4, 8, None, 1, "train_batch_size 4, train_micro_batch_size_per_gpu 8"),
+        (4, None, 8, 1, "train_batch_size 4, gradient_accumulation_steps 8"),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other(
+    total: int | None, micro: int | None, gas: int | None, slots: int, said: str
+) -> None:
+    config = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
+    with pytest.raises(UserInputError, match="contradict") as caught:
+        resolve_batch(config, slots, where="ds.json")
+    assert caught.value.problem.startswith(f"{said} contradict each other on {slots} slots")
+
+
+@pytest.mark.parametrize("key", BATCH_KEYS)
+@pytest.mark.parametrize("value", [True, False, "4", "AUTO", 4.0, 0, -1, [4], {}])
+def test_a_batch_size_must_be_a_positive_integer(key: str, value: object) -> None:
+    config = {"train_batch_size": 8, key: value}
+    with pytest.raises(UserInputError, match="must be a positive integer") as caught:
+        resolve_batch(config, 1, where="ds.json")
+    assert caught.value.where == f"ds.json: {key}"
+    assert repr(value) in str(caught.value)
+
+
+# -- keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "suggestion"),
+    [
+        ({"zero_optimisation": {}}, "exp.yaml.zero_optimisation", "'zero_optimization'"),
+        ({"train_batchsize": 1}, "exp.yaml.train_batchsize", "'train_batch_size'"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "exp.yaml.zero_optimization.overlap_com",
+            "'overlap_comm'",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "steps_per_print": 1}},
+            "exp.yaml.zero_optimization.steps_per_print",
+            None,
+        ),
+        ({"completely_else_zzz": 1}, "exp.yaml.completely_else_zzz", None),
+    ],
+)
+def test_a_key_that_deepspeed_does_not_know(
+    overrides: dict[str, Any], where: str, suggestion: str | None
+) -> None:
+    with pytest.raises(UserInputError, match="DeepSpeed has no setting") as caught:
+        check_keys(overrides, {}, where="exp.yaml")
+    assert caught.value.where == where
+    if suggestion is not None:
+        assert f"Did you mean {suggestion}?" in caught.value.hint
+    assert "put it into the DeepSpeed configuration itself" in caught.value.hint
+
+
+def test_keys_that_deepspeed_or_the_user_know_are_accepted() -> None:
+    base = {"house_key": 1, "zero_optimization": {"house_knob": 2}}
+    for overrides in (
+        {},
+        {"train_batch_size": 4, "fp16": {"anything": 1}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        {"house_key": 3, "zero_optimization": {"house_knob": 4}},
+    ):
+        check_keys(overrides, base, where="exp.yaml")
+    with pytest.raises(UserInputError, match="house_knob"):
+        check_keys({"house_knob": 1}, base, where="exp.yaml")
+
+
+@pytest.mark.parametrize("value", [True, 2, "stage 2", [1], None])
+def test_a_zero_section_must_be_a_mapping(value: object) -> None:
+    with pytest.raises(UserInputError, match="must be a mapping") as caught:
+        check_keys({"zero_optimization": value}, {}, where="exp.yaml")
+    assert caught.value.where == "exp.yaml.zero_optimization"
+
+
+_ASK_DEEPSPEED = """
+import json
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+class Asked(dict):
+    keys_asked = set()
+    def get(self, key, default=None):
+        self.keys_asked.add(key)
+        return super().get(key, default)
+    def __contains__(self, key):
+        self.keys_asked.add(key)
+        return super().__contains__(key)
+    def __getitem__(self, key):
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+    def keys(self):
+        return self
+
+DeepSpeedConfig(Asked(train_batch_size=1))
+fields = DeepSpeedZeroConfig.model_fields
+aliases = [field.alias for field in fields.values() if field.alias]
+print(json.dumps([sorted(Asked.keys_asked), [*fields, *aliases]]))
+"""
+
+
+@pytest.mark.slow
+def test_the_keys_hold_against_the_installed_deepspeed() -> None:
+    # In a process of its own: importing DeepSpeed warns, and warnings are errors here.
+    asked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ASK_DEEPSPEED],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    top_level, zero = json.loads(asked.stdout.splitlines()[-1])
+    assert len(top_level) > 50 and len(zero) > 40
+    assert set(top_level) - TOP_LEVEL_KEYS == set()
+    assert set(zero) - ZERO_KEYS == set()
+
+
+# -- the rest
+
+
+def test_a_configuration_for_use_has_nothing_of_an_autotuner() -> None:
+    config = {**NESTED, "autotuning": {"enabled": True}}
+    clean = clean_for_use(config)
+    assert clean == NESTED
+    clean["optimizer"]["params"]["betas"].append(1)
+    assert config == {**NESTED, "autotuning": {"enabled": True}}
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.99]
+
+
+def test_equal_configurations_have_equal_fingerprints() -> None:
+    one: dict[str, Any] = {"a": 1, "b": {"c": [1, 2], "d": True}}
+    same = {"b": {"d": True, "c": [1, 2]}, "a": 1}
+    assert fingerprint(one) == fingerprint(same)
+    others: list[dict[str, Any]] = [
+        {"a": 2, "b": {"c": [1, 2], "d": True}},
+        {"a": 1, "b": {"c": [2, 1], "d": True}},
+        {"a": 1, "b": {"c": [1, 2], "d": False}},
+        {"a": 1, "b": {"c": [1, 2]}},
+        {"a": "1", "b": {"c": [1, 2], "d": True}},
+    ]
+    assert len({fingerprint(config) for config in [one, *others]}) == 1 + len(others)
+    assert set(fingerprint({})) <= set("0123456789abcdef")
+
+
+def test_a_configuration_for_use_has_a_zero_section_and_nothing_of_an_autotuner() -> None:
+    assert clean_for_use({"autotuning": {"enabled": True}}) == {"zero_optimization": {"stage": 0}}
+    given = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "gradient_clipping": 1.0}
+    assert clean_for_use(given) == given

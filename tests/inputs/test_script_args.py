@@ -1,0 +1,250 @@
+"""Flags that follow a trial's configuration, and what "auto" stands for on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.inputs import script_args
+from dsat.inputs.script_args import HF_FLAGS
+
+MICRO = "train_micro_batch_size_per_gpu"
+GAS = "gradient_accumulation_steps"
+HF = ["--deepspeed", "ds.json", "--output_dir", "out"]
+BATCH = {MICRO: 16, GAS: 2}
+
+
+def rewritten(
+    line: str, values: Mapping[str, Any], *, add: bool = False, flags: Mapping[str, str] = HF_FLAGS
+) -> str:
+    return " ".join(script_args.rewrite(line.split(), values, flags, add=add))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("--per_device_train_batch_size 8", "--per_device_train_batch_size 16"),
+        ("--per_device_train_batch_size=8", "--per_device_train_batch_size=16"),
+        ("--per-device-train-batch-size 8 x", "--per-device-train-batch-size 16 x"),
+        ("--per-device-train-batch-size=8", "--per-device-train-batch-size=16"),
+        ("--per_device_train_batch_size auto", "--per_device_train_batch_size 16"),
+        ("--per_device_train_batch_size=", "--per_device_train_batch_size=16"),
+        ("--per_device_train_batch_size", "--per_device_train_batch_size 16"),
+        (
+            "a --per_device_train_batch_size 8 b --per_device_train_batch_size=4 c",
+            "a --per_device_train_batch_size 16 b --per_device_train_batch_size=16 c",
+        ),
+        (
+            "--per_device_train_batch_size --gradient_accumulation_steps 1",
+            "--per_device_train_batch_size 16 --gradient_accumulation_steps 2",
+        ),
+        ("--per_device_eval_batch_size 8", "--per_device_eval_batch_size 8"),
+        ("-- --per_device_train_batch_size 8", "-- --per_device_train_batch_size 8"),
+        ("per_device_train_batch_size 8", "per_device_train_batch_size 8"),
+    ],
+)
+def test_a_flag_gets_its_value(before: str, after: str) -> None:
+    assert rewritten(before, BATCH) == after
+
+
+def test_what_is_missing_is_added_before_the_end_of_the_options() -> None:
+    both = "--per_device_train_batch_size 16 --gradient_accumulation_steps 2"
+    assert rewritten("--files a b", BATCH, add=True) == f"--files a b {both}"
+    assert rewritten("--x -- a", BATCH, add=True) == f"--x {both} -- a"
+    assert rewritten("--gradient-accumulation-steps=8", BATCH, add=True) == (
+        "--gradient-accumulation-steps=2 --per_device_train_batch_size 16"
+    )
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_auto_never_reaches_the_command_line(value: str | None) -> None:
+    line = "--per_device_train_batch_size 8"
+    assert rewritten(line, {MICRO: value, GAS: value}, add=True) == line
+
+
+@pytest.mark.parametrize(
+    ("before", "on", "off"),
+    [
+        ("--x", "--x --gradient_checkpointing", "--x"),
+        ("--gradient_checkpointing --x", "--gradient_checkpointing --x", "--x"),
+        (
+            "--gradient_checkpointing False --x",
+            "--gradient_checkpointing True --x",
+            "--gradient_checkpointing False --x",
+        ),
+        ("--gradient-checkpointing=yes", *[f"--gradient-checkpointing={b}" for b in (True, False)]),
+        ("--gradient_checkpointing file", "--gradient_checkpointing file", "file"),
+        ("--no_gradient_checkpointing", "--gradient_checkpointing", "--no_gradient_checkpointing"),
+        (
+            "--deepspeed ds.json --max_steps 1",
+            "--deepspeed ds.json --max_steps 1 --gradient_checkpointing",
+            "--deepspeed ds.json --max_steps 1 --gradient_checkpointing False",
+        ),
+    ],
+)
+def test_a_switch_keeps_its_form(before: str, on: str, off: str) -> None:
+    assert rewritten(before, {"gradient_checkpointing": True}, add=True) == on
+    assert rewritten(before, {"gradient_checkpointing": False}, add=True) == off
+
+
+def test_a_section_is_no_value() -> None:
+    with pytest.raises(UserInputError, match="Map a setting below optimizer instead"):
+        rewritten("--opt Adam", {"optimizer": {"type": "Adam"}}, flags={"optimizer": "--opt"})
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--deepspeed ds.json --output_dir out", True),
+        ("--deepspeed=ds.json --num-train-epochs=3", True),
+        ("--deepspeed ds.json --learning_rate 1", False),
+        ("--deepspeed --output_dir out", False),
+        ("--deepspeed --deepspeed_config ds.json --max_steps 3", False),
+        ("--deepspeed_config ds.json --output_dir out", False),
+        ("--output_dir out", False),
+        ("", False),
+    ],
+)
+def test_the_trainers_arguments_are_known_by_their_looks(line: str, expected: bool) -> None:
+    assert script_args.looks_like_hf(line.split()) is expected
+
+
+def test_the_flags_of_a_script() -> None:
+    own = {MICRO: "--bs"}
+    assert script_args.mappings_for(["--bs", "8"], own) == own
+    assert script_args.mappings_for(["--bs", "8"], {}) == {}
+    hf = {key: HF_FLAGS[key] for key in (MICRO, GAS)}
+    assert script_args.mappings_for(HF, {}) == hf
+    assert script_args.mappings_for(HF, own) == {**hf, **own}
+    for flag in ("--gradient_checkpointing", "--activation_checkpointing"):
+        mappings = script_args.mappings_for([*HF, flag], {})
+        assert mappings == {**hf, "gradient_checkpointing": flag}
+
+
+def test_a_setting_is_found_by_its_path_or_its_name() -> None:
+    config = {"a": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert script_args.setting(config, "a") == 1
+    assert script_args.setting(config, "zero_optimization.stage") == 2
+    assert script_args.setting(config, "stage") == 2
+    assert script_args.setting(config, "device") == "cpu"
+    assert script_args.setting(config, "zero_optimization.a") is None
+    assert script_args.setting(config, "b") is None
+
+
+def test_the_arguments_of_a_trial() -> None:
+    args = [*HF, "--gradient_checkpointing", "--per_device_train_batch_size", "8"]
+    config = {**BATCH, "zero_optimization": {"stage": 3}}
+    changed = {"gradient_checkpointing": False}
+    found = script_args.for_trial(args, config, changed, {"stage": "--stage"}, add=True)
+    batch = ("--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "2")
+    assert found == (*HF, *batch, "--stage", "3")
+    plain = ("--bs", "1", "--gradient_accumulation_steps", "1")
+    assert script_args.for_trial(plain, config, changed, {}, add=True) == plain
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "expected"),
+    [
+        ({}, HF, {MICRO: 8, GAS: 1}),
+        ({MICRO: "auto", GAS: "auto"}, HF, {MICRO: 8, GAS: 1}),
+        ({MICRO: "auto"}, [*HF, "--per_device_train_batch_size=4"], {MICRO: 4, GAS: 1}),
+        ({MICRO: 2}, [*HF, "--per_device_train_batch_size", "4"], {MICRO: 2, GAS: 1}),
+        ({GAS: "auto"}, [*HF, "--gradient-accumulation-steps", "3"], {MICRO: 8, GAS: 3}),
+        ({MICRO: "auto"}, ["--epochs", "3"], {MICRO: "auto"}),
+        ({MICRO: "auto"}, ["--bs", "3"], {MICRO: 3}),
+    ],
+)
+def test_what_auto_stands_for(
+    config: Mapping[str, Any], args: Sequence[str], expected: Mapping[str, Any]
+) -> None:
+    before = dict(config)
+    assert script_args.batch_from_args(config, args, {MICRO: "--bs"} if "--bs" in args else {}) == (
+        expected
+    )
+    assert config == before
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5", ""])
+def test_a_batch_size_that_is_none(value: str) -> None:
+    with pytest.raises(UserInputError, match="--per_device_train_batch_size: must be a positive"):
+        script_args.batch_from_args({}, [*HF, f"--per_device_train_batch_size={value}"], {})
+
+
+# -- what the user maps
+
+
+@pytest.mark.parametrize(
+    ("flag", "args", "spelled"),
+    [
+        ("--b", ["train.py", "--b", "8"], "--b"),
+        ("--b", ["--b=8"], "--b"),
+        ("-b", ["-b", "8"], "-b"),
+        ("--batch-size", ["--batch_size", "8"], "--batch_size"),
+        ("--batch_size", ["--batch-size=8"], "--batch-size"),
+        (
+            "--per_device_train_batch_size",
+            ["--deepspeed", "ds.json", "--do_train"],
+            "--per_device_train_batch_size",
+        ),
+        ("--per-device-train-batch-size", ["--deepspeed=x"], "--per-device-train-batch-size"),
+    ],
+)
+def test_a_mapping_is_spelled_as_the_script_gets_it(
+    flag: str, args: list[str], spelled: str
+) -> None:
+    assert script_args.checked({MICRO: flag}, args, where="ds.json") == {MICRO: spelled}
+
+
+@pytest.mark.parametrize(
+    ("flag", "args", "hint"),
+    [
+        ("--batch", [], "Add --batch to its arguments, or correct the mapping."),
+        (
+            "--bacth_size",
+            ["--batch_size=8"],
+            "Did you mean '--batch_size'? Add --bacth_size to its arguments, or correct the "
+            "mapping.",
+        ),
+        (
+            "--b",
+            ["--learning-rate", "--batch-size=1"],
+            "Add --b to its arguments, or correct the mapping.",
+        ),
+        # A script of the user's own, which gets its configuration by another flag.
+        (
+            "--per_device_train_batch_size",
+            ["--deepspeed", "--deepspeed_config", "ds.json"],
+            "Add --per_device_train_batch_size to its arguments, or correct the mapping.",
+        ),
+    ],
+)
+def test_a_mapping_to_a_flag_that_the_script_does_not_get(
+    flag: str, args: list[str], hint: str
+) -> None:
+    with pytest.raises(UserInputError) as caught:
+        script_args.checked({MICRO: flag}, args, where="ds.json")
+    assert str(caught.value) == (
+        f"ds.json: maps {MICRO} to {flag}, which the training script does not get. {hint}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted", "expected"),
+    [
+        ([], True, ["--ckpt"]),
+        ([], False, []),
+        (["--ckpt"], False, []),
+        (["--ckpt", "--x"], True, ["--ckpt", "--x"]),
+    ],
+)
+def test_a_switch_that_the_user_maps_is_given_or_taken_away(
+    args: list[str], wanted: bool, expected: list[str]
+) -> None:
+    given = script_args.checked({script_args.CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
+    values = {script_args.CHECKPOINTING: wanted}
+    assert list(script_args.for_trial(args, {}, values, given, add=False)) == expected
+    assert script_args.is_on(args, "--ckpt") is ("--ckpt" in args)

@@ -1,0 +1,83 @@
+"""What is simulated before a search, with a script that answers at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
+from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.values.zero_strategy import of_config
+from testing.lender import MIB, Answer, FakeLender, by_formula, facts_of, failing_in
+
+GIB = 2**30
+FACTS = facts_of(50 * MIB)
+CONFIGS = [
+    {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6}} for stage in (0, 1, 2, 3)
+]
+
+
+def variant(answer: Answer, said: list[str]) -> Any:
+    with Simulator(FakeLender(FACTS, answer), as_cpu=False) as simulator:
+        return anchors.variant_of(
+            simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, say=said.append
+        )
+
+
+def test_every_strategy_has_an_anchor() -> None:
+    said: list[str] = []
+    found = variant(by_formula(FACTS), said)
+    assert [of_config(anchor.config).stage for anchor in found.anchors] == [0, 1, 2, 3]
+    assert found.facts == FACTS and said == []
+
+
+@pytest.mark.parametrize("lost", [{3}, {2, 3}, {1}])
+def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[int]) -> None:
+    said: list[str] = []
+    found = variant(failing_in(lost, by_formula(FACTS)), said)
+    stages = [of_config(anchor.config).stage for anchor in found.anchors]
+    assert stages == [stage for stage in range(4) if stage not in lost]
+    assert all(anchor.estimate.source == SIMULATED for anchor in found.anchors)
+    assert [line.split(":")[0] for line in said] == [f"stage {stage}" for stage in sorted(lost)]
+    assert all("predicted by formula: NotImplementedError" in line for line in said)
+
+
+def test_without_stage_0_nothing_is_known() -> None:
+    with pytest.raises(SimulationUnavailable, match="no fake kernel"):
+        variant(failing_in({0}, by_formula(FACTS)), [])
+
+
+def test_the_closed_form_answers_with_the_facts_that_were_simulated() -> None:
+    engine = FakeLender(FACTS, failing_in({3}, by_formula(FACTS)))
+    with Simulator(engine, as_cpu=False) as simulator:
+        with pytest.raises(SimulationUnavailable, match="no fake kernel"):
+            simulator.estimate(CONFIGS[3], micro_batch=2, slots=1)
+        facts = simulator.facts(CONFIGS[0])
+        found = simulator.estimate(CONFIGS[3], micro_batch=2, slots=1)
+    assert (found.source, found.note) == (CLOSED_FORM, "NotImplementedError: no fake kernel")
+    assert replace(found, note="") == closed_form.estimate(
+        facts, CONFIGS[3], slots=1, micro_batch=2
+    )
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dsat.memory.simulation_client._PATIENCE_S", 0.0)
+    plain = by_formula(FACTS)
+
+    def slow_in_stage_3(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if of_config(request["config"]).stage == 3:
+            time.sleep(0.6)
+        return plain(request)
+
+    with Simulator(FakeLender(FACTS, slow_in_stage_3), as_cpu=False, timeout_s=0.3) as simulator:
+        simulator.facts(CONFIGS[0])
+        for config in (CONFIGS[3], CONFIGS[1]):
+            found = simulator.estimate(config, micro_batch=2, slots=1)
+            assert found.source == CLOSED_FORM and "no answer from the script" in found.note
+            time.sleep(0.4)

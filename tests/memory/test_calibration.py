@@ -1,0 +1,91 @@
+"""Predictions corrected by what trials used, and the micro batches that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsat.memory.calibration import Observation, calibrate
+from dsat.memory.estimate import PHASES, MemoryEstimate
+from dsat.values.trial import MemoryUse
+
+MIB = 2**20
+USUAL = 5 * MIB
+
+
+def simulated(micro_batch: int) -> MemoryEstimate:
+    """A model of 100 MiB with 10 MiB of activations a sample; its step needs 150 MiB."""
+    return MemoryEstimate(
+        init=90 * MIB,
+        forward=(100 + 9 * micro_batch) * MIB,
+        backward=(100 + 10 * micro_batch) * MIB,
+        step=150 * MIB,
+    )
+
+
+def observed(micro_batch: int, excess: float, context: float = 0) -> Observation:
+    estimate = simulated(micro_batch)
+    used = {p: getattr(estimate, p) + round(excess * MIB) for p in ("forward", "backward", "step")}
+    memory = MemoryUse(used, context_bytes=round(context * MIB))
+    observation = Observation.of(estimate, micro_batch, memory)
+    assert observation is not None
+    return observation
+
+
+def test_a_constant_and_a_slope_are_found_again() -> None:
+    found = calibrate([observed(m, 32 + 0.5 * m, context=500) for m in (1, 8, 32)], USUAL)
+    assert found.fixed_bytes == pytest.approx(32 * MIB, rel=0.05)
+    assert found.bytes_per_sample == pytest.approx(0.5 * MIB, rel=0.05)
+    assert found.added_bytes(64) == pytest.approx(64 * MIB, rel=0.05)
+    assert found.context_bytes == 500 * MIB
+
+
+def test_one_trial_gives_a_constant() -> None:
+    found = calibrate([observed(8, 40)], USUAL)
+    assert (found.fixed_bytes, found.bytes_per_sample) == (40 * MIB, 0)
+
+
+def test_a_slope_is_never_negative() -> None:
+    found = calibrate([observed(1, 40), observed(16, 20)], USUAL)
+    assert (found.fixed_bytes, found.bytes_per_sample) == (30 * MIB, 0)
+
+
+def test_only_the_largest_phase_counts() -> None:
+    estimate = simulated(1)
+    used = {"forward": 400, "backward": 300 * MIB, "step": 200 * MIB}
+    observation = Observation(estimate, 1, used)
+    assert observation.phase == "backward"
+    assert observation.excess == 190 * MIB
+
+
+def test_small_micro_batches_tell_little_of_the_slope() -> None:
+    noisy = [observed(1, 0), observed(2, 4)]  # 4 MiB more per sample, or noise
+    assert calibrate(noisy, 0.1 * MIB).bytes_per_sample < 0.1 * MIB
+    assert calibrate(noisy, 50 * MIB).bytes_per_sample == pytest.approx(4 * MIB, rel=0.01)
+
+
+def test_a_cpu_tells_what_came_on_top_of_the_imports() -> None:
+    use = MemoryUse(host_rss_bytes={"init": 900, "forward": 700, "step": 650}, context_bytes=500)
+    observation = Observation.of(simulated(1), 1, use)
+    assert observation is not None
+    # What the script did before the first step is not the model's.
+    assert observation.used == {"forward": 200, "step": 150}
+    assert Observation.of(simulated(1), 1, MemoryUse()) is None
+
+
+def test_a_cpu_with_a_limit_tells_what_counted_against_it() -> None:
+    rss = {"init": 900, "forward": 700, "step": 650}
+    estimate = simulated(1)
+    most = max(PHASES, key=lambda phase: int(getattr(estimate, phase)))
+    for more in (-7, 7):
+        use = MemoryUse(host_rss_bytes=rss, data_bytes=estimate.peak + more)
+        observation = Observation.of(estimate, 1, use)
+        assert observation is not None and not observation.at_least
+        assert (observation.phase, observation.excess) == (most, more)
+
+
+def test_a_resident_set_never_lowers_a_prediction() -> None:
+    """Pages that nobody touched are not in it."""
+    for used, excess in ((50, 0), (200, 50)):
+        use = MemoryUse(host_rss_bytes={"step": used * MIB})
+        observation = Observation.of(simulated(1), 1, use)
+        assert observation is not None and observation.excess == excess * MIB

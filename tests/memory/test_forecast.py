@@ -1,0 +1,244 @@
+"""Predicted memory in the tuner: what it waits for, launches, passes over and remembers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.memory import PHASES, SIMULATED, closed_form
+from dsat.memory import anchors as survey
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.predictor import Anchor, Basis, Variant
+from dsat.search import SEARCHES
+from dsat.space.plan import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL, Plan
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import MemoryUse, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
+from testing.helpers import Event, FakeClock, failed, plan_of, ran
+
+MIB, GIB = 2**20, 2**30
+PROFILE = ModelProfile(
+    num_params=50 * MIB,
+    trainable_params=50 * MIB,
+    param_bytes=4,
+    activation_bytes_per_sample=20 * MIB,
+    flops_per_sample=1e12,
+    slot_memory_bytes=3 * GIB,
+)
+FACTS = replace(ModelFacts.of_profile(PROFILE), backward_bytes_per_sample=30.0 * MIB)
+BUCKET = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+
+class Machine:
+    """What really fits: the closed form, and 5 % of the activations on top."""
+
+    def used(self, trial: Trial) -> dict[str, int]:
+        config = {**trial.overrides}
+        size = trial.batch.micro_batch
+        estimate = closed_form.estimate(FACTS, config, slots=1, micro_batch=size)
+        return {p: getattr(estimate, p) + round(1.5 * MIB * size) for p in PHASES}
+
+    def outcome(self, trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return Outcome(OutcomeKind.OK, profile=PROFILE, memory=MemoryUse(self.used(trial)))
+        if max(self.used(trial).values()) > PROFILE.slot_memory_bytes:
+            return failed("OOM")
+        size = trial.batch.micro_batch
+        return replace(ran(size / (size + 9)), memory=MemoryUse(self.used(trial)))
+
+
+def basis(tuner: Tuner) -> Basis:
+    """What simulations would find: the truth but for the workspaces."""
+    anchors = []
+    for config in tuner.reference_configs():
+        plain = closed_form.estimate(FACTS, config, slots=1, micro_batch=20)
+        anchors.append(Anchor(config, 20, replace(plain, source=SIMULATED)))
+    return Basis((Variant({}, FACTS, tuple(anchors)),))
+
+
+def begun(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJournal]:
+    journal = MemoryJournal(list(events or []))
+    return Tuner(plan, journal, events=events, clock=FakeClock()), journal
+
+
+def drive(tuner: Tuner) -> None:
+    while not tuner.finished:
+        if tuner.awaits_basis:
+            assert tuner.next_trials(4) == []
+            tuner.foresee(basis(tuner))
+        tuner.next_trials(1 - len(tuner.run.running))
+        for trial in tuner.run.running:
+            tuner.record(trial.id, Machine().outcome(trial))
+    tuner.stop()
+
+
+def plan(method: str, memory_model: str, **more: Any) -> Plan:
+    given = {"zero_stages": (0, 1, 2, 3), "max_trials": 25, "metric": "throughput", **more}
+    return plan_of(method, memory_model=memory_model, slot_memory_bytes=3 * GIB, **given)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_hardly_a_trial_is_lost(method: str) -> None:
+    lost = {}
+    for memory_model in (BY_SIMULATION, NO_MEMORY_MODEL):
+        tuner, _ = begun(plan(method, memory_model))
+        drive(tuner)
+        lost[memory_model] = tuner.run.count(OutcomeKind.OOM)
+        assert len(tuner.run.outcomes) > 4
+    assert lost[BY_SIMULATION] <= 1
+    assert lost[NO_MEMORY_MODEL] > lost[BY_SIMULATION]
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_the_largest_that_fits_is_found(method: str) -> None:
+    tuner, _ = begun(plan(method, BY_SIMULATION, max_trials=40, **_only(1)))
+    drive(tuner)
+    assert tuner.run.best is not None
+    full = 3 * GIB
+    assert 0.93 * full < max(Machine().used(tuner.run.best).values()) <= full
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
+    wanted = plan(method, BY_SIMULATION, max_trials=12)
+    tuner, journal = begun(wanted)
+    drive(tuner)
+    whole = journal.events
+    assert sum(event["event"] == "foreseen" for event in whole) == 1
+    for count in range(len(whole) + 1):
+        tuner, journal = begun(wanted, whole[:count])
+        drive(tuner)
+        assert journal.events == whole
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_run_on_many_slots_continues_on_one(method: str) -> None:
+    """Several trials end then with no decision between, and what follows is decided the same."""
+    wanted = plan(method, BY_SIMULATION, max_trials=14)
+    tuner, journal = begun(wanted)
+    while not tuner.finished and len(tuner.run.trials) < 8:
+        if tuner.awaits_basis:
+            tuner.foresee(basis(tuner))
+        tuner.next_trials(4 - len(tuner.run.running))
+        trial = tuner.run.running[0]
+        tuner.record(trial.id, Machine().outcome(trial))
+    tuner, journal = begun(wanted, journal.events)
+    while not tuner.finished:
+        for trial in tuner.run.running or tuner.next_trials(1):
+            tuner.record(trial.id, Machine().outcome(trial))
+    tuner.stop()
+    again, _ = begun(wanted, journal.events)
+    assert again.finished and again.run.outcomes.keys() == tuner.run.outcomes.keys()
+
+
+def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
+    """In stage 1 whole gradients are held from one micro step to the next."""
+    tuner, _ = begun(plan("model", BY_FORMULA, zero_stages=(1,), train_batch_size=128))
+    tuner.next_trials(1)
+    tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+    forecast, model = tuner.forecast, tuner.forecast.model if tuner.forecast else None
+    assert forecast is not None and model is not None
+    found = {}
+    for gas in (1, 2):
+        config = {"gradient_accumulation_steps": gas, "zero_optimization": {"stage": 1, **BUCKET}}
+        found[gas] = model.largest(model.shape(config, {}))
+    assert found[2] < found[1] < 128, "so the largest divisor of 128 that fits accumulates"
+    assert forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(found[2])
+    for size, expected in ((200, found[1]), (240, found[2])):
+        limited = replace(plan("model", BY_FORMULA, zero_stages=(1,)), max_train_batch_size=size)
+        tuner, _ = begun(limited)
+        tuner.next_trials(1)
+        tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+        assert tuner.forecast is not None
+        assert tuner.forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["random", "model"])
+def test_what_took_no_trial_does_not_count_for_early_stopping(method: str, seed: int) -> None:
+    options = {"early_stopping": 4}
+    wanted = plan(method, BY_SIMULATION, seed=seed, max_trials=60, search_options=options)
+    tuner, _ = begun(wanted)
+    drive(tuner)
+    run = tuner.run
+    assert run.stop_reason == "no better configuration in the last 4 trials"
+    assert run.best is not None and list(run.outcomes)[-5] == run.best.id
+
+
+def test_trials_say_what_was_predicted_for_them() -> None:
+    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    drive(tuner)
+    profile, *others = tuner.run.trials.values()
+    assert profile.predicted_bytes is None
+    for trial in others:
+        used = max(Machine().used(trial).values())
+        assert trial.predicted_bytes == pytest.approx(used, rel=0.03), trial.name
+
+
+def test_without_a_memory_model_nothing_is_predicted() -> None:
+    tuner, _ = begun(plan("binary", NO_MEMORY_MODEL))
+    drive(tuner)
+    assert tuner.forecast is None and not tuner.awaits_basis
+    assert {trial.predicted_bytes for trial in tuner.run.trials.values()} == {None}
+
+
+def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_show() -> None:
+    """Here a third of what the backward pass needs."""
+    tuner, _ = begun(plan("binary", BY_FORMULA))
+    tuner.next_trials(1)
+    tuner.record(0, Machine().outcome(tuner.run.trials[0]))
+    assert not tuner.awaits_basis and tuner.forecast is not None
+    drive(tuner)
+    last = list(tuner.run.trials.values())[-1]
+    assert last.predicted_bytes == pytest.approx(max(Machine().used(last).values()), rel=0.1)
+
+
+def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
+    """The profile trial ran, on a machine that does not tell what it used."""
+    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    tuner.next_trials(1)
+    tuner.record(0, replace(Machine().outcome(tuner.run.trials[0]), memory=None))
+    huge = replace(FACTS, backward_bytes_per_sample=9.0 * GIB)
+    tuner.foresee(Basis((Variant({}, huge),)))
+    assert tuner.forecast is None
+    assert tuner.next_trials(1) != []
+
+
+class Unwilling:
+    """An engine whose script never comes to its first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "failure.json"
+        self.started: list[dict[str, Any]] = []
+
+    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        self.started.append(dict(script_args))
+        self.file.write_text(json.dumps({"message": "no GPU here"}))
+        return self.file
+
+    def stop_lending(self) -> None: ...
+
+
+@pytest.mark.parametrize(("largest", "starts"), [(20, 0), (10**5, 1)])
+def test_what_has_plenty_of_room_is_not_simulated(
+    tmp_path: Path, largest: int, starts: int
+) -> None:
+    """About 90 samples fit. Where no simulation is to be had, the formula answers too."""
+    wanted = plan("binary", BY_SIMULATION, max_micro_batch=largest)
+    configs = [{"zero_optimization": {"stage": stage, **BUCKET}} for stage in (0, 1)]
+    engine, said = Unwilling(tmp_path), list[str]()
+    basis = survey.of_run(engine, wanted, PROFILE, configs, as_cpu=True, say=said.append)
+    assert len(engine.started) == len(said) == starts
+    assert not basis.simulated and basis.variants[0].facts == ModelFacts.of_profile(PROFILE)
+    assert ("no GPU here" if starts else "up to 20 have plenty of room") in basis.note
+
+
+def _only(stage: int) -> dict[str, Any]:
+    """One stage, whose settings are all fixed."""
+    zero = {"stage": stage, "contiguous_gradients": True, **BUCKET}
+    return {"zero_stages": (stage,), "base_config": {"zero_optimization": zero}}

@@ -1,0 +1,203 @@
+"""Memory of every configuration from a few simulations, corrected by trials."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.values.trial import MemoryUse, Outcome, OutcomeKind
+from testing.helpers import ran
+
+MIB, GIB = 2**20, 2**30
+FACTS = ModelFacts(
+    num_params=100 * MIB,
+    trainable_params=100 * MIB,
+    largest_param=10 * MIB,
+    forward_bytes_per_sample=90 * MIB,
+    backward_bytes_per_sample=100 * MIB,
+    first_gradient_bytes_per_sample=80 * MIB,
+)
+
+
+def config(stage: int, **zero: Any) -> dict[str, Any]:
+    section = {"stage": stage, "reduce_bucket_size": 10**6, **zero}
+    return {"bf16": {"enabled": True}, "zero_optimization": section}
+
+
+def simulated(stage: int, micro_batch: int, more: int) -> Anchor:
+    """A simulation that finds so much more than the closed form, in every phase."""
+    plain = closed_form.estimate(FACTS, config(stage), slots=1, micro_batch=micro_batch)
+    peaks = {phase: getattr(plain, phase) + more for phase in PHASES}
+    estimate = replace(plain, **peaks, source=SIMULATED)
+    return Anchor(config(stage), micro_batch, estimate)
+
+
+def model(*anchors: Anchor, limit: int = 8 * GIB, **more: Any) -> MemoryModel:
+    basis = Basis((Variant({}, FACTS, anchors),))
+    return MemoryModel(basis, slots=1, limit_bytes=limit, **more)
+
+
+def used(bytes_by_phase: dict[str, int], context: int = 0) -> Outcome:
+    return replace(ran(), memory=MemoryUse(bytes_by_phase, context_bytes=context))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_simulations_the_closed_form_answers(stage: int) -> None:
+    memory = model()
+    for micro_batch in (1, 7, 100):
+        plain = closed_form.estimate(FACTS, config(stage), slots=1, micro_batch=micro_batch)
+        shape = memory.shape(config(stage), {})
+        assert shape.source == CLOSED_FORM
+        assert memory.predicted_bytes(shape, micro_batch) == pytest.approx(plain.peak, abs=1)
+
+
+def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
+    auto = config(2, reduce_bucket_size="auto", stage3_max_live_parameters="auto")
+    auto["bf16"] = {"enabled": "auto"}
+    for size, enabled in ((2, True), (4, False)):
+        facts = replace(FACTS, param_bytes=size)
+        said = {**config(2), "bf16": {"enabled": enabled}}
+        del said["zero_optimization"]["reduce_bucket_size"]
+        plain = closed_form.estimate(facts, said, slots=1, micro_batch=3)
+        assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
+
+
+def test_a_simulation_moves_its_strategy_and_no_other() -> None:
+    memory = model(simulated(2, 20, 300 * MIB))
+    for stage, more in ((1, 0), (2, 300 * MIB)):
+        plain = closed_form.estimate(FACTS, config(stage), slots=1, micro_batch=9)
+        shape = memory.shape(config(stage), {})
+        assert memory.predicted_bytes(shape, 9) == pytest.approx(plain.peak + more, abs=2)
+    # Other settings of the strategy differ from the simulated ones as the closed form says.
+    other = config(2, reduce_bucket_size=2 * 10**8)
+    plain = closed_form.estimate(FACTS, other, slots=1, micro_batch=30)
+    predicted = memory.predicted_bytes(memory.shape(other, {}), 30)
+    assert predicted == pytest.approx(plain.peak + 300 * MIB, abs=2)
+
+
+def test_the_formula_of_the_simulated_configurations_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, asked = model(simulated(2, 20, 300 * MIB)), []
+    plain = closed_form.lines
+
+    def counted(facts: ModelFacts, config: Any, *, slots: int) -> Any:
+        asked.append(config)
+        return plain(facts, config, slots=slots)
+
+    monkeypatch.setattr(closed_form, "lines", counted)
+    configs = [config(2, reduce_bucket_size=size) for size in (10**6, 10**7, 10**8)]
+    for each in configs:
+        memory.shape(each, {})
+    assert asked == configs
+
+
+@pytest.mark.parametrize("limit", [3, 4, 8, 30])
+@pytest.mark.parametrize("bucket", [10**6, 10**8, 5 * 10**8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_largest_micro_batch_fits_and_the_next_does_not(
+    stage: int, bucket: int, limit: int
+) -> None:
+    memory = model(simulated(2, 20, 300 * MIB), limit=limit * GIB)
+    shape = memory.shape(config(stage, reduce_bucket_size=bucket), {})
+    largest = int(memory.largest(shape))
+    assert memory.fits(shape, largest) if largest else not memory.fits(shape, 1)
+    assert not memory.fits(shape, largest + 1)
+
+
+def test_what_trials_used_corrects_the_rest() -> None:
+    memory = model(simulated(1, 10, 0))
+    shape = memory.shape(config(1), {})
+    before = {m: memory.predicted_bytes(shape, m) for m in (1, 16, 32)}
+    for micro_batch in (1, 16):
+        peaks = {p: round(shape.peak(p, micro_batch)) + 200 * MIB for p in PHASES}
+        memory.learn(shape, micro_batch, used(peaks))
+    for micro_batch, was in before.items():
+        now = memory.predicted_bytes(shape, micro_batch)
+        assert now == pytest.approx(was + 200 * MIB, rel=1e-3)
+
+
+def test_the_margin_shrinks_with_the_first_trial() -> None:
+    memory = model(simulated(1, 10, 0))
+    shape = memory.shape(config(1), {})
+    bound = memory.largest(shape)
+    memory.learn(shape, 1, used({p: round(shape.peak(p, 1)) for p in PHASES}))
+    assert memory.largest(shape) > bound
+    needed = memory.predicted_bytes(shape, int(memory.largest(shape)))
+    assert needed * 1.02 <= memory.limit_bytes < needed * 1.035
+
+
+def test_the_context_counts_where_the_limit_is_the_devices() -> None:
+    exact = {}
+    for counts in (False, True):
+        memory = model(simulated(1, 10, 0), counts_context=counts)
+        shape = memory.shape(config(1), {})
+        peaks = {p: round(shape.peak(p, 1)) for p in PHASES}
+        memory.learn(shape, 1, used(peaks, context=GIB))
+        exact[counts] = memory.predicted_bytes(shape, 4)
+    assert exact[True] == exact[False] + GIB
+
+
+def test_out_of_memory_against_the_prediction_makes_it_careful_step_by_step() -> None:
+    memory = model(simulated(1, 10, 0), simulated(2, 10, 0))
+    one, two = (memory.shape(config(stage), {}) for stage in (1, 2))
+    largest, of_two = int(memory.largest(one)), memory.largest(two)
+    failed = Outcome(OutcomeKind.OOM)
+    memory.learn(one, largest, failed)
+    assert not memory.fits(one, largest)
+    assert 0.85 * largest < memory.largest(one) < largest
+    assert 0.93 * of_two < memory.largest(two) <= of_two, "another strategy"
+    for _ in range(3):
+        memory.learn(one, 2, failed)
+    assert 0 < memory.largest(one) < 0.75 * largest
+    # What was not expected to fit tells nothing new.
+    bound = memory.largest(one)
+    memory.learn(one, 10 * largest, failed)
+    assert memory.largest(one) == bound
+
+
+def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() -> None:
+    basis = Basis((Variant({"gradient_checkpointing": False}, FACTS, (simulated(1, 10, 0),)),))
+    memory = MemoryModel(basis, slots=1, limit_bytes=8 * GIB)
+    own = memory.shape(config(1), {})
+    recomputing = memory.shape(config(1), {"gradient_checkpointing": True})
+    assert 2 < memory.largest(recomputing) / memory.largest(own) < 4
+    assert memory.fits(recomputing, 10**6) and not memory.fits(own, 10**6)
+    before = memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)
+    memory.learn(recomputing, 5, used(dict.fromkeys(PHASES, 7 * GIB)))
+    assert (memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)) == before
+
+
+def test_a_simulated_switch_is_used() -> None:
+    fewer = replace(
+        FACTS,
+        forward_bytes_per_sample=9 * MIB,
+        backward_bytes_per_sample=10 * MIB,
+        first_gradient_bytes_per_sample=8 * MIB,
+    )
+    switch = "gradient_checkpointing"
+    variants = Variant({switch: False}, FACTS), Variant({switch: True}, fewer)
+    memory = MemoryModel(Basis(variants), slots=1, limit_bytes=8 * GIB)
+    shape = memory.shape(config(1), {switch: True})
+    assert not shape.is_guess
+    assert memory.largest(shape) > 5 * memory.largest(memory.shape(config(1), {switch: False}))
+
+
+def test_a_basis_survives_json() -> None:
+    basis = Basis((Variant({"x": True}, FACTS, (simulated(3, 4, 5),)),), note="why")
+    assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
+
+
+def test_a_journal_of_before_there_were_first_gradients_is_read() -> None:
+    basis = Basis((Variant({}, FACTS),))
+    data = json.loads(json.dumps(basis.to_json()))
+    del data["variants"][0]["facts"]["first_gradient_bytes_per_sample"]
+    [variant] = Basis.from_json(data).variants
+    first = FACTS.forward_bytes_per_sample
+    assert variant.facts == replace(FACTS, first_gradient_bytes_per_sample=first)

@@ -1,0 +1,164 @@
+"""The files that people look for after `deepspeed --autotuning`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.report import autotuner_files
+from dsat.report.summary import markdown_table
+from dsat.tuning.run import Run
+from dsat.values.trial import Trial
+from testing.helpers import failed, plan_of, ran
+from tests.report.test_summary import run_of
+
+COMMAND = ["deepspeed", "train.py", "--name", "my run", "--deepspeed_config", "ds.json"]
+
+
+def named(run: Run, **strategies: str) -> Run:
+    """The run with its trials (`t2`) told to be of other strategies (`z2_offload`)."""
+    for number, trial in run.trials.items():
+        if trial.name in strategies:
+            run.trials[number] = replace(trial, strategy=strategies[trial.name])
+    return run
+
+
+def test_the_summary_is_laid_out_as_natively() -> None:
+    run = run_of(
+        (1, 3, ran(187.29812)),
+        (1, 4, failed("OOM")),
+        (3, 3, failed("ERROR")),
+        (0, 2, ran(90.1269)),
+        (2, 3, ran(1.5e13)),
+        (2, 3, ran(148.154)),
+        baseline=ran(60),
+    )
+    # What tabulate 0.10 makes of it in its "pipe" format, but that numbers end together.
+    assert autotuner_files.summary_text(named(run, t7="z2_offload")) == (
+        "| tuning_space   |   num_experiments |   best_metric_val | best_exp_name   |\n"
+        "|:---------------|------------------:|------------------:|:----------------|\n"
+        "| z0             |                 2 |           90.1269 | t5              |\n"
+        "| z1             |                 2 |           187.298 | t2              |\n"
+        "| z2             |                 1 |           1.5e+13 | t6              |\n"
+        "| z2_offload     |                 1 |           148.154 | t7              |\n"
+        "| z3             |                 1 |                 - | -               |\n"
+        "| global         |                 7 |           1.5e+13 | t6              |\n"
+        "\n"
+        "Tuning completed in 0:01:20. Total number of experiments: 7.\n"
+    )
+
+
+def test_the_best_latency_is_the_smallest() -> None:
+    run = run_of(
+        (1, 3, ran(30, "latency")), (1, 4, ran(20, "latency")), plan=plan_of(metric="latency")
+    )
+    rows = autotuner_files.summary_text(run).splitlines()[2:4]
+    assert [re.split(r"[ |]+", row)[1:5] for row in rows] == [
+        ["z1", "2", "20", "t2"],
+        ["global", "2", "20", "t2"],
+    ]
+
+
+def test_nothing_tried_is_a_table_too() -> None:
+    rows = autotuner_files.summary_text(run_of()).splitlines()[2:]
+    assert [re.split(r"[ |]+", row)[1:5] for row in rows[:1]] == [["global", "0", "-", "-"]]
+
+
+def test_a_trial_that_still_runs_is_no_experiment_yet() -> None:
+    run = run_of((1, 3, ran(30)))
+    del run.outcomes[1]
+    assert "Total number of experiments: 0." in autotuner_files.summary_text(run)
+
+
+def test_all_files(tmp_path: Path) -> None:
+    results, exps = tmp_path / "a" / "results", tmp_path / "exps"
+    run = run_of((1, 8, ran(120)), (3, 16, ran(150)))
+    autotuner_files.write_files(run, results, exps, COMMAND)
+    assert sorted(path.name for path in results.iterdir()) == [
+        "cmd_optimal.txt",
+        "ds_config_optimal.json",
+        "summary.txt",
+    ]
+    optimal = json.loads((results / "ds_config_optimal.json").read_text())
+    assert optimal == {
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3},
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 1,
+    }
+    line = (results / "cmd_optimal.txt").read_text()
+    assert line == "deepspeed train.py --name 'my run' --deepspeed_config ds.json\n"
+    assert shlex.split(line) == COMMAND
+    assert (results / "summary.txt").read_text() == autotuner_files.summary_text(run)
+    assert sorted(path.name for path in exps.iterdir()) == ["t0.json", "t1.json", "t2.json"]
+    description = json.loads((exps / "t2.json").read_text())
+    assert list(description) == ["name", "ds_config", "num_gpus", "num_nodes"]
+    assert description == {"name": "t2", "ds_config": optimal, "num_gpus": 2, "num_nodes": 1}
+    own = json.loads((exps / "t1.json").read_text())["ds_config"]
+    assert own["zero_optimization"] == {"stage": 1}
+    assert "autotuning" not in own
+
+
+def test_earlier_files_stay_and_ours_are_renewed(tmp_path: Path) -> None:
+    earlier = tmp_path / "z0_gas1_tmbspg1.json"
+    earlier.write_text("earlier")
+    autotuner_files.write_files(run_of((1, 8, ran(120))), tmp_path, tmp_path, COMMAND)
+    run = run_of((1, 8, ran(120)), (3, 16, ran(150)))
+    autotuner_files.write_files(run, tmp_path, tmp_path, ["new"])
+    assert earlier.read_text() == "earlier"
+    assert (tmp_path / "cmd_optimal.txt").read_text() == "new\n"
+    assert (tmp_path / "summary.txt").read_text() == autotuner_files.summary_text(run)
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_nothing_is_optimal_where_nothing_ran(tmp_path: Path) -> None:
+    autotuner_files.write_files(
+        run_of((1, 8, failed("OOM"))), tmp_path / "r", tmp_path / "e", COMMAND
+    )
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["summary.txt"]
+    assert len(list((tmp_path / "e").iterdir())) == 2
+
+
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / inside
+    with pytest.raises(UserInputError) as caught:
+        autotuner_files.write_files(run_of(), folder, tmp_path / "exps", COMMAND)
+    reason = "Not a directory" if inside else "File exists"
+    assert str(caught.value) == (
+        f"{folder}: cannot be written: {reason}. Give other folders as autotuning.results_dir and "
+        "autotuning.exps_dir."
+    )
+
+
+def test_a_file_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "r" / "summary.txt" / "x").mkdir(parents=True)
+    with pytest.raises(UserInputError, match=r"summary\.txt: cannot be written: Is a directory"):
+        autotuner_files.write_files(run_of(), tmp_path / "r", tmp_path / "e", COMMAND)
+
+
+def test_offloading_is_part_of_the_description() -> None:
+    run = run_of((2, 8, ran(120)))
+    trial: Trial = run.trials[1]
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    described = autotuner_files.experiment(
+        run, replace(trial, overrides={"zero_optimization": zero})
+    )
+    assert described["ds_config"]["zero_optimization"] == zero
+
+
+def test_tables_are_aligned_and_escaped() -> None:
+    assert markdown_table(("a", "b"), [("x|y", "1"), ("long one", "22")], numbers=("b",)) == [
+        "| a        |   b |",
+        "|:---------|----:|",
+        "| x\\|y     |   1 |",
+        "| long one |  22 |",
+    ]

@@ -1,0 +1,255 @@
+"""What people and programs are told at the end of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.report import format as fmt
+from dsat.report import summary
+from dsat.report.live_view import LiveView
+from dsat.space.plan import Plan
+from dsat.tuning.run import Run
+from dsat.values.trial import BatchTriple, MemoryUse, Outcome, Trial, TrialKind
+from testing.helpers import World, failed, plan_of, profiled, ran
+
+OWN = BatchTriple(8, 4, 1)
+BASE = {
+    "optimizer": {"type": "Adam"},
+    "autotuning": {"enabled": True},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def run_of(
+    *tried: tuple[int, int, Outcome],
+    plan: Plan | None = None,
+    baseline: Outcome | None = None,
+    base: Mapping[str, Any] = BASE,
+    predicted_bytes: int | None = None,
+) -> Run:
+    """A run of the profile, perhaps the user's own configuration, and search trials.
+
+    Built from the journal's events, as every run is.
+    """
+    plan = replace(plan or plan_of(), own_batch=OWN, slots_per_trial=2, base_config=base)
+    start = {"event": "start", "plan": plan.to_json(), "info": {"name": "x", "machine": "2 slots"}}
+    events: list[dict[str, Any]] = [start]
+
+    def add(kind: TrialKind, stage: int, micro_batch: int, outcome: Outcome) -> None:
+        number = len(events) // 2
+        batch = BatchTriple(2 * micro_batch, micro_batch, 1)
+        overrides: dict[str, Any] = batch.config()
+        if kind is TrialKind.SEARCH:
+            overrides["zero_optimization"] = {"stage": stage}
+        predicted = predicted_bytes if kind is TrialKind.SEARCH else None
+        trial = Trial(
+            number, kind, f"t{number}", stage, batch, overrides, predicted_bytes=predicted
+        )
+        events.append({"event": "proposed", "trial": trial.to_json(), "elapsed_s": 0.0})
+        finished = {"event": "finished", "trial_id": number, "outcome": outcome.to_json()}
+        events.append({**finished, "elapsed_s": 10.0})
+
+    add(TrialKind.PROFILE, 0, 1, profiled(World.profile))
+    if baseline is not None:
+        add(TrialKind.BASELINE, 0, OWN.micro_batch, baseline)
+    for stage, micro_batch, outcome in tried:
+        add(TrialKind.SEARCH, stage, micro_batch, outcome)
+    return Run(events)
+
+
+def test_a_row_per_stage_without_the_profile() -> None:
+    run = run_of(
+        (1, 8, ran(120)),
+        (1, 16, failed("OOM")),
+        (1, 12, ran(150)),
+        (3, 8, failed("HOST_OOM")),
+        (3, 4, failed("ERROR")),
+        baseline=ran(100),
+    )
+    rows = summary.stage_rows(run)
+    assert [(r.strategy, r.trials, r.out_of_memory, r.failed) for r in rows] == [
+        ("z0", 1, 0, 0),
+        ("z1", 3, 1, 0),
+        ("z3", 2, 1, 1),
+    ]
+    assert [r.best.name if r.best else None for r in rows] == ["t1", "t4", None]
+    assert run.running_s == 70.0
+
+
+def test_the_best_is_compared_with_the_users_own() -> None:
+    said = " ".join(summary.verdict(run_of((1, 8, ran(150)), baseline=ran(100))))
+    assert "Best: t2, 150 samples/s" in said
+    assert "1.50 times as good" in said
+
+
+def test_smaller_is_better_for_latency() -> None:
+    plan = plan_of(metric="latency")
+    slow, fast = ran(30, "latency"), ran(20, "latency")
+    run = run_of((1, 8, fast), baseline=slow, plan=plan)
+    assert run.best is not None
+    assert run.best.name == "t2"
+    assert "1.50 times as good" in " ".join(summary.verdict(run))
+
+
+def test_the_users_own_may_be_the_best() -> None:
+    said = summary.verdict(run_of((1, 8, ran(50)), baseline=ran(100)))
+    assert "That is your own configuration: nothing faster was found." in said
+
+
+def test_the_users_own_may_not_run_or_not_be_measured() -> None:
+    said = " ".join(summary.verdict(run_of((1, 8, ran(50)), baseline=failed("OOM", "too big"))))
+    assert "Your own configuration did not run: OOM: too big" in said
+    assert "was not measured" in " ".join(summary.verdict(run_of((1, 8, ran(50)))))
+
+
+def test_nothing_ran() -> None:
+    assert summary.verdict(run_of((1, 8, failed("OOM")))) == ["No configuration ran."]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advice"),
+    [
+        ({"type": "AdamW"}, "sqrt(32/8) = 2."),
+        ({"type": "SGD"}, "multiply it by 32/8 = 4."),
+        (None, "with an Adam-like optimizer multiply it by sqrt(32/8) = 2, with SGD multiply it"),
+    ],
+)
+def test_learning_rate_advice(optimizer: dict[str, str] | None, advice: str) -> None:
+    base = {"optimizer": optimizer} if optimizer else {}
+    said = summary.learning_rate_advice(run_of((1, 16, ran(150)), base=base))
+    assert len(said) == 1
+    assert advice in said[0]
+    assert "from 8 to 32" in said[0]
+
+
+def test_no_learning_rate_advice_for_the_same_batch() -> None:
+    assert summary.learning_rate_advice(run_of((1, 4, ran(150)))) == []
+
+
+def test_the_configuration_is_for_use_as_it_is(tmp_path: Path) -> None:
+    run = run_of((1, 16, ran(150)), baseline=ran(100))
+    summary.write_files(run, tmp_path, "train it")
+    assert json.loads((tmp_path / "best_ds_config.json").read_text()) == {
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 1},
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 1,
+    }
+    metrics = json.loads((tmp_path / "best_ds_metrics.json").read_text())
+    assert metrics["trial"] == "t2"
+    assert metrics["throughput"] == 150
+    text = (tmp_path / "summary.md").read_text()
+    assert "| 1 | 1 | 0 | 0 | 150 samples/s | t2 |" in " ".join(text.split())
+    assert "Train with it: `train it`" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best_ds_config.json",
+        "best_ds_metrics.json",
+        "summary.md",
+    ]
+
+
+def test_without_a_best_there_is_only_the_summary(tmp_path: Path) -> None:
+    summary.write_files(run_of((1, 8, failed("OOM"))), tmp_path, "train it")
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.md"]
+    assert "Train with it" not in (tmp_path / "summary.md").read_text()
+
+
+def test_the_result_for_programs(tmp_path: Path) -> None:
+    warned = replace(ran(150), warnings=("look",))
+    told = summary.to_json(run_of((1, 8, warned), (1, 9, warned), baseline=ran(100)), tmp_path)
+    assert json.loads(json.dumps(told)) == told
+    assert told["gain"] == 1.5
+    assert told["best"]["name"] == "t2"
+    assert told["baseline"]["metrics"]["throughput"] == 100
+    assert told["warnings"] == ["look"]
+    assert len(told["trials"]) == 4
+
+
+def test_plain_progress_lines() -> None:
+    stream = io.StringIO()
+    run = run_of((1, 8, ran(150)), baseline=ran(100))
+    with LiveView(stream) as view:
+        for trial in run.trials.values():
+            view.started(run, trial)
+            view.ended(run, trial, run.outcomes[trial.id])
+        view.began(run, None)
+        view.show_result(run)
+    said = stream.getvalue()
+    assert "memory per slot" in said
+    assert "approximate largest micro batch" in said
+    assert "t2: 150 samples/s" in said
+    assert "\x1b" not in said
+
+
+def test_a_warning_is_told_once() -> None:
+    stream = io.StringIO()
+    warned = replace(ran(150), warnings=("look",))
+    run = run_of((1, 8, warned), (1, 9, replace(warned, warnings=("look", "again"))))
+    view = LiveView(stream)
+    for trial in run.trials.values():
+        view.ended(run, trial, run.outcomes[trial.id])
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
+    assert [line.rpartition(": ")[2] for line in lines] == ["look", "again"]
+
+
+@pytest.mark.parametrize(
+    ("own_limit", "used", "said"),
+    [
+        (
+            True,
+            MemoryUse(allocated_bytes={"step": 100}, context_bytes=50),
+            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+        ),
+        (
+            False,
+            MemoryUse(allocated_bytes={"step": 70}, context_bytes=30),
+            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+        ),
+        # A CPU's resident set is a lower bound.
+        (True, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), ""),
+        (True, None, ""),
+    ],
+)
+def test_an_error_of_predicted_memory_is_told_where_it_is_known(
+    own_limit: bool, used: MemoryUse | None, said: str
+) -> None:
+    plan = plan_of(slot_memory_bytes=2**30 if own_limit else None)
+    run = run_of((1, 8, replace(ran(120), memory=used)), plan=plan, predicted_bytes=102)
+    assert [x for x in summary.facts(run) if "memory" in x] == [
+        f"memory: predicted by formula{said}"
+    ]
+
+
+def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
+    run = run_of((1, 8, replace(ran(120), memory=MemoryUse({"step": 100}))))
+    assert not [line for line in summary.facts(run) if "memory" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("throughput", 1234.5, "1,234 samples/s"),
+        ("latency", 12.345, "12.35 ms"),
+        ("step", None, "-"),
+        ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per slot"),
+        ("FLOPS_per_gpu", 12.0, "12 FLOP/s per slot"),
+    ],
+)
+def test_metrics_with_units(name: str, value: float | None, text: str) -> None:
+    assert fmt.metric(name, value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.25, "0.2 s"), (42.4, "42 s"), (190, "3 min 10 s"), (7500, "2 h 05 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert fmt.duration(seconds) == text

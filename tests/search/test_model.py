@@ -1,0 +1,501 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dsat.search import SEARCHES, ModelSearch
+from dsat.search.candidates import MicroBatches, largest_sums
+from dsat.search.encoding import Encoding
+from dsat.search.feasibility import Feasibility
+from dsat.space.space import Freedom, Space
+from dsat.values.trial import ModelProfile, Outcome, OutcomeKind, Proposal
+from dsat.values.zero_strategy import plain
+from testing.helpers import failed, play, proposals_of, ran, search_of, space_of, weightless
+from testing.machines import THROUGHPUT, Machine
+
+
+def model_of(
+    space: Space, *, ceiling: int = 15, metric: str = "throughput", **options: Any
+) -> ModelSearch:
+    return cast(ModelSearch, search_of("model", space, ceiling=ceiling, metric=metric, **options))
+
+
+def stages(*numbers: int, micro_batches: range = range(1, 65)) -> Space:
+    """The strategies alone: no knob is free."""
+    return Space(
+        strategies=plain(*numbers),
+        micro_batches=micro_batches,
+        slots=4,
+        freedom=Freedom(fixed=_ALL),
+    )
+
+
+_ALL = tuple(
+    {
+        key
+        for b in Space(strategies=plain(0, 1, 2, 3), micro_batches=(1,), slots=4).branches
+        for key, _ in b.knobs
+    }
+)
+
+# -- the opening
+
+
+def test_it_begins_safely_then_tries_a_quarter_of_that() -> None:
+    play(
+        model_of(space_of(3), ceiling=40),
+        """
+        ask 0@38
+        tell 0@38 OK 100
+        ask 0@9
+        tell 0@9 OK 70
+        """,
+    )
+
+
+def test_it_begins_with_few_samples_where_memory_would_allow_a_million() -> None:
+    space = space_of(1, micro_batches=range(1, 2**20))
+    first = model_of(space, ceiling=10**6).ask()
+    assert first is not None and first.micro_batch == 64
+
+
+def test_it_begins_with_the_strategy_that_promises_most() -> None:
+    # Stage 0 has one sample less, which costs less than what stage 3 moves.
+    profile = _profile(activations=1000, memory=4 * 41_000)
+
+    def predict(settings: Mapping[str, Any]) -> float:
+        return {0: 40, 3: 41}[settings["stage"]]
+
+    search = ModelSearch(profile, THROUGHPUT, stages(3, 0), seed=0, predict=predict)
+    first, second, third = search.ask(), search.ask(), search.ask()
+    assert first is not None and second is not None and third is not None
+    assert [p.settings["stage"] for p in (first, second, third)] == [0, 0, 3]
+    assert second.micro_batch <= first.micro_batch / 4
+    # With a third of the samples, a micro batch does not outweigh what a step costs anyway.
+    search = ModelSearch(
+        profile,
+        THROUGHPUT,
+        stages(3, 0),
+        seed=0,
+        predict=lambda settings: {0: 4, 3: 41}[settings["stage"]],
+    )
+    proposal = search.ask()
+    assert proposal is not None and proposal.settings["stage"] == 3
+
+
+def test_a_strategy_that_should_not_fit_is_not_the_first() -> None:
+    search = ModelSearch(
+        _profile(),
+        THROUGHPUT,
+        stages(1, 3),
+        seed=0,
+        predict=lambda settings: 0 if settings["stage"] == 1 else 12,
+    )
+    first = search.ask()
+    assert first is not None and first.settings["stage"] == 3
+
+
+def test_the_opening_goes_smaller_after_all_kinds_of_failures() -> None:
+    for kind in ("OOM", "HOST_OOM", "TIMEOUT"):
+        search = model_of(space_of(1), ceiling=40)
+        first = search.ask()
+        assert first is not None
+        search.tell(first, failed(kind))
+        second = search.ask()
+        assert second is not None and second.micro_batch < first.micro_batch, kind
+    search = model_of(space_of(2), ceiling=40)
+    first = search.ask()
+    assert first is not None
+    search.tell(first, failed("ERROR"))
+    second = search.ask()
+    assert second is not None and second.settings != first.settings
+
+
+def test_what_is_known_of_the_users_own_configuration_is_not_tried_again() -> None:
+    search = model_of(space_of(1), ceiling=40)
+    search.learn(0, 8, ran(70.0))
+    first = search.ask()
+    assert first is not None and first.micro_batch == 38
+    search.tell(first, ran(100.0))
+    third = search.ask()
+    assert third is not None and third.micro_batch > 20, "two micro batches are known already"
+    asked = [third, *proposals_of(search, lambda _: ran(1.0), limit=70)]
+    assert 8 not in {proposal.micro_batch for proposal in asked}
+
+
+# -- how good it is
+
+
+def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
+    machine = Machine(seed, slots=slots)
+    search = SEARCHES["model"](
+        machine.profile, THROUGHPUT, machine.space, seed=seed, predict=machine.predicted
+    )
+    best, failures = 0.0, 0
+    for _ in range(trials):
+        proposal = search.ask()
+        assert proposal is not None
+        outcome = machine.outcome(proposal)
+        search.tell(proposal, outcome)
+        failures += not outcome.ok
+        if outcome.ok:
+            found = float(machine.throughput(proposal.settings, proposal.micro_batch))
+            best = max(best, found / machine.best())
+    return best, failures
+
+
+@pytest.mark.parametrize(("slots", "trials"), [(1, 10), (2, 12), (8, 12)])
+def test_some_ten_trials_reach_the_best_of_a_large_space(slots: int, trials: int) -> None:
+    """Several slots have seven knobs more, of which two matter by a few percent."""
+    results = [_reached(seed, slots, trials) for seed in range(20)]
+    assert sum(best >= 0.99 for best, _ in results) >= 18
+    assert min(best for best, _ in results) > 0.97
+    assert np.mean([failures for _, failures in results]) < 0.7
+
+
+def test_smaller_micro_batches_are_found_where_they_are_faster() -> None:
+    """Caches: beyond eight samples each one costs twice as much."""
+
+    def outcome(proposal: Proposal) -> Outcome:
+        size = proposal.micro_batch
+        return ran(size / (1.0 + size + max(0, size - 8)))
+
+    search = model_of(stages(1, 2), ceiling=60)
+    asked = proposals_of(search, outcome, limit=12)
+    best = max(asked, key=lambda p: outcome(p).value(THROUGHPUT) or 0.0)
+    assert outcome(best).value(THROUGHPUT) == pytest.approx(8 / 9, rel=0.01)
+
+
+@pytest.mark.parametrize("metric", ["latency", "forward", "backward", "step"])
+def test_times_are_made_short(metric: str) -> None:
+    """Of an exact global batch: fewer, larger micro steps, up to where memory ends."""
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    space = Space(
+        strategies=plain(1, 2),
+        micro_batches=sizes,
+        slots=1,
+        train_batch_size=64,
+        freedom=Freedom(fixed=_ALL),
+    )
+
+    def outcome(proposal: Proposal) -> Outcome:
+        if proposal.micro_batch > 32:
+            return failed("OOM")
+        gas = 64 // proposal.micro_batch
+        slower = 1.1 if proposal.settings["stage"] == 1 else 1.0
+        return ran(slower * gas * (10 + proposal.micro_batch), metric)
+
+    search = model_of(space, ceiling=40, metric=metric)
+    asked = proposals_of(search, outcome, limit=6)
+    assert ("z2", 32) in {(f"z{p.settings['stage']}", p.micro_batch) for p in asked}
+
+
+def test_accumulation_is_part_of_the_search_where_it_is_free() -> None:
+    space = Space(
+        strategies=plain(1),
+        micro_batches=range(1, 65),
+        slots=2,
+        freedom=Freedom(fixed=_ALL, choices={"gradient_accumulation_steps": [1, 2, 4, 8]}),
+    )
+
+    def outcome(proposal: Proposal) -> Outcome:
+        gas, size = proposal.settings["gradient_accumulation_steps"], proposal.micro_batch
+        return failed("OOM") if size > 16 else ran(gas * size / (gas * (1 + size) + 20))
+
+    asked = proposals_of(model_of(space, ceiling=16), outcome, limit=8)
+    best = max(asked, key=lambda p: outcome(p).value(THROUGHPUT) or 0.0)
+    assert (best.settings["gradient_accumulation_steps"], best.micro_batch) == (8, 16)
+
+
+# -- memory
+
+
+def test_running_out_of_memory_lowers_what_others_are_believed_to_allow() -> None:
+    search = model_of(stages(1, 2), ceiling=60)
+    asked: list[Proposal] = []
+    for _ in range(8):
+        proposal = search.ask()
+        assert proposal is not None
+        asked.append(proposal)
+        fits = proposal.micro_batch <= 30
+        search.tell(
+            proposal,
+            ran(proposal.micro_batch / (proposal.micro_batch + 4)) if fits else failed("OOM"),
+        )
+    failures = [p for p in asked if p.micro_batch > 30]
+    assert 1 <= len(failures) <= 4, [p.micro_batch for p in asked]
+    assert max(p.micro_batch for p in asked if p.micro_batch <= 30) >= 28
+
+
+def test_a_prediction_that_was_too_low_is_left_behind() -> None:
+    search = model_of(stages(1), ceiling=15)
+    asked = proposals_of(
+        search,
+        lambda p: (
+            ran(p.micro_batch / (p.micro_batch + 30)) if p.micro_batch <= 40 else failed("OOM")
+        ),
+        limit=12,
+    )
+    assert max(p.micro_batch for p in asked if p.micro_batch <= 40) >= 32
+
+
+def test_nothing_above_what_wanted_more_data_is_tried() -> None:
+    starved = Outcome(OutcomeKind.INVALID, smaller_may_run=True)
+    search = model_of(space_of(4), ceiling=40)
+    asked = proposals_of(search, lambda p: ran(1.0) if p.micro_batch < 20 else starved, limit=30)
+    assert sum(p.micro_batch >= 20 for p in asked) <= 4
+    assert all(p.micro_batch < 38 for p in asked[1:])
+
+
+def test_a_strategy_that_only_fails_is_left() -> None:
+    def outcome(proposal: Proposal) -> Outcome:
+        if proposal.settings["stage"] == 1:
+            return failed("ERROR")
+        return ran(proposal.micro_batch / (5.0 + proposal.micro_batch))
+
+    space = Space(strategies=plain(1, 2, 3), micro_batches=range(1, 65), slots=4, num_params=10**9)
+    asked = proposals_of(model_of(space, ceiling=60), outcome, limit=20)
+    assert 1 <= sum(p.settings["stage"] == 1 for p in asked) <= 5
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_without_the_memory_model_activations_alone_are_the_bound(method: str) -> None:
+    # Parameters, a quarter of the optimizer state and gradients take 1.8 of 52 kB.
+    profile = _profile(activations=1000, memory=52_000)
+    with_model, without = (
+        SEARCHES[method](profile, THROUGHPUT, stages(1), seed=0, memory_model=used)
+        for used in (True, False)
+    )
+    settings = with_model.space.branches[0].settings(0)
+    assert (with_model._largest(0, settings), without._largest(0, settings)) == (50, 52)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_the_prediction_can_be_replaced(method: str) -> None:
+    search = SEARCHES[method](
+        _profile(), THROUGHPUT, stages(1, 2), seed=0, predict=lambda settings: 4 * settings["stage"]
+    )
+    first = [branch.settings(0) for branch in search.space.branches]
+    assert [search._largest(n, settings) for n, settings in enumerate(first)] == [4, 8]
+
+
+# -- when to end
+
+
+def test_it_ends_when_nothing_is_likely_to_be_better() -> None:
+    def outcome(proposal: Proposal) -> Outcome:
+        return (
+            failed("OOM")
+            if proposal.micro_batch > 15
+            else ran(proposal.micro_batch / (9 + proposal.micro_batch))
+        )
+
+    counts = {}
+    for threshold in (0.4, 0.1, 0.0):
+        search = model_of(stages(1, 2, 3), ceiling=15, stop_when=threshold)
+        counts[threshold] = len(proposals_of(search, outcome, limit=60))
+        said = f"no other configuration has a chance over {100 * threshold:g} % to be 1 % better"
+        assert search.stop_reason == (said if threshold else None)
+    assert 3 <= counts[0.4] <= counts[0.1] < 15 < 40 < counts[0.0]
+
+
+def test_what_would_not_be_launched_is_not_proposed() -> None:
+    machine = Machine(1, slots=2)
+    most = {}
+    for gated in (False, True):
+        search = SEARCHES["model"](
+            machine.profile,
+            THROUGHPUT,
+            machine.space,
+            seed=0,
+            predict=lambda settings: 100.0,
+            gated=gated,
+        )
+        asked = proposals_of(search, lambda p: ran(p.micro_batch), limit=20)
+        most[gated] = max(proposal.micro_batch for proposal in asked)
+    assert most[True] == 100 < most[False]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_to_look_at_it_changes_nothing(seed: int) -> None:
+    """Who asks for its reason to stop, and when, is not decided by a journal."""
+    machine = Machine(seed, slots=2)
+    options: dict[str, Any] = {"seed": seed, "predict": machine.predicted, "stop_when": 0.3}
+    unseen, seen = (
+        SEARCHES["model"](machine.profile, THROUGHPUT, machine.space, **options) for _ in range(2)
+    )
+    rng = np.random.default_rng(seed)
+    running: list[Proposal] = []
+    for _ in range(12):
+        while len(running) < 4:
+            proposal = seen.ask()
+            assert proposal == unseen.ask()
+            assert proposal is not None
+            running.append(proposal)
+        for _ in range(int(rng.integers(1, 4))):
+            ended = running.pop(int(rng.integers(len(running))))
+            outcome = machine.outcome(ended)
+            for search in (unseen, seen):
+                search.tell(ended, outcome)
+            seen.stop_reason  # noqa: B018
+    assert seen.stop_reason == unseen.stop_reason
+
+
+def test_it_does_not_end_before_anything_ran() -> None:
+    search = model_of(space_of(8), ceiling=15, stop_when=0.9)
+    for _ in range(8):
+        assert search.stop_reason is None
+        proposal = search.ask()
+        assert proposal is not None
+        search.tell(proposal, failed("OOM"))
+
+
+def test_a_small_space_is_tried_to_its_end() -> None:
+    space = Space(strategies=plain(1, 2), micro_batches=(1, 2, 4), slots=2, num_params=10**6)
+    asked = proposals_of(model_of(space, ceiling=8), lambda p: ran(p.micro_batch))
+    configurations = {(json.dumps(p.settings), p.micro_batch) for p in asked}
+    assert len(configurations) == len(asked) == 3 * sum(b.count for b in space.branches)
+
+
+def test_many_may_run_at_once() -> None:
+    machine = Machine(3, slots=2)
+    search = SEARCHES["model"](machine.profile, THROUGHPUT, machine.space, seed=3)
+    running = [search.ask() for _ in range(16)]
+    assert None not in running
+    kinds = Counter(p.settings["stage"] for p in running if p)
+    assert len(kinds) >= 3, "not all the same"
+    for proposal in reversed(running):
+        assert proposal is not None
+        search.tell(proposal, machine.outcome(proposal))
+    assert len({(json.dumps(p.settings), p.micro_batch) for p in running if p}) == 16
+    lost = 0
+    for _ in range(4):
+        following = search.ask()
+        assert following is not None
+        outcome = machine.outcome(following)
+        search.tell(following, outcome)
+        lost += not outcome.ok
+        value = float(machine.throughput(following.settings, following.micro_batch))
+        assert value > 0.95 * machine.best()
+    assert lost <= 1, "what all of them told of memory is known"
+
+
+def test_values_that_are_no_rates_are_no_measurements() -> None:
+    search = model_of(space_of(2), ceiling=15)
+    for value in (0.0, -1.0, float("inf"), 3.0):
+        proposal = search.ask()
+        assert proposal is not None
+        search.tell(proposal, ran(value))
+    assert len(search._belief.measured) == 1
+
+
+# -- its parts
+
+
+def test_settings_are_encoded_relative_to_the_defaults() -> None:
+    space = Space(strategies=plain(2, 3), micro_batches=(1,), slots=2, num_params=10**9)
+    encoding = Encoding(space)
+    for branch in range(2):
+        assert not encoding.row(branch, 0).any()
+        indexes = np.arange(0, space.branches[branch].count, 97)
+        rows = encoding.rows(branch, indexes)
+        assert np.array_equal(rows, [encoding.row(branch, int(index)) for index in indexes])
+        assert len({tuple(row) for row in rows}) == len(rows), "no two settings look alike"
+
+
+def test_recomputation_is_expected_to_cost_time_and_save_memory() -> None:
+    prices = {}
+    for own in (False, True):
+        freedom = Freedom(fixed=_ALL, switches={"gradient_checkpointing": own})
+        space = Space(strategies=plain(1), micro_batches=range(1, 64), slots=1, freedom=freedom)
+        encoding = Encoding(space)
+        other = encoding.row(0, 1)
+        prior = encoding.speed_prior(np.random.default_rng(0))
+        rough, predicted = (encoding.memory_prior(predicted=is_so) for is_so in (False, True))
+        means = (prior.mean, rough[0], predicted[0])
+        prices[own] = [float(other @ mean) for mean in means]
+        assert list(predicted[1]) == list(rough[1])
+    # A prediction knows of what is saved.
+    assert prices[False] == pytest.approx([0.25, 1.5, 0], abs=0.01)
+    assert prices[True] == pytest.approx([-0.25, -1.5, 0], abs=0.01)
+
+
+def test_the_largest_sums_are_found_without_trying_all() -> None:
+    rng = np.random.default_rng(0)
+    scores = [rng.normal(size=size) for size in (4, 3, 7, 2)]
+    strides = [1, 4, 12, 84]
+    total = np.zeros(168)
+    for index in range(168):
+        rest = index
+        for score in scores:
+            rest, digit = divmod(rest, len(score))
+            total[index] += score[digit]
+    found = largest_sums(scores, strides, 20)
+    assert found.tolist() == np.argsort(-total)[:20].tolist()
+
+
+def test_micro_batches_are_compared_closely_near_the_edge() -> None:
+    grid = MicroBatches(range(1, 2**20))
+    assert 100 < len(grid.ladder) < 180
+    found = [position + 1 for position in grid.positions(edges=[1000.0], best=[400])]
+    assert found == sorted(set(found)) and max(found) <= 4100
+    near = [size for size in found if 900 <= size <= 1000]
+    assert len(near) >= 6 and 1000 in near and 388 in found
+    assert MicroBatches((3, 6, 9)).positions(edges=[1.0], best=[]) == [0, 1, 2]
+    multiples = range(48, 48 * 200, 48)
+    positions = MicroBatches(multiples).positions(edges=[500.0], best=[])
+    below = [500 * part for part in (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87)]
+    spread = [2**octave * eighths // 8 for octave in range(11) for eighths in range(8, 16)]
+    floors = {int(wanted) // 48 * 48 for wanted in (*below, *spread)}
+    assert [multiples[p] for p in positions] == sorted(floors - {0}), "up to each wanted"
+
+
+def test_feasibility_learns_where_memory_ends() -> None:
+    none = np.zeros((1, 0))
+    flat, octave = np.zeros(0), np.log2([100.0])
+
+    def chance(of: Feasibility, size: float, branch: int = 0) -> float:
+        return float(np.exp(of.log_fits(branch, none, octave, np.array([size]))[0, 0]))
+
+    known = Feasibility(2, True, flat, flat)
+    assert chance(known, 90) > 0.8 and chance(known, 100) == pytest.approx(0.5, abs=0.01)
+    assert chance(known, 115) < 0.25
+    known.learn_memory(0, flat, octave[0], 100, fits=True)
+    assert chance(known, 97) > 0.85 and chance(known, 97, branch=1) > 0.75
+    for size in (90, 60):
+        known.learn_memory(1, flat, octave[0], size, fits=False)
+    assert chance(known, 90, branch=1) < 0.02 and chance(known, 30, branch=1) > 0.5
+    assert known.expected_largest(1, none, octave)[0] < 60
+    bound = Feasibility(2, False, flat, flat)
+    assert chance(bound, 120) > 0.3, "a bound is no prediction"
+
+
+def test_feasibility_learns_what_does_not_run() -> None:
+    flat = np.zeros(0)
+    of = Feasibility(2, True, flat, flat)
+
+    def sound(branch: int) -> float:
+        return float(np.exp(of.log_sound(branch, np.zeros((1, 0)))[0]))
+
+    before = sound(0)
+    assert before > 0.9
+    for _ in range(4):
+        of.learn_soundness(1, flat, False)
+        of.learn_soundness(0, flat, True)
+    assert sound(1) < 0.6 and sound(0) > 0.85
+
+
+def _profile(*, activations: int = 1000, memory: int = 100_000) -> ModelProfile:
+    return replace(
+        weightless(1),
+        num_params=1000 // 4,
+        trainable_params=1000 // 4,
+        activation_bytes_per_sample=activations,
+        slot_memory_bytes=memory,
+    )

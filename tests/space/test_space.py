@@ -1,0 +1,494 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dsat.inputs import ds_config
+from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
+from dsat.space.space import (
+    DEFAULT_STAGES,
+    KNOBS,
+    LARGEST_MICRO_BATCH,
+    SECTIONS,
+    Freedom,
+    Space,
+    allowed_micro_batches,
+    defaults,
+)
+from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import CPU, NVME, Strategy, of_config, plain
+
+ONE = BatchTriple(1, 1, 1)
+BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
+
+
+def _space(
+    stages: Sequence[int] = (0, 1, 2, 3),
+    slots: int = 2,
+    fixed: Sequence[str] = (),
+    num_params: int | None = None,
+) -> Space:
+    return Space(
+        strategies=plain(*stages),
+        micro_batches=range(1, 9),
+        slots=slots,
+        freedom=Freedom(fixed=fixed),
+        num_params=num_params,
+    )
+
+
+def _all_configs(space: Space, stage: int) -> list[dict[str, object]]:
+    [branch] = [branch for branch in space.branches if branch.strategy.stage == stage]
+    return [branch.settings(n) for n in range(branch.count)]
+
+
+# -- micro batches
+
+
+@pytest.mark.parametrize(
+    ("train_batch_size", "divisible_by", "slots", "expected"),
+    [
+        (24, 1, 1, [1, 2, 3, 4, 6, 8, 12, 24]),
+        (24, 1, 2, [1, 2, 3, 4, 6, 12]),
+        (24, 3, 2, [3, 6, 12]),
+        (24, 5, 1, []),
+        (25, 1, 2, []),
+        (1, 1, 2, []),
+        (1, 1, 1, [1]),
+        (36, 1, 1, [1, 2, 3, 4, 6, 9, 12, 18, 36]),
+        (36, 6, 1, [6, 12, 18, 36]),
+        (7, 1, 1, [1, 7]),
+        (8, 8, 1, [8]),
+        (8, 8, 2, []),
+    ],
+)
+def test_micro_batches_of_an_exact_batch(
+    train_batch_size: int, divisible_by: int, slots: int, expected: list[int]
+) -> None:
+    allowed = allowed_micro_batches(
+        train_batch_size=train_batch_size, divisible_by=divisible_by, slots=slots
+    )
+    assert list(allowed) == expected
+
+
+def test_micro_batches_against_trying_every_number() -> None:
+    for total in range(1, 60):
+        for divisible_by in range(1, 5):
+            for slots in range(1, 4):
+                expected = [
+                    micro
+                    for micro in range(1, total + 1)
+                    if total % (micro * slots) == 0 and micro % divisible_by == 0
+                ]
+                allowed = allowed_micro_batches(
+                    train_batch_size=total, divisible_by=divisible_by, slots=slots
+                )
+                assert list(allowed) == expected
+
+
+@pytest.mark.parametrize("divisible_by", [1, 3, 8])
+def test_micro_batches_of_any_batch(divisible_by: int) -> None:
+    allowed = allowed_micro_batches(train_batch_size=None, divisible_by=divisible_by, slots=3)
+    assert list(allowed[:3]) == [divisible_by, 2 * divisible_by, 3 * divisible_by]
+    assert LARGEST_MICRO_BATCH - divisible_by < allowed[-1] <= LARGEST_MICRO_BATCH
+
+
+@pytest.mark.parametrize(
+    ("train_batch_size", "micro_batch", "expected"),
+    [
+        (None, 5, BatchTriple(5 * 4 * 2, 5, 4)),
+        (None, 1, BatchTriple(8, 1, 4)),
+        (48, 1, BatchTriple(48, 1, 24)),
+        (48, 6, BatchTriple(48, 6, 4)),
+        (48, 24, BatchTriple(48, 24, 1)),
+    ],
+)
+def test_batch_sizes_that_go_with_a_micro_batch(
+    train_batch_size: int | None, micro_batch: int, expected: BatchTriple
+) -> None:
+    space = Space(
+        strategies=plain(1),
+        micro_batches=range(1, 25),
+        slots=2,
+        gas=4,
+        train_batch_size=train_batch_size,
+    )
+    assert space.batch(micro_batch) == expected
+
+
+# -- knobs
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots", "knobs"),
+    [
+        (0, 1, set()),
+        (0, 2, set()),
+        (1, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (
+            1,
+            2,
+            {
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+            },
+        ),
+        (2, 1, {"reduce_bucket_size", "contiguous_gradients"}),
+        (
+            2,
+            2,
+            {
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+            },
+        ),
+        (3, 1, {"reduce_bucket_size", "contiguous_gradients", "sub_group_size"}),
+        (
+            3,
+            8,
+            {
+                "reduce_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "contiguous_gradients",
+                "stage3_max_live_parameters",
+                "stage3_max_reuse_distance",
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+                "sub_group_size",
+            },
+        ),
+    ],
+)
+def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
+    space = _space(slots=slots)
+    for config in _all_configs(space, stage):
+        assert config["stage"] == stage
+        assert set(config) - {"stage"} == knobs
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots", "count"),
+    [(0, 2, 1), (1, 1, 16), (1, 2, 512), (2, 1, 16), (2, 2, 512), (3, 1, 48), (3, 2, 64 * 3**5)],
+)
+def test_every_number_is_another_zero_section(stage: int, slots: int, count: int) -> None:
+    configs = _all_configs(_space(slots=slots), stage)
+    assert len(configs) == count
+    assert len({json.dumps(config, sort_keys=True) for config in configs}) == count
+
+
+def test_every_combination_of_knob_values_is_there() -> None:
+    pairs = {
+        (config["reduce_bucket_size"], config["allgather_bucket_size"])
+        for config in _all_configs(_space(), 1)
+    }
+    assert pairs == {(one, other) for one in BUCKETS for other in BUCKETS}
+
+
+def test_what_is_fixed_is_not_searched() -> None:
+    space = _space(fixed=("stage", "overlap_comm", "reduce_bucket_size", "offload_optimizer"))
+    assert all(
+        set(config) == {"stage", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"}
+        for config in _all_configs(space, 2)
+    )
+    assert space.branches[2].count == 8 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("num_params", "largest", "count"),
+    [
+        (None, 5 * 10**9, 8),
+        (1, 10**6, 1),
+        (10**6, 10**6, 1),
+        (10**6 + 1, 5 * 10**6, 2),
+        (124 * 10**6, 5 * 10**8, 6),
+        (10**9, 10**9, 7),
+        (5 * 10**9 + 1, 5 * 10**9, 8),
+        (7 * 10**10, 5 * 10**9, 8),
+    ],
+)
+def test_one_bucket_that_holds_the_whole_model_is_enough(
+    num_params: int | None, largest: int, count: int
+) -> None:
+    configs = _all_configs(_space(num_params=num_params), 1)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        values = sorted({config[key] for config in configs})  # type: ignore[type-var]
+        assert values == BUCKETS[:count]
+        assert values[-1] == largest
+    assert _space(num_params=num_params).branches[2].count == count**2 * 2**3, "flags stay"
+
+
+@pytest.mark.parametrize(
+    ("roomy", "num_params", "first"),
+    [
+        (None, None, 5 * 10**8),
+        (10**9, None, 5 * 10**8),
+        (10**8, None, 10**8),
+        (99 * 10**6, None, 5 * 10**7),
+        (10**5, None, 10**6),
+        (10**8, 3 * 10**6, 5 * 10**6),
+        (2 * 10**6, 3 * 10**6, 10**6),
+    ],
+)
+def test_the_first_bucket_does_not_crowd_a_slot(
+    roomy: int | None, num_params: int | None, first: int
+) -> None:
+    space = Space(
+        strategies=plain(1),
+        micro_batches=(1,),
+        slots=2,
+        num_params=num_params,
+        roomy_bucket=roomy,
+    )
+    knobs = dict(space.branches[0].knobs)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        assert knobs[key][0] == first
+        assert len(set(knobs[key])) == len(knobs[key])
+        assert set(knobs[key]) <= set(BUCKETS)
+
+
+def test_only_the_stages_asked_for() -> None:
+    space = _space(stages=DEFAULT_STAGES)
+    assert space.strategies == plain(1, 2, 3)
+    assert [line[:8] for line in space.describe()] == ["stage 1:", "stage 2:", "stage 3:"]
+
+
+def test_a_description_names_the_knobs_and_their_values() -> None:
+    assert _space((0, 2), slots=1, num_params=2 * 10**6).describe() == [
+        "stage 0: no knobs",
+        "stage 2: reduce_bucket_size 5e+06|1e+06, contiguous_gradients true|false",
+    ]
+
+
+def test_knobs_are_listed_once_and_say_why() -> None:
+    listed = [(knob.key, stage) for knob in KNOBS for stage in knob.stages]
+    assert len(set(listed)) == len(listed)
+    assert all(knob.reason and len(set(knob.values)) > 1 for knob in KNOBS)
+
+
+# -- the whole space: conditions, offloading, and what the user wants
+
+
+def _knobs(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tuple[Any, ...]]:
+    config = freedom.pop("config", {"optimizer": {"type": "Adam"}})
+    space = Space(
+        strategies=[strategy],
+        micro_batches=(1,),
+        slots=slots,
+        freedom=Freedom(**freedom),
+        config=config,
+    )
+    return dict(space.branches[0].knobs)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_copied_in_turn_only_to_a_host_and_by_several(stage: int, slots: int) -> None:
+    both = stage < 3 and slots > 1
+    assert ("round_robin_gradients" in _knobs(Strategy(stage, CPU), slots)) is both
+    assert "round_robin_gradients" not in _knobs(Strategy(stage), slots)
+
+
+def test_stage_3_fetches_parameters_from_other_slots_or_from_the_host() -> None:
+    fetching = {knob.key for knob in KNOBS if knob.key.startswith("stage3_")}
+    assert fetching == {
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    }
+    assert fetching <= set(_knobs(Strategy(3), slots=2))
+    assert fetching <= set(_knobs(Strategy(3, CPU, CPU), slots=1))
+    assert not fetching & set(_knobs(Strategy(3), slots=1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        ({"type": "Adam"}, True),
+        ({"type": "AdamW", "params": {"lr": 1}}, True),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, False),
+        ({"type": "Lion"}, False),
+        (None, False),
+    ],
+)
+def test_only_deepspeeds_own_adam_is_offloaded_in_part(
+    optimizer: dict[str, Any] | None, found: bool
+) -> None:
+    config = {} if optimizer is None else {"optimizer": optimizer}
+    knobs = _knobs(Strategy(3, CPU), config=config)
+    assert ("offload_optimizer.ratio" in knobs) is found
+    assert "offload_optimizer.ratio" not in _knobs(Strategy(2, CPU), config=config)
+    assert "offload_optimizer.ratio" not in _knobs(Strategy(3, NVME), config=config)
+
+
+def test_what_nothing_reads_is_searched_only_when_asked_for() -> None:
+    assert "allgather_partitions" not in _knobs(Strategy(2))
+    assert _knobs(Strategy(2), tune=["allgather_partitions"])["allgather_partitions"] == (
+        *(True, False),
+    )
+
+
+def test_a_freed_setting_begins_with_the_users_own_value() -> None:
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}}
+    fixed = ("overlap_comm", "reduce_bucket_size")
+    knobs = _knobs(Strategy(2), config=config, fixed=fixed, tune=["reduce_bucket_size"])
+    assert "overlap_comm" not in knobs
+    assert knobs["reduce_bucket_size"][0] == 7
+    assert sorted(knobs["reduce_bucket_size"]) == [7, *BUCKETS]
+
+
+def test_listed_values_are_the_only_ones() -> None:
+    listed = {"overlap_comm": [True], "zero_hpz_partition_size": [1, 2], "reduce_bucket_size": [9]}
+    knobs = _knobs(Strategy(2), choices=listed)
+    assert {key: knobs[key] for key in listed} == {
+        "overlap_comm": (True,),
+        "zero_hpz_partition_size": (1, 2),
+        "reduce_bucket_size": (9,),
+    }
+    assert "overlap_comm" not in _knobs(Strategy(0), choices=listed)
+    # What cannot matter does not, listed or not.
+    assert "overlap_comm" not in _knobs(Strategy(2), slots=1, choices=listed)
+
+
+def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
+    assert not any(
+        key.startswith("offload_optimizer") for key in _knobs(Strategy(3, CPU), fixed=SECTIONS)
+    )
+    freed = _knobs(Strategy(3, CPU), fixed=SECTIONS, tune=["offload_optimizer.ratio"])
+    assert "offload_optimizer.ratio" in freed
+
+
+def test_an_alias_is_the_same_setting() -> None:
+    for key in ("max_live_parameters", "stage3_max_live_parameters"):
+        assert "stage3_max_live_parameters" not in _knobs(Strategy(3), fixed=[key])
+
+
+def test_gradient_accumulation_may_be_listed() -> None:
+    space = Space(
+        strategies=plain(0),
+        micro_batches=(4,),
+        slots=2,
+        gas=3,
+        freedom=Freedom(choices={"gradient_accumulation_steps": [1, 8]}),
+    )
+    [branch] = space.branches
+    batches = [space.batch(4, branch.settings(n)) for n in range(branch.count)]
+    assert batches == [BatchTriple(8, 4, 1), BatchTriple(64, 4, 8)]
+    assert overrides_for(branch.settings(1), batches[1]) == {
+        "zero_optimization": {"stage": 0},
+        **batches[1].config(),
+    }
+
+
+@pytest.mark.parametrize(("micro_batch", "gas"), [(1, 50), (3, 16), (50, 1)])
+def test_accumulation_fills_the_largest_global_batch(micro_batch: int, gas: int) -> None:
+    space = Space(strategies=plain(0), micro_batches=(1,), slots=2, max_train_batch_size=100, gas=7)
+    assert space.batch(micro_batch) == BatchTriple(2 * micro_batch * gas, micro_batch, gas)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"smallest": 3, "largest": 6}, [3, 4, 5, 6]),
+        ({"smallest": 3, "largest": 12, "divisible_by": 4}, [4, 8, 12]),
+        ({"listed": [16, 2, 4], "largest": 8}, [2, 4]),
+        ({"listed": [1, 2, 3, 4, 6], "train_batch_size": 12}, [1, 2, 3, 6]),
+        ({"smallest": 5, "largest": 4}, []),
+        ({"listed": [2, 4], "smallest": 8}, []),
+    ],
+)
+def test_bounds_and_lists_of_micro_batches(bounds: dict[str, Any], expected: list[int]) -> None:
+    given = {"train_batch_size": None, "divisible_by": 1, **bounds}
+    assert list(allowed_micro_batches(slots=2, **given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy", "expected"),
+    [
+        ({}, Strategy(2), {}),
+        ({}, Strategy(2, CPU), {"offload_optimizer.device": "cpu"}),
+        (
+            {},
+            Strategy(3, NVME, NVME),
+            {
+                "offload_optimizer.device": "nvme",
+                "offload_optimizer.nvme_path": "/nvme",
+                "offload_param.device": "nvme",
+                "offload_param.nvme_path": "/nvme",
+            },
+        ),
+        ({"offload_optimizer": {"device": "cpu"}}, Strategy(2, CPU), {}),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            Strategy(0),
+            {"offload_optimizer.device": "none", "offload_param.device": "none"},
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            Strategy(2, CPU),
+            {"offload_optimizer.ratio": 1.0},
+        ),
+    ],
+)
+def test_settings_that_turn_the_users_configuration_into_a_strategy(
+    zero: dict[str, Any], strategy: Strategy, expected: dict[str, Any]
+) -> None:
+    config = {"optimizer": {"type": "Adam"}, "zero_optimization": zero}
+    found = strategy_settings(strategy, config, "/nvme")
+    assert found == expected
+    merged = ds_config.merge(config, overrides_for({"stage": strategy.stage, **found}, ONE))
+    assert of_config(merged) == strategy
+
+
+def test_sections_of_a_trial_are_nested() -> None:
+    settings = {
+        "stage": 3,
+        "offload_optimizer.device": "cpu",
+        "offload_optimizer.ratio": 0.5,
+        "offload_param": {"device": "cpu"},
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_checkpointing": True,
+    }
+    assert overrides_for(settings, ONE) == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            "offload_param": {"device": "cpu"},
+        },
+        "zero_force_ds_cpu_optimizer": False,
+        **ONE.config(),
+    }
+    assert script_args_for(settings) == {"gradient_checkpointing": True}
+
+
+def test_defaults_are_deepspeeds_own() -> None:
+    """Those that the fields of DeepSpeedZeroConfig have in each stage."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for stage in (1, 2, 3):
+        own = DeepSpeedZeroConfig(stage=stage)
+        for key, value in defaults(stage).items():
+            assert getattr(own, key.removeprefix("stage3_")) == value, (stage, key)
+
+
+def test_overrides_of_a_trial() -> None:
+    zero = {"stage": 2, "overlap_comm": True}
+    overrides = overrides_for(zero, BatchTriple(16, 4, 2))
+    assert overrides == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    overrides["zero_optimization"]["stage"] = 3
+    assert zero["stage"] == 2

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.errors import JournalError, JournalLocked
+from dsat.space.plan import Plan
+from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events, write_atomically
+from dsat.tuning.tuner import Tuner
+from testing.helpers import FakeClock, World, drive, plan_of
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "start", "schema": SCHEMA_VERSION, "info": {"name": "Größe\n"}},
+    {"event": "proposed", "n": 1, "values": [1.5, None, True]},
+    {"event": "finished", "message": 'a "quoted" {brace}'},
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+@pytest.fixture
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that open a journal hundreds of times; none of them pulls the plug."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def _write(path: Path) -> bytes:
+    with Journal(path) as journal:
+        for event in EVENTS:
+            journal.append(event)
+    return path.read_bytes()
+
+
+def _in_another_process(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\nfrom dsat.tuning.journal import *\n{code}", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_what_was_appended_is_read_again(path: Path) -> None:
+    content = _write(path)
+    assert content.count(b"\n") == len(EVENTS), "one line each"
+    with Journal(path) as journal:
+        assert journal.events == EVENTS
+    assert read_events(path) == EVENTS
+    assert path.read_bytes() == content
+
+
+def test_a_new_journal_is_empty(path: Path) -> None:
+    with Journal(path) as journal:
+        assert journal.events == []
+
+
+@pytest.mark.usefixtures("_fast_disk")
+def test_cut_off_at_any_byte_it_keeps_the_complete_lines(path: Path) -> None:
+    content = _write(path)
+    more = {"event": "more"}
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        complete = content[:length].count(b"\n")
+        assert read_events(path) == EVENTS[:complete]
+        assert path.stat().st_size == length, "a reader changes nothing"
+        with Journal(path) as journal:
+            assert journal.events == EVENTS[:complete]
+            journal.append(more)
+        assert read_events(path) == [*EVENTS[:complete], more]
+
+
+def test_a_torn_tail_is_cut_off_at_opening(path: Path) -> None:
+    content = _write(path)
+    path.write_bytes(content + b'{"event": "fini')
+    Journal(path).close()
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b'{"event": ', b"\x00\x00\x00", b"\xff\xfe", b"[1]", b"3", b"null"]
+)
+@pytest.mark.parametrize("line", [1, 2, 3])
+def test_a_damaged_line_is_named(path: Path, line: int, damage: bytes) -> None:
+    lines = _write(path).split(b"\n")
+    lines[line - 1] = damage
+    content = b"\n".join(lines)
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=rf"journal\.jsonl: line {line} is damaged"):
+        Journal(path)
+    with pytest.raises(JournalError, match=f"line {line} is damaged"):
+        read_events(path)
+    assert path.read_bytes() == content, "nothing is cut off that a person may want to mend"
+
+
+def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path) -> None:
+    content = json.dumps({"event": "start", "schema": SCHEMA_VERSION + 1}).encode() + b"\n{"
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=rf"newer dsat \(schema {SCHEMA_VERSION + 1}"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_a_failed_opening_leaves_no_lock(path: Path) -> None:
+    content = _write(path)
+    path.write_bytes(b"damage\n" + content)
+    with pytest.raises(JournalError):
+        Journal(path)
+    path.write_bytes(content)
+    Journal(path).close()
+
+
+def test_what_json_cannot_hold_is_refused_and_leaves_no_trace(path: Path) -> None:
+    content = _write(path)
+    with Journal(path) as journal:
+        with pytest.raises(ValueError, match="JSON"):
+            journal.append({"event": "finished", "value": float("nan")})
+        journal.append({"event": "next"})
+    assert path.read_bytes() == content + b'{"event":"next"}\n'
+
+
+def test_an_event_is_on_the_disk_when_append_returns(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+    with Journal(path) as journal:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
+        journal.append({"n": 1})
+        assert synced == [b'{"n":1}\n']
+        journal.append({"n": 2})
+        assert synced[1:] == [b'{"n":1}\n{"n":2}\n']
+
+
+def test_the_cut_and_the_name_of_the_file_are_on_the_disk_when_it_is_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(b'{"n":1}\n{"torn')
+    synced: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, path.read_bytes()))
+    )
+    Journal(path).close()
+    assert synced == [
+        (path.stat().st_ino, b'{"n":1}\n'),
+        (path.parent.stat().st_ino, b'{"n":1}\n'),
+    ]
+
+
+# -- the lock
+
+
+def test_a_second_opening_in_the_same_process_is_refused(path: Path) -> None:
+    with Journal(path) as journal:
+        with pytest.raises(JournalLocked, match="another dsat process"):
+            Journal(path)
+        journal.append({"n": 1})
+        assert read_events(path) == [{"n": 1}], "a reader takes no lock"
+    Journal(path).close()
+
+
+def test_a_second_opening_in_another_process_is_refused(path: Path) -> None:
+    with Journal(path):
+        other = _in_another_process("Journal(sys.argv[1])", path)
+    assert other.returncode == 1
+    assert "dsat.errors.JournalLocked" in other.stderr
+
+
+def test_the_lock_dies_with_its_process(path: Path) -> None:
+    code = (
+        "import os, pathlib, signal\n"
+        "journal = Journal(pathlib.Path(sys.argv[1]))\n"
+        "journal.append({'n': 1})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert _in_another_process(code, path).returncode == -9
+    with Journal(path) as journal:
+        assert journal.events == [{"n": 1}]
+
+
+# -- a tuner's own journal
+
+
+def _tune(path: Path, plan: Plan) -> bytes:
+    with Journal(path) as journal:
+        tuner = Tuner(plan, journal, events=journal.events, clock=FakeClock())
+        drive(tuner, World(), slots=2)
+    return path.read_bytes()
+
+
+@pytest.mark.usefixtures("_fast_disk")
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_a_run_continues_from_any_line_of_its_journal(path: Path, method: str) -> None:
+    plan = plan_of(method, max_trials=9)
+    whole = _tune(path, plan)
+    ends = [0, *(n + 1 for n, byte in enumerate(whole) if byte == ord("\n"))]
+    assert len(ends) > 15
+    for begin, end in zip(ends, [*ends[1:], len(whole)], strict=True):
+        # Torn in the middle of the next line, as by a kill.
+        path.write_bytes(whole[: (begin + end) // 2])
+        assert _tune(path, plan) == whole
+
+
+# -- files that others read
+
+
+def test_write_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    for text in ("first, and longer", "zweitens: ä"):
+        write_atomically(target, text)
+        assert target.read_text(encoding="utf-8") == text
+        assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_write_atomically_shows_a_reader_the_old_text_until_the_new_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+    seen: list[tuple[str, str]] = []
+
+    def replace(source: Path, destination: Path) -> None:
+        seen.append((target.read_text(), Path(source).read_text()))
+        os.rename(source, destination)
+
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomically(target, "new")
+    assert seen == [("old", "new")]
+    assert synced == [target.stat().st_ino, tmp_path.stat().st_ino]
+    assert target.read_text() == "new"

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dsat.space.plan import Plan
+from dsat.values.trial import (
+    METRIC_NAMES,
+    BatchTriple,
+    MemoryUse,
+    Metrics,
+    ModelProfile,
+    Objective,
+    Outcome,
+    OutcomeKind,
+    Trial,
+    TrialKind,
+)
+from testing.helpers import failed, plan_of, ran, weightless
+
+
+def _through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+@pytest.mark.parametrize("metric", METRIC_NAMES)
+def test_the_direction_of_every_metric(metric: str) -> None:
+    objective = Objective(metric)
+    smaller = metric not in ("FLOPS_per_gpu", "throughput")
+    assert objective.smaller_is_better == smaller
+    assert objective.is_better(1.0, 2.0) == smaller
+    assert objective.is_better(2.0, 1.0) != smaller
+    assert not objective.is_better(1.0, 1.0)
+    assert objective.is_better(0.0, None)
+    assert (objective.loss(1.0) < objective.loss(2.0)) == smaller
+    assert objective.gain(2.0, 4.0) == (2.0 if smaller else 0.5)
+    assert ran(0.0, metric).value(objective) == 0.0, "zero is a value"
+
+
+def test_gain_over_nothing_is_infinite() -> None:
+    assert Objective("throughput").gain(1.0, 0.0) == float("inf")
+
+
+def test_a_metric_that_nobody_measures_is_refused() -> None:
+    with pytest.raises(ValueError, match="'speed' is not one of FLOPS_per_gpu, throughput"):
+        Objective("speed")
+
+
+def test_an_outcome_has_a_value_only_if_it_ran_and_measured_it() -> None:
+    objective = Objective("FLOPS_per_gpu")
+    uncounted = Metrics(1.0, 1.0, 1.0, 1.0, 1.0, None, 5, 0.0)
+    assert failed("OOM").value(objective) is None
+    assert Outcome(OutcomeKind.OK).value(objective) is None
+    assert Outcome(OutcomeKind.OK, metrics=uncounted).value(objective) is None
+    assert Outcome(OutcomeKind.TIMEOUT, metrics=ran().metrics).value(objective) is None
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        failed("HOST_OOM", "killed"),
+        ran(3.5),
+        Outcome(OutcomeKind.OK, metrics=Metrics(1.0, 2.0, 3.0, 4.0, 5.0, None, 6, 0.5)),
+        Outcome(
+            OutcomeKind.OK,
+            memory=MemoryUse({"init": 1}, {"step": 2}, {"forward": 3}),
+            profile=weightless(3),
+            detail="a\nb",
+            duration_s=1.25,
+            warnings=("slow disk", "few steps"),
+        ),
+        Outcome(OutcomeKind.OK, memory=MemoryUse()),
+    ],
+)
+def test_an_outcome_survives_the_journal(outcome: Outcome) -> None:
+    assert Outcome.from_json(_through_json(outcome.to_json())) == outcome
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(0, TrialKind.PROFILE, "p", 0, BatchTriple(1, 1, 1), {}),
+        Trial(
+            5,
+            TrialKind.SEARCH,
+            "z2",
+            2,
+            BatchTriple(8, 2, 2),
+            {"zero_optimization": {"stage": 2, "overlap_comm": True}, "train_batch_size": 8},
+            lineage=3,
+            note={"rung": 1},
+            flops_per_sample=1.5e12,
+            script_args={"gradient_checkpointing": True},
+        ),
+    ],
+)
+def test_a_trial_survives_the_journal(trial: Trial) -> None:
+    assert Trial.from_json(_through_json(trial.to_json())) == trial
+
+
+def test_a_profile_survives_the_journal() -> None:
+    profile = ModelProfile(1, 2, 3, 4, 5.5, 6)
+    assert ModelProfile.from_json(_through_json(profile.to_json())) == profile
+
+
+def test_a_plan_survives_the_journal() -> None:
+    plan = plan_of(
+        "asha",
+        search_options={"max_rungs": 3, "search_range_factor": 1.5},
+        train_batch_size=32,
+        slot_memory_bytes=2**30,
+        base_config={"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [1]}}},
+    )
+    again = Plan.from_json(_through_json(plan.to_json()))
+    assert again == plan
+    assert plan.difference(again) is None
+
+
+def test_what_is_left_to_the_trainer_is_not_fixed() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": False}
+    assert plan_of(base_config={"zero_optimization": zero}).fixed == ("overlap_comm",)
+
+
+def test_the_number_of_trials_is_no_difference_between_plans() -> None:
+    assert plan_of(max_trials=5).difference(plan_of(max_trials=9)) is None
+    assert plan_of(seed=5).difference(plan_of(seed=9)) == "seed"

@@ -1,0 +1,163 @@
+"""ZeRO stages with offloading, and the ladder on which a fitting one is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsat.space.plan import Plan
+from dsat.tuning import strategies as ladder
+from dsat.values.zero_strategy import CPU, NVME, Strategy, of_config, plain
+from testing.helpers import plan_of
+
+ON_CPU = {"device": "cpu"}
+
+
+def names(strategies: tuple[Strategy, ...]) -> list[str]:
+    return [strategy.name for strategy in strategies]
+
+
+def offloading(slots: int = 1, zero: dict[str, Any] | None = None, **changes: Any) -> Plan:
+    """A plan for slots that have memory of their own."""
+    base = {"zero_optimization": {"stage": 1, **(zero or {})}}
+    return plan_of(**{"base_config": base, "offload_helps": True, **changes}, slots_per_trial=slots)
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "name"),
+    [
+        ({}, Strategy(0), "z0"),
+        ({"zero_optimization": None}, Strategy(0), "z0"),
+        ({"zero_optimization": {"stage": 2}}, Strategy(2), "z2"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": ON_CPU}},
+            Strategy(2, CPU),
+            "z2_offload",
+        ),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, Strategy(1, CPU), "z1_offload"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": ON_CPU,
+                    "offload_param": ON_CPU,
+                }
+            },
+            Strategy(3, CPU, CPU),
+            "z3_offload_param",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": ON_CPU}},
+            Strategy(3, "none", CPU),
+            "z3_offparam",
+        ),
+        # What a stage does not have is left out.
+        ({"zero_optimization": {"stage": 2, "offload_param": ON_CPU}}, Strategy(2), "z2"),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": ON_CPU}}, Strategy(0), "z0"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, Strategy(2), "z2"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            Strategy(3, NVME),
+            "z3_nvme",
+        ),
+    ],
+)
+def test_the_strategy_of_a_configuration(
+    config: dict[str, Any], strategy: Strategy, name: str
+) -> None:
+    assert of_config(config) == strategy
+    assert strategy.name == name
+
+
+def test_labels_are_for_people() -> None:
+    assert Strategy(1).label == "stage 1"
+    assert Strategy(3, CPU, NVME).label == "stage 3, optimizer on cpu, parameters on nvme"
+
+
+def test_a_strategy_burdens_more_the_more_it_moves() -> None:
+    ladder = [*plain(0, 1, 2), Strategy(2, CPU), Strategy(3), Strategy(3, CPU)]
+    assert [s.burden for s in [*ladder, Strategy(3, CPU, CPU), Strategy(3, NVME, NVME)]] == [
+        *(0, 0, 0, 1, 1, 2, 3, 4)
+    ]
+
+
+# -- the ladder
+
+
+def test_the_ladder_of_several_slots() -> None:
+    assert names(ladder.rescue(offloading(slots=8))) == [
+        *("z2", "z2_offload", "z3_offload", "z3_offload_param")
+    ]
+    assert names(ladder.rescue(offloading(slots=8, zero={"stage": 0}))) == [
+        *("z1", "z2", "z2_offload", "z3_offload", "z3_offload_param")
+    ]
+
+
+def test_stage_3_is_a_rung_where_it_saves_more_than_the_optimizer_on_the_host() -> None:
+    assert "z3" not in names(ladder.rescue(offloading(slots=8)))
+    assert names(ladder.rescue(offloading(slots=64))) == [
+        *("z2", "z2_offload", "z3", "z3_offload", "z3_offload_param")
+    ]
+
+
+def test_one_slot_has_nothing_to_share_a_model_with() -> None:
+    expected = ["z2_offload", "z3_offload", "z3_offload_param"]
+    assert names(ladder.rescue(offloading(slots=1))) == expected
+
+
+def test_the_ladder_keeps_to_the_stages_asked_for() -> None:
+    assert names(ladder.rescue(offloading(slots=4, zero_stages=(1, 2)))) == ["z2", "z2_offload"]
+    assert names(ladder.rescue(offloading(slots=4, zero_stages=(1,)))) == []
+
+
+def test_the_ladder_begins_where_the_user_is() -> None:
+    own = {"stage": 3, "offload_optimizer": ON_CPU}
+    assert names(ladder.rescue(offloading(slots=8, zero=own))) == ["z3_offload_param"]
+    both = {**own, "offload_param": ON_CPU}
+    assert names(ladder.rescue(offloading(slots=8, zero=both))) == []
+
+
+def test_the_last_resort_is_nvme_if_there_is_a_path() -> None:
+    *above, last = names(ladder.rescue(offloading(slots=1, nvme_path="/nvme")))
+    assert above == ["z2_offload", "z3_offload", "z3_offload_param"]
+    assert last == "z3_nvme_param"
+
+
+def test_a_slot_that_is_the_host_is_not_relieved_by_offloading() -> None:
+    plan = offloading(slots=2, zero={"stage": 0}, offload_helps=False)
+    assert names(ladder.rescue(plan)) == ["z1", "z2", "z3"]
+
+
+def test_what_the_user_fixed_stays_on_every_rung() -> None:
+    plan = offloading(slots=1, zero={"offload_optimizer": {"device": "none"}})
+    assert names(ladder.rescue(plan)) == []
+    assert names(ladder.rescue(offloading(fix=("offload_optimizer", "offload_param")))) == []
+
+
+# -- what is searched
+
+
+def test_offloading_is_not_searched_when_the_model_fits_without() -> None:
+    assert names(ladder.searched(offloading(slots=2))) == ["z1", "z2", "z3"]
+
+
+def test_the_users_offloading_is_in_every_stage_that_has_it() -> None:
+    own = {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU}
+    plan = offloading(zero=own, zero_stages=(0, 1, 3))
+    assert names(ladder.searched(plan)) == ["z0", "z1_offload", "z3_offload_param"]
+
+
+def test_offloading_is_searched_when_it_is_asked_for() -> None:
+    plan = offloading(slots=2, tune=("offload_optimizer",), offload_helps=False)
+    assert names(ladder.searched(plan)) == ["z1", "z2", "z3", "z2_offload", "z3_offload"]
+    plan = offloading(slots=2, tune=("offload_optimizer", "offload_param"), zero_stages=(3,))
+    assert names(ladder.searched(plan)) == ["z3", "z3_offload", "z3_offload_param"]
+
+
+def test_after_a_rung_fitted_those_above_it_are_searched_too() -> None:
+    plan = offloading(slots=8, nvme_path="/nvme")
+    assert names(ladder.searched_from(plan, 1)) == ["z2_offload", "z3_offload", "z3_offload_param"]
+    assert names(ladder.searched_from(plan, 4)) == ["z3_nvme_param"]
+    assert ladder.searched_after(plan, "z1") == ladder.searched(plan)
+    assert ladder.searched_after(plan, "z3_offload") == ladder.searched_from(plan, 2)
