@@ -5,7 +5,8 @@ from __future__ import annotations
 from dsat.engines.local import LocalEngine
 from dsat.memory.forecast import Forecast
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, Trial
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 
 class Silent:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.tables import Table
-from dsat.values.trial import Objective, Outcome
+from dsat.values.objective import Objective
+from dsat.values.outcome import Outcome
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)

@@ -31,8 +31,9 @@ from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration
-from dsat.tuning.journal import FILE_NAME, read_events, write_atomically
+from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
+from dsat.values.files import write_atomically
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 

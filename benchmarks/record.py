@@ -42,7 +42,8 @@ from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_SIMULATION
 from dsat.tuning.journal import Journal, MemoryJournal
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import BatchTriple, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}

@@ -24,8 +24,8 @@ from benchmarks import tables
 from benchmarks.ledger import OBJECTIVE, Ledger
 from benchmarks.peers import PEERS, UNSEEDED, player
 from benchmarks.tables import Table
-from dsat.tuning.journal import write_atomically
-from dsat.values.trial import OutcomeKind
+from dsat.values.files import write_atomically
+from dsat.values.outcome import OutcomeKind
 
 AFTER = (5, 10, 20, 50)
 GOALS = (0.95, 0.99)

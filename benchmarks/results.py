@@ -26,7 +26,7 @@ from benchmarks.replay import Episode
 from benchmarks.tables import Table
 from dsat.engines.local import find_machine
 from dsat.report.format import duration
-from dsat.tuning.journal import write_atomically
+from dsat.values.files import write_atomically
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent

@@ -28,17 +28,9 @@ from dsat.space.space import Freedom, Space, allowed_micro_batches
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import (
-    BatchTriple,
-    Metrics,
-    ModelProfile,
-    Objective,
-    Outcome,
-    OutcomeKind,
-    Proposal,
-    Trial,
-    TrialKind,
-)
+from dsat.values.objective import Objective
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import plain
 
 SLOTS = 8

@@ -32,15 +32,9 @@ from dsat.inputs import ds_config
 from dsat.space import space
 from dsat.space.overrides import overrides_for
 from dsat.tuning.journal import parse
-from dsat.values.trial import (
-    BatchTriple,
-    MemoryUse,
-    Metrics,
-    ModelProfile,
-    Objective,
-    Outcome,
-    OutcomeKind,
-)
+from dsat.values.objective import Objective
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import of_config
 
 DATA = Path(__file__).parent / "data"

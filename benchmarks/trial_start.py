@@ -26,7 +26,8 @@ from pathlib import Path
 from benchmarks.common import run_trial
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import entrypoint, experiment
-from dsat.values.trial import BatchTriple, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "six_steps.py"
 BIN = Path(sys.executable).parent

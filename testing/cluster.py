@@ -23,7 +23,7 @@ from dsat.determined_cluster.engine import (
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.space.plan import Plan
-from dsat.values.trial import Outcome
+from dsat.values.outcome import Outcome
 
 OPTIONS = ClusterOptions(
     hparams={"deepspeed_config": "ds.json"},

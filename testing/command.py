@@ -14,7 +14,8 @@ import yaml
 
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
-from dsat.values.trial import OutcomeKind, Trial
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import Trial
 from testing.local import PROGRAMS, is_alive, wait_until
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.

@@ -10,7 +10,8 @@ import pytest
 
 from dsat.engines import Engine
 from dsat.errors import EngineError
-from dsat.values.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 
 class Behaviour(str, enum.Enum):

@@ -14,18 +14,9 @@ from dsat.search import SEARCHES, Search
 from dsat.space.plan import Plan
 from dsat.space.space import Freedom, Space
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import (
-    SMALLER_IS_BETTER,
-    BatchTriple,
-    Metrics,
-    ModelProfile,
-    Objective,
-    Outcome,
-    OutcomeKind,
-    Proposal,
-    Trial,
-    TrialKind,
-)
+from dsat.values.objective import SMALLER_IS_BETTER, Objective
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import plain
 
 Event = dict[str, Any]

@@ -18,7 +18,8 @@ import psutil
 from dsat.engines.local import LocalEngine, LocalOptions, Machine
 from dsat.engines.local.engine import free_ports
 from dsat.inputs import entrypoint, experiment
-from dsat.values.trial import BatchTriple, Outcome, Trial, TrialKind
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 120.0

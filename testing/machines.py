@@ -12,7 +12,9 @@ import numpy as np
 from dsat import memory
 from dsat.space.overrides import GAS
 from dsat.space.space import Freedom, Space
-from dsat.values.trial import Metrics, ModelProfile, Objective, Outcome, OutcomeKind, Proposal
+from dsat.values.objective import Objective
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 
 _GIB = 2**30

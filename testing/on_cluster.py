@@ -17,7 +17,7 @@ import yaml
 from dsat.determined_cluster.job import RESULT_MARK
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from testing.command import Told
 from testing.local import PATIENCE_S, PROGRAMS
 from testing.master import StandIn

@@ -21,7 +21,7 @@ from deepspeed.autotuning.scheduler import ResourceManager
 from deepspeed.utils import logger
 
 from benchmarks.ledger import OBJECTIVE, STAGES, BudgetSpent, Ledger
-from dsat.values.trial import Outcome
+from dsat.values.outcome import Outcome
 
 _OUT_OF_MEMORY = "RuntimeError: out of memory\n"
 

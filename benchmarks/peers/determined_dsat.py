@@ -20,7 +20,7 @@ from determined.pytorch import dsat
 from determined.pytorch.dsat import _run_dsat, _utils
 
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from dsat.values.trial import ModelProfile, Outcome
+from dsat.values.outcome import ModelProfile, Outcome
 
 METHODS = ("asha", "binary", "random")
 _CONFIG_FILE = "ds_config.json"

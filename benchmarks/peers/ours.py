@@ -8,16 +8,17 @@ from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.tables import Table
 from dsat.cli.parser import build_parser
-from dsat.cli.settings_from_argv import SEARCH_OPTIONS
 from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
+from dsat.inputs.settings import SEARCH_OPTIONS
 from dsat.memory.predictor import Basis
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION, Plan
 from dsat.space.space import KNOB_NAMES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import Outcome, Trial, TrialKind
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial, TrialKind
 
 
 def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import prepare
-from dsat.cli.settings_from_argv import EstimateSettings
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.errors import DsatError
 from dsat.inputs import ds_config, script_args
+from dsat.inputs.settings import EstimateSettings
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts

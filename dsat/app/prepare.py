@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.cli.parser import RUN, TUNE
-from dsat.cli.settings_from_argv import EstimateSettings, Settings
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section, ds_config, experiment, script_args
@@ -21,6 +19,7 @@ from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.settings import RUN, TUNE, EstimateSettings, Settings
 from dsat.memory import anchors
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan

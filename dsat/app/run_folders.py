@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
-from dsat.cli.settings_from_argv import Settings
 from dsat.errors import UserInputError
 from dsat.inputs.autotuning_section import Autotuning
+from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files
 from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events

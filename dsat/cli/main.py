@@ -13,23 +13,26 @@ from types import FrameType
 from typing import TextIO
 
 from dsat.app import estimate, run_folders
+from dsat.app.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.app.prepare import Prepared, prepare
 from dsat.cli import output, settings_from_argv
-from dsat.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.determined_cluster import submit
 from dsat.engines import cached
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
 from dsat.errors import DsatError, UserInputError
+from dsat.inputs.settings import EstimateSettings
 from dsat.memory import anchors
 from dsat.memory.predictor import Basis
 from dsat.report import autotuner_files, summary
 from dsat.report.live_view import LiveView
+from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal, read_events
 from dsat.tuning.loop import drive
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import Outcome, OutcomeKind, Trial
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = settings_from_argv.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if isinstance(chosen, settings_from_argv.EstimateSettings):
+        if isinstance(chosen, EstimateSettings):
             estimate.run(chosen)
             return EXIT_OK
         where = submit.where(chosen)
@@ -76,7 +79,7 @@ def _tune(ready: Prepared) -> int:
     known: dict[str, Outcome] = {}
     if ready.native is not None:
         folder = run_folders.of_results(ready.native)
-        known = cached.outcomes(run_folders.earlier_runs(folder, ready.plan), ready.plan)
+        known = history.known_outcomes(run_folders.earlier_runs(folder, ready.plan), ready.plan)
     else:
         folder = run_folders.of_run(chosen, ready.experiment.name)
     with Journal(folder / FILE_NAME) as journal:
@@ -175,7 +178,7 @@ def _search(
         with view:
             drive(
                 tuner,
-                cached.RememberingEngine(engine, known, ready.plan.base_config),
+                cached.CachedEngine(engine, known, ready.plan.base_config),
                 view,
                 max_slots=ready.chosen.max_slots,
                 max_concurrent_trials=ready.chosen.max_concurrent_trials,

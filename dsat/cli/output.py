@@ -7,15 +7,15 @@ import shlex
 import sys
 from pathlib import Path
 
+from dsat.app.exit_status import EXIT_FAILED, EXIT_USAGE
 from dsat.app.prepare import Prepared
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.tuning.run import Run
 from dsat.tuning.strategies import make_space, rescue
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import OutcomeKind, TrialKind
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind
 
 
 def print_plan(ready: Prepared) -> None:

@@ -7,17 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs.settings import ESTIMATE, RUN, TUNE
 from dsat.space.plan import MEMORY_MODELS
 from dsat.space.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
-from dsat.values.trial import METRIC_NAMES
+from dsat.values.objective import METRIC_NAMES
 
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
-# The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
-TUNE, RUN = "tune", "run"
-ESTIMATE = "estimate"
 _GIB = 2**30
 _USUAL_MEMORIES = tuple(size * _GIB for size in (16, 24, 40, 80, 141))
 _USUAL_SLOTS = (1, 8, 64, 512)

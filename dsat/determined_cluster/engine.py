@@ -18,7 +18,8 @@ from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter import MeterSpec
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import length_in_units
-from dsat.values.trial import Outcome, Trial
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 CREATE, VALIDATE, CLOSE, SHUTDOWN = "create", "validate", "close", "shutdown"
 

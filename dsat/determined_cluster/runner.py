@@ -44,8 +44,9 @@ from dsat.determined_cluster.job import RESULT_MARK, SAID, Job
 from dsat.determined_cluster.retry import patiently
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.report import summary
-from dsat.tuning.journal import FILE_NAME, read_events, write_atomically
+from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
+from dsat.values.files import write_atomically
 
 _BY_USER = ("USER_CANCELED", "USER_REQUESTED_STOP")
 

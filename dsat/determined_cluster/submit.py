@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
+from dsat.app.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from dsat.app.prepare import check_config_path, check_max_slots, check_ranks, plan_of
-from dsat.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from dsat.cli.settings_from_argv import Settings
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.client import Client, Ended
@@ -24,6 +23,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment, script_args
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.settings import Settings
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning.strategies import make_space
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsat.in_trial import failures
 from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY
-from dsat.values.trial import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 _TAIL_LINES = 20
 # As the master, Kubernetes and determined's launchers put it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsat.values.trial import Outcome, Trial
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 
 class Engine(Protocol):

@@ -1,20 +1,17 @@
-"""An engine that remembers: what was measured before is answered at once, the rest is run."""
+"""An engine in front of another: what was measured before is answered at once, the rest is run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dsat.engines import Engine
 from dsat.inputs import ds_config
-from dsat.space.plan import Plan
-from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
-
-REMEMBERED = (OutcomeKind.OK, OutcomeKind.OOM)
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial, TrialKind
 
 
-class RememberingEngine:
+class CachedEngine:
     """Another engine, asked only for what is not known yet.
 
     Args:
@@ -63,22 +60,3 @@ def key(trial: Trial, config: Mapping[str, Any]) -> str:
             "script_args": dict(trial.script_args),
         }
     )
-
-
-def outcomes(runs: Iterable[Run], plan: Plan) -> dict[str, Outcome]:
-    """What earlier runs found that holds for a plan too: the same program, slots and memory.
-
-    What failed for another reason than memory may be mended by now, and is not remembered.
-    """
-    known: dict[str, Outcome] = {}
-    for run in runs:
-        earlier = run.plan
-        if earlier is None or any(
-            getattr(earlier, name) != getattr(plan, name)
-            for name in ("measured", "slots_per_trial", "slot_memory_bytes")
-        ):
-            continue
-        for trial_id, outcome in run.outcomes.items():
-            if outcome.kind in REMEMBERED:
-                known[key(run.trials[trial_id], earlier.base_config)] = outcome
-    return known

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Callable
 
 from dsat.errors import EngineError
-from dsat.values.trial import Outcome, OutcomeKind, Trial
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
 
 
 class SimulatedEngine:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.values.trial import MemoryUse
+from dsat.values.outcome import MemoryUse
 
 
 class Clock:

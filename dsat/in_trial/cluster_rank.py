@@ -24,7 +24,7 @@ from typing import Any
 from dsat.in_trial import failures
 from dsat.in_trial.meter import Measurement, Meter, MeterSpec, install
 from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
-from dsat.values.trial import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "

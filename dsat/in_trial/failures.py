@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsat.errors import InvalidTrial
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
 # (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL and the CUDA libraries.

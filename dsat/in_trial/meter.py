@@ -19,15 +19,9 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.conformance import check_engine, check_inputs, refuse_pipeline
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.values.trial import (
-    MemoryUse,
-    Metrics,
-    ModelProfile,
-    Objective,
-    Trial,
-    TrialKind,
-    student_t95,
-)
+from dsat.values.objective import Objective
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, student_t95
+from dsat.values.trial import Trial, TrialKind
 
 PHASES = ("forward", "backward", "step")
 CI_TARGET = 0.02

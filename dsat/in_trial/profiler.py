@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 
 if TYPE_CHECKING:
     import torch

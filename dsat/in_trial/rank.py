@@ -29,8 +29,9 @@ from dsat.in_trial.meter import Measurement, Meter, MeterSpec, TrialComplete, in
 from dsat.in_trial.simulation import server as capture
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.script_args import CHECKPOINTING
-from dsat.tuning.journal import write_atomically
-from dsat.values.trial import OutcomeKind, Trial
+from dsat.values.files import write_atomically
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import Trial
 
 SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"

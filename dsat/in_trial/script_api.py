@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
 from dsat.inputs.ds_config import CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
-from dsat.tuning.journal import write_atomically
+from dsat.values.files import write_atomically
 
 if TYPE_CHECKING:
     from dsat.in_trial.cluster_rank import Task

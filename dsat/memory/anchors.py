@@ -11,7 +11,7 @@ from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import Lending, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
 # The script comes to its first step, or a simulation ends, within so many seconds.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsat.memory.estimate import PHASES, MemoryEstimate
-from dsat.values.trial import MemoryUse
+from dsat.values.outcome import MemoryUse
 
 _NOISE = 0.01  # of measured bytes from trial to trial
 

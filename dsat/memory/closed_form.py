@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import NONE, of_config
 
 _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size

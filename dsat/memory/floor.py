@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import NONE, Strategy
 
 

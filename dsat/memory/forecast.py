@@ -13,7 +13,8 @@ from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import LARGEST_MICRO_BATCH, Space
-from dsat.values.trial import BatchTriple, ModelProfile, Outcome
+from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 

@@ -16,7 +16,7 @@ from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate
 from dsat.memory.closed_form import Line, ModelFacts
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
-from dsat.values.trial import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
 
 # By which factor more than what is predicted must be free.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate, as_simulated
-from dsat.tuning.journal import write_atomically
+from dsat.values.files import write_atomically
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _VERSIONS = ("torch", "deepspeed", "dsat")

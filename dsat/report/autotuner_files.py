@@ -16,8 +16,8 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config
 from dsat.report.summary import best_config, markdown_table
-from dsat.tuning.journal import write_atomically
 from dsat.tuning.run import Run
+from dsat.values.files import write_atomically
 from dsat.values.trial import Trial, TrialKind
 
 OPTIMAL_CONFIG_FILE = "ds_config_optimal.json"

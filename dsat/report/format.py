@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dsat.values.trial import METRIC_NAMES, Outcome
+from dsat.values.objective import METRIC_NAMES
+from dsat.values.outcome import Outcome
 
 _UNITS = {"throughput": "samples/s", "FLOPS_per_gpu": "FLOP/s per slot"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))

@@ -16,7 +16,8 @@ from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.report import log_lines, summary
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, Trial, TrialKind
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial, TrialKind
 
 _LAST_TRIALS = 12
 _PLAIN_WIDTH = 140

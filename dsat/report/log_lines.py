@@ -7,7 +7,8 @@ from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.tuning import strategies as ladder
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, Trial
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 
 def of_start(trial: Trial) -> str:

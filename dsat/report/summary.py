@@ -10,9 +10,10 @@ from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.report import format as fmt
-from dsat.tuning.journal import write_atomically
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.files import write_atomically
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 
 BEST_CONFIG_FILE = "best_ds_config.json"
 BEST_METRICS_FILE = "best_ds_metrics.json"

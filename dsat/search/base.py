@@ -11,7 +11,9 @@ import numpy as np
 from dsat import memory
 from dsat.search.lineage import Lineage
 from dsat.space.space import Space
-from dsat.values.trial import ModelProfile, Objective, Outcome, Proposal
+from dsat.values.objective import Objective
+from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import Strategy
 
 Predict = Callable[[Mapping[str, Any]], float]

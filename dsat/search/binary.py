@@ -7,7 +7,8 @@ from typing import Any
 
 from dsat.search.base import Search
 from dsat.search.lineage import Lineage
-from dsat.values.trial import Outcome, Proposal
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Proposal
 
 
 class BinarySearch(Search):

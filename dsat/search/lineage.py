@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.values.trial import Objective, OutcomeKind
+from dsat.values.objective import Objective
+from dsat.values.outcome import OutcomeKind
 
 _SHRINKING = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 

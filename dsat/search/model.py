@@ -17,7 +17,8 @@ from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
 from dsat.search.surrogate import Belief, Configuration, points_of
 from dsat.space.overrides import GAS
-from dsat.values.trial import Outcome, Proposal
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain that decides whether to go on
 _LEAST_MEASURED = 3  # before that question is asked

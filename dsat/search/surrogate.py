@@ -14,7 +14,8 @@ from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
 from dsat.search.normal import Array
 from dsat.space.space import Space
-from dsat.values.trial import Objective, Outcome, OutcomeKind
+from dsat.values.objective import Objective
+from dsat.values.outcome import Outcome, OutcomeKind
 
 
 @dataclass(frozen=True)

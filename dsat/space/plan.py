@@ -8,7 +8,8 @@ from typing import Any
 
 from dsat.inputs.ds_config import AUTO
 from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
-from dsat.values.trial import BatchTriple, Objective
+from dsat.values.objective import Objective
+from dsat.values.trial import BatchTriple
 
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
+from dsat.values.files import sync_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
@@ -136,23 +137,3 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a journal that another process may be writing; takes no lock."""
     return parse(path.read_bytes(), str(path))[0]
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by new text; a reader sees the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)

@@ -10,7 +10,8 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import Outcome, Trial
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 _POLL_S = 0.5
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
-from dsat.values.trial import ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 
 EVENT_START = "start"
 EVENT_PROPOSED = "proposed"

@@ -10,7 +10,7 @@ from dsat import memory
 from dsat.inputs import ds_config
 from dsat.space.plan import Plan
 from dsat.space.space import Freedom, Space
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
 
 LADDER = (

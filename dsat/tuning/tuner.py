@@ -31,15 +31,9 @@ from dsat.tuning.run import (
     EVENT_WAITING,
     Run,
 )
-from dsat.values.trial import (
-    KNOWN_TO_CI95,
-    BatchTriple,
-    Outcome,
-    OutcomeKind,
-    Proposal,
-    Trial,
-    TrialKind,
-)
+from dsat.values.objective import KNOWN_TO_CI95
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SAID_AS = {

@@ -18,7 +18,8 @@ from benchmarks.peers import PEERS, UNSEEDED, player
 from benchmarks.replay import Episode, Summary, play, summaries
 from benchmarks.tables import Header, Row, Table
 from dsat.engines.local import Machine
-from dsat.values.trial import BatchTriple, Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple
 from testing.local import cpu_machine
 
 # DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.

@@ -14,7 +14,7 @@ from benchmarks import record, tables
 from benchmarks.record import Spec
 from benchmarks.tables import Header, Row
 from dsat.tuning.journal import Journal
-from dsat.values.trial import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from testing.local import cpu_machine
 
 pytestmark = pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from dsat.cli import parser as options
 from dsat.cli import settings_from_argv
+from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
 from dsat.search import SEARCHES
 from dsat.space.space import KNOB_NAMES
 
@@ -65,15 +66,15 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def parse(*argv: str) -> settings_from_argv.Settings:
+def parse(*argv: str) -> Settings:
     chosen = settings_from_argv.parse([*argv])
-    assert isinstance(chosen, settings_from_argv.Settings)
+    assert isinstance(chosen, Settings)
     return chosen
 
 
 def test_an_estimate_has_settings_of_its_own() -> None:
     words = "estimate --slot-memory 1GiB 24GiB --slots 8 --exact --ds-config d.json -- train.py -x"
-    assert settings_from_argv.parse(words.split()) == settings_from_argv.EstimateSettings(
+    assert settings_from_argv.parse(words.split()) == EstimateSettings(
         config=None,
         model_dir=None,
         command=("train.py", "-x"),
@@ -84,7 +85,7 @@ def test_an_estimate_has_settings_of_its_own() -> None:
         exact=True,
         json=False,
     )
-    assert "estimate" not in settings_from_argv.SEARCH_OPTIONS
+    assert "estimate" not in SEARCH_OPTIONS
 
 
 @pytest.mark.parametrize("method", SEARCHES)
@@ -114,7 +115,7 @@ def test_every_option_has_its_type() -> None:
         *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
         *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
     )
-    assert chosen == settings_from_argv.Settings(
+    assert chosen == Settings(
         method="asha",
         config=Path("a.yaml"),
         model_dir=Path("m"),
@@ -176,7 +177,7 @@ def test_help_tells_every_option_and_its_default(
     names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
     names.remove("command")
     flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
-    flags += [f"--{flag}" for flag in settings_from_argv.SEARCH_OPTIONS[method]]
+    flags += [f"--{flag}" for flag in SEARCH_OPTIONS[method]]
     for flag in flags:
         assert flag.replace("_", "-") in said
     for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):

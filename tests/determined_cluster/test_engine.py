@@ -10,7 +10,8 @@ from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngin
 from dsat.engines import Engine
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.inputs import ds_config
-from dsat.values.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.cluster import OPTIONS, FakeMaster, engine_of, metric_of
 from testing.engine_contract import Behaviour, EngineContract
 from testing.helpers import ran

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 
 pytestmark = pytest.mark.slow

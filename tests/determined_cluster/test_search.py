@@ -11,7 +11,8 @@ from dsat.determined_cluster.engine import CREATE, SHUTDOWN
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
 from testing.helpers import World, failed, plan_of, ran
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, cluster
 from tests.conftest import ROOT
 

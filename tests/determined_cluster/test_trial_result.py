@@ -8,7 +8,7 @@ import pytest
 
 from dsat.determined_cluster.trial_result import of_log, of_metric
 from dsat.in_trial.cluster_rank import log_line
-from dsat.values.trial import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from testing.cluster import metric_of
 from testing.helpers import failed, ran
 

@@ -17,7 +17,8 @@ from dsat.inputs import ds_config
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import OutcomeKind, TrialKind
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind
 from testing.command import (
     FAST,
     Background,

@@ -10,7 +10,7 @@ import pytest
 
 from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.errors import ScriptFailed
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, processes_of, read_json
 
 pytestmark = pytest.mark.slow

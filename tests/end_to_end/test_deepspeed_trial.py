@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsat.engines.local.engine import FULL_RUN_ID
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json
 
 pytestmark = pytest.mark.slow

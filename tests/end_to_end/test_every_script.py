@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from dsat.tuning.run import Run
-from dsat.values.trial import OutcomeKind, TrialKind
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind
 from testing.command import FAST, Told, events_of, kinds_of, run_of, searched
 from testing.local import buffers_of, environment_of_a_rank, processes_of, read_json
 

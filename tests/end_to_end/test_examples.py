@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.command import dsat, kinds_of, run_of
 
 pytestmark = pytest.mark.slow

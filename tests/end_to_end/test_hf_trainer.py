@@ -16,7 +16,8 @@ import yaml
 
 from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH, OTHER_CHECKPOINTING
-from dsat.values.trial import OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
 from testing.local import PATIENCE_S, PROGRAMS, bench_of, environment_of_a_rank, read_json
 

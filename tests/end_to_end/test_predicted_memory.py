@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsat.values.trial import OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.command import FAST, dsat, experiment_of, inline, run_of
 from testing.local import processes_of
 from tests.conftest import ROOT

@@ -11,7 +11,8 @@ from dsat.errors import EngineError
 from dsat.search import SEARCHES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import BatchTriple, Outcome, Trial, TrialKind
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.engine_contract import Behaviour, EngineContract
 from testing.helpers import FakeClock, World, failed, plan_of, ran
 

@@ -16,7 +16,7 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
 from dsat.in_trial.meter import Measurement, Meter, MeterSpec
-from dsat.values.trial import MemoryUse, Outcome, OutcomeKind
+from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from testing.helpers import ran, weightless
 from tests.conftest import ROOT
 

@@ -15,7 +15,7 @@ import torch
 from dsat.engines.local import trial_result
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures
-from dsat.values.trial import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 

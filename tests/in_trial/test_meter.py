@@ -28,7 +28,7 @@ from dsat.in_trial.meter import (
     install,
     relative_ci95,
 )
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 
 SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=1)
 

@@ -14,7 +14,7 @@ from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning, slots
-from dsat.values.trial import METRIC_NAMES
+from dsat.values.objective import METRIC_NAMES
 
 DEFAULTS = Autotuning(
     metric="throughput",

@@ -6,7 +6,7 @@ import pytest
 
 from dsat.memory.calibration import Observation, calibrate
 from dsat.memory.estimate import PHASES, MemoryEstimate
-from dsat.values.trial import MemoryUse
+from dsat.values.outcome import MemoryUse
 
 MIB = 2**20
 USUAL = 5 * MIB

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dsat.memory import describe, describe_floors, largest_micro_batch, model_state, required_bytes
-from dsat.values.trial import ModelProfile
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import Strategy, plain
 
 P = 1_200_000

@@ -18,7 +18,8 @@ from dsat.search import SEARCHES
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL, Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import MemoryUse, ModelProfile, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 from testing.helpers import Event, FakeClock, failed, plan_of, ran
 
 MIB, GIB = 2**20, 2**30

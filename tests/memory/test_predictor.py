@@ -11,7 +11,7 @@ import pytest
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.values.trial import MemoryUse, Outcome, OutcomeKind
+from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from testing.helpers import ran
 
 MIB, GIB = 2**20, 2**30

@@ -16,7 +16,8 @@ from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
-from dsat.values.trial import BatchTriple, MemoryUse, Outcome, Trial, TrialKind
+from dsat.values.outcome import MemoryUse, Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import World, failed, plan_of, profiled, ran
 
 OWN = BatchTriple(8, 4, 1)

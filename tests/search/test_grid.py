@@ -13,7 +13,8 @@ import pytest
 
 from dsat.search import GridSearch
 from dsat.space.space import Freedom, Space
-from dsat.values.trial import Outcome, Proposal
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
 

@@ -14,7 +14,8 @@ from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
 from dsat.space.space import Freedom, Space
-from dsat.values.trial import ModelProfile, Outcome, OutcomeKind, Proposal
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of, weightless
 from testing.machines import THROUGHPUT, Machine

@@ -14,7 +14,9 @@ from dsat.search import SEARCHES, RandomSearch
 from dsat.search.asha import _Rung
 from dsat.search.base import _Undrawn
 from dsat.space.space import Freedom, Space
-from dsat.values.trial import ModelProfile, Objective, Outcome, Proposal
+from dsat.values.objective import Objective
+from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
 

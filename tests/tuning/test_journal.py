@@ -11,8 +11,9 @@ import pytest
 
 from dsat.errors import JournalError, JournalLocked
 from dsat.space.plan import Plan
-from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events, write_atomically
+from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events
 from dsat.tuning.tuner import Tuner
+from dsat.values.files import write_atomically
 from testing.helpers import FakeClock, World, drive, plan_of
 
 EVENTS: list[dict[str, Any]] = [

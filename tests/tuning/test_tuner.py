@@ -15,15 +15,9 @@ from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import HOPELESS_AFTER, Run
 from dsat.tuning.tuner import _SAID_AS, Tuner
-from dsat.values.trial import (
-    BatchTriple,
-    ModelProfile,
-    Objective,
-    Outcome,
-    OutcomeKind,
-    Trial,
-    TrialKind,
-)
+from dsat.values.objective import Objective
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import plain
 from testing.helpers import (
     Event,

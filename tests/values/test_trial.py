@@ -6,18 +6,9 @@ from typing import Any
 import pytest
 
 from dsat.space.plan import Plan
-from dsat.values.trial import (
-    METRIC_NAMES,
-    BatchTriple,
-    MemoryUse,
-    Metrics,
-    ModelProfile,
-    Objective,
-    Outcome,
-    OutcomeKind,
-    Trial,
-    TrialKind,
-)
+from dsat.values.objective import METRIC_NAMES, Objective
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import failed, plan_of, ran, weightless
 
 

@@ -22,8 +22,9 @@ from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.tuning.journal import write_atomically
-from dsat.values.trial import BatchTriple, Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.files import write_atomically
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 FULL_RUN_ID = -1
 CAPTURE_ID = -2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial.rank import METRICS_FILE, result_file
-from dsat.values.trial import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 64 * 2**10

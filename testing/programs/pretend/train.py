@@ -14,7 +14,7 @@ from typing import Any
 import determined as det
 
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
-from dsat.values.trial import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 
 
 def outcome_of(spec: dict[str, Any]) -> Outcome:

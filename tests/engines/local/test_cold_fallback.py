@@ -9,7 +9,8 @@ import pytest
 from dsat.cli import main
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY
 from dsat.tuning.run import Run
-from dsat.values.trial import Outcome, OutcomeKind, TrialKind
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import TrialKind
 from testing.local import bench_of
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,8 @@ from dsat.engines import Engine
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
-from dsat.values.trial import Outcome, OutcomeKind, Trial, TrialKind
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import (
     Bench,

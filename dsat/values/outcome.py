@@ -1,0 +1,190 @@
+"""What came of a trial: how it ended, what it measured, what it learned of the model."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dsat.values.objective import Objective
+
+
+class OutcomeKind(str, enum.Enum):
+    """How a trial ended."""
+
+    OK = "OK"
+    OOM = "OOM"
+    HOST_OOM = "HOST_OOM"
+    ERROR = "ERROR"
+    TIMEOUT = "TIMEOUT"
+    INVALID = "INVALID"
+    CANCELED = "CANCELED"
+
+
+# Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+def student_t95(freedom: int) -> float:
+    """By how many standard errors a 95 % confidence interval reaches to each side."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.45 / freedom
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a trial measured. Times are per optimizer step, the slowest rank's.
+
+    Attributes:
+        throughput: samples/s over all slots.
+        latency, forward, backward, step: ms per optimizer step, all its micro steps included.
+        FLOPS_per_gpu: model FLOP/s per slot, recomputation not counted; None if never counted.
+        num_steps: optimizer steps measured.
+        ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
+    """
+
+    throughput: float
+    latency: float
+    forward: float
+    backward: float
+    step: float
+    FLOPS_per_gpu: float | None
+    num_steps: int
+    ci95: float
+
+    @property
+    def standard_error(self) -> float:
+        """Of `latency`, as a fraction of it; of two steps alone an interval says little else."""
+        return self.ci95 / student_t95(max(1, self.num_steps - 1))
+
+    def value(self, metric: str) -> float | None:
+        """The value of one of `METRIC_NAMES`."""
+        number: float | None = getattr(self, metric)
+        return number
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Metrics:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peaks over all ranks, in bytes.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: by phase (`init`, `forward`, `backward`, `step`); the
+            device allocator's, or empty on a CPU, which has none.
+        host_rss_bytes: the largest resident set of one rank, by phase.
+        context_bytes: what a rank holds besides its tensors: on a device the context and its
+            libraries, on a CPU the resident set when there was no model yet.
+        data_bytes: on a CPU whose slot is limited, the most that counted against the limit since
+            there was no model yet, in whatever phase; 0 elsewhere.
+    """
+
+    allocated_bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+    host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
+    context_bytes: int = 0
+    data_bytes: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is limited was counted; a resident set has no pages that nobody touched."""
+        return bool(self.allocated_bytes or self.data_bytes)
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """Bytes of a rank's tensors, by phase; on a CPU by its resident set."""
+        if self.allocated_bytes:
+            return dict(self.allocated_bytes)
+        return {p: max(0, v - self.context_bytes) for p, v in self.host_rss_bytes.items()}
+
+    @property
+    def peak(self) -> int:
+        """The largest of the phases; 0 if nothing was measured."""
+        return self.data_bytes or max(self.by_phase.values(), default=0)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What trial 0 learns of the model and its slots.
+
+    Attributes:
+        num_params, trainable_params: of the whole model, whatever the partitioning.
+        param_bytes: bytes of one parameter in the forward pass (2 for bf16 and fp16).
+        activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
+        flops_per_sample: forward and backward, without recomputation.
+        slot_memory_bytes: what a slot may use.
+    """
+
+    num_params: int
+    trainable_params: int
+    param_bytes: int
+    activation_bytes_per_sample: int
+    flops_per_sample: float
+    slot_memory_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelProfile:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended and what it measured.
+
+    Attributes:
+        message: one line for people; empty when all went well.
+        detail: the user's traceback or the end of their log.
+        duration_s: from the launch to the outcome, wall time.
+        warnings: what a person should know although the trial ran.
+        smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
+    """
+
+    kind: OutcomeKind
+    metrics: Metrics | None = None
+    memory: MemoryUse | None = None
+    profile: ModelProfile | None = None
+    message: str = ""
+    detail: str = ""
+    duration_s: float = 0.0
+    warnings: tuple[str, ...] = ()
+    smaller_may_run: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.kind is OutcomeKind.OK
+
+    def value(self, objective: Objective) -> float | None:
+        """The objective's value; None unless the trial ran and measured it."""
+        if not self.ok or self.metrics is None:
+            return None
+        return self.metrics.value(objective.metric)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": self.kind.value, "warnings": list(self.warnings)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        metrics, memory, profile = data["metrics"], data["memory"], data["profile"]
+        return cls(
+            kind=OutcomeKind(data["kind"]),
+            metrics=Metrics.from_json(metrics) if metrics else None,
+            memory=MemoryUse(**memory) if memory else None,
+            profile=ModelProfile.from_json(profile) if profile else None,
+            message=data["message"],
+            detail=data["detail"],
+            duration_s=data["duration_s"],
+            warnings=tuple(data["warnings"]),
+            smaller_may_run=data["smaller_may_run"],
+        )
