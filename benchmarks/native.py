@@ -210,7 +210,7 @@ def _stopwatch(
     try:
         for number in range(rounds * len(configs)):
             which = number % len(configs)
-            config = ds_config.clean_for_use(configs[which])
+            config = ds_config.for_use(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
             stage = of_config(config).stage
             overrides = {**config, **batch.config()}

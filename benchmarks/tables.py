@@ -217,7 +217,7 @@ class Table:
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """The DeepSpeed configuration of settings and batch sizes."""
-        return ds_config.merge(self.header.ds_config, overrides_for(settings, batch))
+        return ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
         """The outcome of a trial of a whole DeepSpeed configuration.

@@ -27,7 +27,6 @@ from dsat.values.outcome import Outcome
 
 OPTIONS = ClusterOptions(
     hparams={"deepspeed_config": "ds.json"},
-    overrides={},
     start_step=3,
     end_step=5,
     max_steps=20,

@@ -56,7 +56,7 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
     def outcome_of(trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
             return ledger.profile()
-        return ledger.run(ds_config.merge(header.ds_config, trial.overrides))
+        return ledger.run(plan.config(trial.overrides))
 
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
     drive(

@@ -148,7 +148,7 @@ def configuration(base: Mapping[str, Any], strategy: Strategy, slots: int) -> di
     """The user's configuration with another strategy, and the micro steps that it asks for."""
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
     gas = _gas(base, slots)
-    merged = ds_config.merge(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))
+    merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))
     return {key: value for key, value in merged.items() if "batch_size" not in key}
 
 

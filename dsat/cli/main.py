@@ -178,7 +178,7 @@ def _search(
         with view:
             drive(
                 tuner,
-                cached.CachedEngine(engine, known, ready.plan.base_config),
+                cached.CachedEngine(engine, known, ready.plan),
                 view,
                 max_slots=ready.chosen.max_slots,
                 max_concurrent_trials=ready.chosen.max_concurrent_trials,

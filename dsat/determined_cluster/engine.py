@@ -17,7 +17,7 @@ from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter import MeterSpec
 from dsat.inputs import ds_config
-from dsat.inputs.experiment import length_in_units
+from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -60,7 +60,6 @@ class ClusterOptions:
 
     Attributes:
         hparams: the user's hyperparameters.
-        overrides: their own `overwrite_deepspeed_args`.
         config: their experiment configuration, for the unit of a trial's length.
         start_step, end_step, max_steps: see `MeterSpec`.
         trial_timeout_s: a trial that takes longer, from its start on the slots, is ended.
@@ -69,7 +68,6 @@ class ClusterOptions:
     """
 
     hparams: Mapping[str, Any]
-    overrides: Mapping[str, Any]
     start_step: int
     end_step: int
     max_steps: int
@@ -165,11 +163,9 @@ class ClusterEngine:
 
     def hparams(self, trial: Trial) -> dict[str, Any]:
         """All hyperparameters of a trial."""
-        overrides = ds_config.merge(self._options.overrides, trial.overrides)
         spec = self._meter(trial)
         return {
-            **self._options.hparams,
-            ds_config.OVERWRITE_KEY: overrides,
+            **trial_hparams(self._options.hparams, trial.overrides),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
                 spec, trial.id, self._options.trial_timeout_s

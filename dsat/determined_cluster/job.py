@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.determined_cluster.engine import ClusterOptions
 from dsat.inputs import ds_config
-from dsat.inputs.experiment import Experiment
+from dsat.inputs.experiment import Experiment, trial_hparams
 from dsat.space.plan import Plan
 
 JOB_FILE = "dsat_job.json"
@@ -44,7 +44,7 @@ class Job:
         plan: what to tune.
         info: for people, into the journal's first line.
         config: the user's experiment configuration without what may be a secret.
-        hparams, overrides: as in `Experiment`.
+        hparams: as in `Experiment`.
         steps: first and last measured step, and the most of them.
         max_concurrent_trials: at once.
         max_slots: that trials may use at once, if limited.
@@ -55,7 +55,6 @@ class Job:
     info: Mapping[str, Any]
     config: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    overrides: Mapping[str, Any]
     steps: tuple[int, int, int]
     trial_timeout_s: float
     max_concurrent_trials: int
@@ -74,7 +73,6 @@ class Job:
         start, end, most = self.steps
         return ClusterOptions(
             hparams=self.hparams,
-            overrides=self.overrides,
             config=self.config,
             start_step=start,
             end_step=end,
@@ -208,9 +206,6 @@ def full_run_config(
     config.update(
         description=f"{full_run_tag(runner_id)} - {about}",
         resources=resources,
-        hyperparameters={
-            **job.hparams,
-            ds_config.OVERWRITE_KEY: ds_config.merge(job.overrides, overrides),
-        },
+        hyperparameters=trial_hparams(job.hparams, overrides),
     )
     return config

@@ -141,7 +141,6 @@ def prepare(chosen: Settings, master: str) -> Submission:
         },
         config=job.without_secrets(user.config),
         hparams=user.hparams,
-        overrides=user.overrides,
         steps=(chosen.start_profile_step, chosen.end_profile_step, chosen.max_profile_steps),
         trial_timeout_s=chosen.trial_timeout_s,
         max_concurrent_trials=chosen.max_concurrent_trials,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dsat.engines import Engine
 from dsat.inputs import ds_config
+from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
 
@@ -17,15 +17,13 @@ class CachedEngine:
     Args:
         engine: runs what is not known.
         known: outcomes by `key`.
-        config: the user's DeepSpeed configuration, which trials are laid over.
+        plan: of the trials.
     """
 
-    def __init__(
-        self, engine: Engine, known: Mapping[str, Outcome], config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, engine: Engine, known: Mapping[str, Outcome], plan: Plan) -> None:
         self._engine = engine
         self._known = known
-        self._config = config
+        self._plan = plan
         self._answers: list[tuple[int, Outcome]] = []
 
     @property
@@ -33,7 +31,7 @@ class CachedEngine:
         return self._engine.num_slots
 
     def launch(self, trial: Trial) -> None:
-        outcome = self._known.get(key(trial, self._config))
+        outcome = self._known.get(key(trial, self._plan))
         if outcome is None:
             self._engine.launch(trial)
         else:
@@ -51,12 +49,12 @@ class CachedEngine:
         self._engine.close()
 
 
-def key(trial: Trial, config: Mapping[str, Any]) -> str:
+def key(trial: Trial, plan: Plan) -> str:
     """Equal for trials that measure the same: profile trials measure something else."""
     return ds_config.fingerprint(
         {
             "profile": trial.kind is TrialKind.PROFILE,
-            "config": ds_config.clean_for_use(ds_config.merge(config, trial.overrides)),
+            "config": plan.config(trial.overrides),
             "script_args": dict(trial.script_args),
         }
     )

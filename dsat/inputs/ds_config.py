@@ -172,13 +172,21 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
-def clean_for_use(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as everything takes it: nothing of any autotuner in it, and a ZeRO section.
+def for_use(
+    config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A configuration as everything takes it: nothing of any autotuner in it, and a ZeRO section.
 
     DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
+
+    Args:
+        config: the user's own.
+        overrides: what a trial lays over it.
     """
-    cleaned = {key: copy.deepcopy(value) for key, value in config.items() if key != "autotuning"}
-    return {**cleaned, "zero_optimization": cleaned.get("zero_optimization") or {"stage": 0}}
+    found = merge(config, overrides or {})
+    found.pop("autotuning", None)
+    found["zero_optimization"] = found.get("zero_optimization") or {"stage": 0}
+    return found
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

@@ -101,7 +101,8 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     _check_zero(overrides, key)
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
-        hparams = {**hparams, CONFIG_KEY: ds_config.clean_for_use(ds)}
+        own = {OVERWRITE_KEY: overrides} if overrides else {}
+        hparams = {**hparams, CONFIG_KEY: ds_config.for_use(ds), **own}
     _check_searcher(data, where)
     return Experiment(
         path=config,
@@ -156,7 +157,7 @@ def of_dict(
         model_dir=folder,
         includes=(),
         entrypoint=tuple(command),
-        hparams={CONFIG_KEY: ds_config.clean_for_use(ds)},
+        hparams={CONFIG_KEY: ds_config.for_use(ds)},
         ds_config_path=None,
         ds_config=ds,
         ds_config_name=config_name,
@@ -205,12 +206,16 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return data
 
 
-def trial_hparams(experiment: Experiment, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a trial whose settings are laid over the user's configuration."""
-    return {
-        **experiment.hparams,
-        OVERWRITE_KEY: ds_config.merge(experiment.overrides, overrides),
-    }
+def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a trial, from which `dsat.get_ds_config_from_hparams` makes its
+    configuration.
+
+    Args:
+        hparams: the user's own, their overrides among them.
+        overrides: what the trial lays over the user's configuration.
+    """
+    own = hparams.get(OVERWRITE_KEY) or {}
+    return {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
@@ -104,5 +103,4 @@ class Forecast:
         return shape
 
     def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
-        config = ds_config.merge(self._plan.base_config, overrides)
-        return self.model.shape(config, script_args)
+        return self.model.shape(self._plan.config(overrides), script_args)

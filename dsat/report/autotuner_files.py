@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config
 from dsat.report.summary import best_config, markdown_table
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
@@ -89,10 +88,9 @@ def summary_text(run: Run) -> str:
 def experiment(run: Run, trial: Trial) -> dict[str, Any]:
     """The description of one experiment: its whole configuration and where it runs."""
     assert run.plan is not None
-    config = ds_config.merge(run.plan.base_config, trial.overrides)
     return {
         "name": trial.name,
-        "ds_config": ds_config.clean_for_use(config),
+        "ds_config": run.plan.config(trial.overrides),
         "num_gpus": run.plan.slots_per_trial,
         "num_nodes": 1,
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
 from dsat.report import format as fmt
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
@@ -53,7 +52,7 @@ def best_config(run: Run) -> dict[str, Any] | None:
     """The best configuration, as `deepspeed.initialize` takes it."""
     if run.best is None or run.plan is None:
         return None
-    return ds_config.clean_for_use(ds_config.merge(run.plan.base_config, run.best.overrides))
+    return run.plan.config(run.best.overrides)
 
 
 def write_files(run: Run, folder: Path, train_line: str) -> None:

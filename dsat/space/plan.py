@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
 from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.values.objective import Objective
@@ -72,6 +73,14 @@ class Plan:
     @property
     def objective(self) -> Objective:
         return Objective(self.metric)
+
+    def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole DeepSpeed configuration of a trial, as the engine gets it.
+
+        Args:
+            overrides: what the trial lays over the user's configuration.
+        """
+        return ds_config.for_use(self.base_config, overrides)
 
     @property
     def fixed(self) -> tuple[str, ...]:

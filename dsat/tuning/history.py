@@ -27,5 +27,5 @@ def known_outcomes(runs: Iterable[Run], plan: Plan) -> dict[str, Outcome]:
             continue
         for trial_id, outcome in run.outcomes.items():
             if outcome.kind in _HOLDS:
-                known[cached.key(run.trials[trial_id], earlier.base_config)] = outcome
+                known[cached.key(run.trials[trial_id], earlier)] = outcome
     return known

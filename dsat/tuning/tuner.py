@@ -180,7 +180,7 @@ class Tuner:
             settings = branch.settings(0)
             batch = space.batch(space.micro_batches[0], settings)
             overrides = overrides_for(settings, batch)
-            configs.append(ds_config.merge(self.plan.base_config, overrides))
+            configs.append(self.plan.config(overrides))
         return configs
 
     @property
@@ -266,7 +266,7 @@ class Tuner:
     def _skip(self, proposal: Proposal, overrides: Mapping[str, Any], batch: BatchTriple) -> None:
         """Tells the search that a proposal would run out of memory; that takes no trial."""
         assert self._search is not None
-        strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
+        strategy = of_config(self.plan.config(overrides))
         self._skipped.append(_stem(strategy, batch))
         self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
 
@@ -389,7 +389,7 @@ class Tuner:
         proposal: Proposal | None = None,
     ) -> Trial:
         digest = self._fingerprint(overrides, script_args)
-        strategy = of_config(ds_config.merge(self.plan.base_config, overrides))
+        strategy = of_config(self.plan.config(overrides))
         trial_id = len(self.run.trials)
         if kind is not TrialKind.PROFILE:
             self._trial_by_config[digest] = trial_id
@@ -419,8 +419,10 @@ class Tuner:
         return {} if best is None or metric not in KNOWN_TO_CI95 else {metric: best}
 
     def _fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-        config = ds_config.merge(self.plan.base_config, overrides)
-        zero = config.get("zero_optimization") or {}
+        base, config = self.plan.base_config, self.plan.config(overrides)
+        if "autotuning" in base:  # the names of earlier runs were made with it
+            config["autotuning"] = base["autotuning"]
+        zero = config["zero_optimization"]
         # As DeepSpeed understands what is absent.
         stage = zero.get("stage", 0)
         config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}

@@ -52,7 +52,6 @@ def job(tmp_path: Path, **changes: Any) -> Job:
         "info": {"name": found.name},
         "config": jobs.without_secrets(found.config),
         "hparams": found.hparams,
-        "overrides": found.overrides,
         "steps": (3, 5, 20),
         "trial_timeout_s": 60.0,
         "max_concurrent_trials": 3,

@@ -56,9 +56,7 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
     assert run.outcomes.keys() == run.trials.keys()
     best = read_json(run_dir / "best_ds_config.json")
     assert run.plan is not None
-    assert best == ds_config.clean_for_use(
-        ds_config.merge(run.plan.base_config, run.best.overrides)
-    )
+    assert best == run.plan.config(run.best.overrides)
     metrics = read_json(run_dir / "best_ds_metrics.json")
     assert metrics["trial"] == run.best.name
     values = [run.value(trial) for trial in run.trials.values() if trial.id]

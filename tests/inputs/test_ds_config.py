@@ -14,8 +14,8 @@ from dsat.inputs.ds_config import (
     TOP_LEVEL_KEYS,
     ZERO_KEYS,
     check_keys,
-    clean_for_use,
     fingerprint,
+    for_use,
     merge,
     resolve_batch,
 )
@@ -249,7 +249,7 @@ def test_the_keys_hold_against_the_installed_deepspeed() -> None:
 
 def test_a_configuration_for_use_has_nothing_of_an_autotuner() -> None:
     config = {**NESTED, "autotuning": {"enabled": True}}
-    clean = clean_for_use(config)
+    clean = for_use(config)
     assert clean == NESTED
     clean["optimizer"]["params"]["betas"].append(1)
     assert config == {**NESTED, "autotuning": {"enabled": True}}
@@ -272,6 +272,6 @@ def test_equal_configurations_have_equal_fingerprints() -> None:
 
 
 def test_a_configuration_for_use_has_a_zero_section_and_nothing_of_an_autotuner() -> None:
-    assert clean_for_use({"autotuning": {"enabled": True}}) == {"zero_optimization": {"stage": 0}}
+    assert for_use({"autotuning": {"enabled": True}}) == {"zero_optimization": {"stage": 0}}
     given = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "gradient_clipping": 1.0}
-    assert clean_for_use(given) == given
+    assert for_use(given) == given

@@ -124,7 +124,7 @@ def test_a_trials_hyperparameters() -> None:
         hyperparameters={"deepspeed_config": "ds.json", "lr": 1, "overwrite_deepspeed_args": own}
     )
     chosen = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
-    assert experiment.trial_hparams(user, chosen) == {
+    assert experiment.trial_hparams(user.hparams, chosen) == {
         "deepspeed_config": "ds.json",
         "lr": 1,
         "overwrite_deepspeed_args": {
@@ -227,7 +227,7 @@ def test_lists_are_what_may_be_searched() -> None:
         },
     }
     # The script must not read the lists from the file.
-    assert trial_hparams(found, {})["deepspeed_config"] == {
+    assert trial_hparams(found.hparams, {})["deepspeed_config"] == {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 0, "overlap_comm": True},
     }

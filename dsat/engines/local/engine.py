@@ -279,9 +279,7 @@ class LocalEngine:
         if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        config = ds_config.clean_for_use(
-            ds_config.merge(self._experiment.base_config, trial.overrides)
-        )
+        config = ds_config.for_use(self._experiment.base_config, trial.overrides)
         program = self._program
         if trial.id != CAPTURE_ID:
             config_path = folder / CONFIG_FILE

@@ -66,7 +66,7 @@ class Launch:
 
     def spec(self) -> RankSpec:
         """What every rank needs to know."""
-        hparams = trial_hparams(self.experiment, self.trial.overrides)
+        hparams = trial_hparams(self.experiment.hparams, self.trial.overrides)
         # What else is there may hold credentials, which no file of ours should.
         config = {k: v for k, v in self.experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
         length = _max_length(config)
