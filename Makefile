@@ -1,4 +1,4 @@
-# `make demo` tunes the example, `make test` checks everything; both set up what they need.
+# `make demo` tunes the example, `make quick` and `make test` check; all set up what they need.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,13 +9,13 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo test bench lint clean
+.PHONY: setup demo lint quick test compat bench clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --editable '.[examples,dev]'
+	$(PY) -m pip install --quiet --editable '.[dev]'
 	touch $@
 
 demo: setup
@@ -27,11 +27,17 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+quick: lint
+	$(PY) -m pytest -n 2 -m 'not slow'
+
 test: lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=oldest takes one.
+compat: setup
+	$(PY) -m testing.compat $(COMPAT)
+
 bench: setup
-	$(PY) -m pip install --quiet --editable '.[examples,bench]'
 	$(PY) -m benchmarks.results $(BENCH_OPTIONS)
 
 clean:
