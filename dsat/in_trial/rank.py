@@ -26,7 +26,7 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, hf_trainer
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.meter import Measurement, Meter, MeterSpec, TrialComplete, install
-from dsat.in_trial.simulation import server as capture
+from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.values.files import write_atomically
@@ -61,8 +61,8 @@ class RankSpec:
         capture: the run is only to tell which configuration the script passes to DeepSpeed.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
-        lend_to: the run is only to lend its model to simulations; the path of the socket where
-            whoever wants them listens.
+        simulation_socket: the run is only for simulations of its model; the path of the socket
+            where whoever wants them listens.
     """
 
     trial: Mapping[str, Any]
@@ -72,7 +72,7 @@ class RankSpec:
     capture: bool = False
     cpu_memory_bytes: int | None = None
     threads: int | None = None
-    lend_to: str | None = None
+    simulation_socket: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,25 +92,26 @@ def run(folder: Path) -> NoReturn:
     spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
     rank = int(os.environ["RANK"])
     meter: list[Meter] = []
-    lender = None if spec.lend_to is None else capture.Lender(Path(spec.lend_to))
+    socket = spec.simulation_socket
+    simulations = None if socket is None else server.SimulationServer(Path(socket))
     try:
-        _prepare(spec, folder, rank, meter, lender)
+        _prepare(spec, folder, rank, meter, simulations)
         _run_program(_program(spec.program))
-    except (TrialComplete, config_injection.ConfigCaptured, capture.ScriptSimulated):
+    except (TrialComplete, config_injection.ConfigCaptured, server.ScriptSimulated):
         _leave(0)
     except SystemExit as stop:
-        if lender is not None:
-            lender.failed(stop)
+        if simulations is not None:
+            simulations.failed(stop)
         if stop.code not in (None, 0):
             _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
             _leave(FAILED)
     except BaseException as error:
-        if lender is not None:
-            lender.failed(error)
+        if simulations is not None:
+            simulations.failed(error)
         _write_failure(folder, rank, error, failures.message(error))
         _leave(FAILED)
-    if lender is not None:
-        lender.failed(None)
+    if simulations is not None:
+        simulations.failed(None)
     _end_of_script(spec, folder, rank, meter)
 
 
@@ -119,7 +120,7 @@ def _prepare(
     folder: Path,
     rank: int,
     meters: list[Meter],
-    lender: capture.Lender | None,
+    simulations: server.SimulationServer | None,
 ) -> None:
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
     import numpy
@@ -140,8 +141,8 @@ def _prepare(
         config_injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
         hf_trainer.install(None, _say, on_cpu=not spec.task["devices"])
         return
-    if lender is not None:
-        lender.install()
+    if simulations is not None:
+        simulations.install()
     path = folder / CONFIG_FILE
     config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     if spec.meter is not None:
@@ -212,7 +213,9 @@ def _run_program(program: Entrypoint) -> None:
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
     """The script came to its own end."""
-    if spec.lend_to is not None or (spec.capture and not (folder / CAPTURED_FILE).exists()):
+    if spec.simulation_socket is not None or (
+        spec.capture and not (folder / CAPTURED_FILE).exists()
+    ):
         problem = "the script ended without calling deepspeed.initialize with an optimizer"
         _write_failure(folder, rank, InvalidTrial(problem), problem)
         _leave(FAILED)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import Lending, SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
@@ -23,7 +23,7 @@ _LARGEST_SIMULATED = 2**16
 
 
 def of_run(
-    engine: Lending,
+    engine: SimulationHost,
     plan: Plan,
     profile: ModelProfile,
     configs: Sequence[Mapping[str, Any]],

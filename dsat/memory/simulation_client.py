@@ -1,4 +1,4 @@
-"""Asks a lent script for simulations, and remembers what it answered."""
+"""Asks the script for simulations, and remembers what it answered."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ENORMOUS = 2**40  # elements
 _PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
 
 
-class Lending(Protocol):
+class SimulationHost(Protocol):
     """An engine that can run the user's script for simulations."""
 
-    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
 
-    def stop_lending(self) -> None: ...
+    def stop_simulation_server(self) -> None: ...
 
 
 class SimulationUnavailable(Exception):
@@ -55,7 +55,7 @@ class Simulator:
 
     def __init__(
         self,
-        engine: Lending,
+        engine: SimulationHost,
         *,
         as_cpu: bool,
         cache: Path | None = None,
@@ -170,7 +170,7 @@ class Simulator:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            self._engine.stop_lending()
+            self._engine.stop_simulation_server()
 
     # -- the script
 
@@ -190,7 +190,7 @@ class Simulator:
                 self._connection = _connect(self._engine, self._script_args, self._timeout_s)
             except SimulationUnavailable as error:
                 self._problem = str(error)
-                self._engine.stop_lending()
+                self._engine.stop_simulation_server()
                 raise
         return self._connection
 
@@ -255,7 +255,9 @@ class _Connection:
         self._socket.close()
 
 
-def _connect(engine: Lending, script_args: Mapping[str, Any], timeout_s: float) -> _Connection:
+def _connect(
+    engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
+) -> _Connection:
     with contextlib.ExitStack() as stack:
         # Paths of sockets have some hundred characters at most.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-"))
@@ -263,7 +265,7 @@ def _connect(engine: Lending, script_args: Mapping[str, Any], timeout_s: float) 
         address = Path(folder) / "s"
         listener.bind(str(address))
         listener.listen(1)
-        failure = engine.lend_model(address, script_args)
+        failure = engine.start_simulation_server(address, script_args)
         deadline = time.monotonic() + timeout_s
         while not select.select([listener], [], [], 0.1)[0]:
             if failure.exists():

@@ -12,15 +12,17 @@ from dsat.app import estimate
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
 from dsat.values.zero_strategy import Strategy
-from testing.lender import MIB, FakeLender, by_formula, facts_of, failing_in
+from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
 GIB = 2**30
 FACTS = facts_of(100 * MIB)
 BF16 = {"bf16": {"enabled": True}}
 
 
-def lines_of(lender: FakeLender, base: Mapping[str, Any], *, exact: bool) -> list[estimate.Line]:
-    with Simulator(lender, as_cpu=False) as simulator:
+def lines_of(
+    host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool
+) -> list[estimate.Line]:
+    with Simulator(host, as_cpu=False) as simulator:
         facts = simulator.facts(base)
         return estimate.lines(
             base, facts, simulator, slot_counts=(1,), slot_memories=(8 * GIB,), exact=exact
@@ -51,9 +53,9 @@ def test_gradients_are_accumulated_as_the_user_does(
 def test_stage_1_holds_whole_gradients_while_it_accumulates(exact: bool) -> None:
     held = {}
     for gas in (1, 2):
-        lender = FakeLender(FACTS, by_formula(FACTS))
+        host = FakeSimulationHost(FACTS, by_formula(FACTS))
         base = {**BF16, "gradient_accumulation_steps": gas}
-        [line] = [x for x in lines_of(lender, base, exact=exact) if x.strategy == Strategy(1)]
+        [line] = [x for x in lines_of(host, base, exact=exact) if x.strategy == Strategy(1)]
         held[gas] = line.estimate.forward
     assert held[2] >= held[1] + 2 * FACTS.trainable_params
 
@@ -62,7 +64,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
     base = {"bf16": {"enabled": "auto"}}
     for size in (2, 4):
         facts = replace(FACTS, param_bytes=size)
-        for line in lines_of(FakeLender(facts, by_formula(facts)), base, exact=False):
+        for line in lines_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False):
             said = {
                 **estimate.configuration(base, line.strategy, 1),
                 "bf16": {"enabled": size == 2},
@@ -72,7 +74,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
 
 
 def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
-    lender = FakeLender(FACTS, failing_in({3}, by_formula(FACTS)))
-    for line in lines_of(lender, BF16, exact=True):
+    host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)))
+    for line in lines_of(host, BF16, exact=True):
         expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
         assert line.estimate.source == expected

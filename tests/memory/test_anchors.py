@@ -12,7 +12,14 @@ import pytest
 from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from dsat.values.zero_strategy import of_config
-from testing.lender import MIB, Answer, FakeLender, by_formula, facts_of, failing_in
+from testing.simulation_host import (
+    MIB,
+    Answer,
+    FakeSimulationHost,
+    by_formula,
+    facts_of,
+    failing_in,
+)
 
 GIB = 2**30
 FACTS = facts_of(50 * MIB)
@@ -22,7 +29,7 @@ CONFIGS = [
 
 
 def variant(answer: Answer, said: list[str]) -> Any:
-    with Simulator(FakeLender(FACTS, answer), as_cpu=False) as simulator:
+    with Simulator(FakeSimulationHost(FACTS, answer), as_cpu=False) as simulator:
         return anchors.variant_of(
             simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, say=said.append
         )
@@ -52,7 +59,7 @@ def test_without_stage_0_nothing_is_known() -> None:
 
 
 def test_the_closed_form_answers_with_the_facts_that_were_simulated() -> None:
-    engine = FakeLender(FACTS, failing_in({3}, by_formula(FACTS)))
+    engine = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)))
     with Simulator(engine, as_cpu=False) as simulator:
         with pytest.raises(SimulationUnavailable, match="no fake kernel"):
             simulator.estimate(CONFIGS[3], micro_batch=2, slots=1)
@@ -75,7 +82,9 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
             time.sleep(0.6)
         return plain(request)
 
-    with Simulator(FakeLender(FACTS, slow_in_stage_3), as_cpu=False, timeout_s=0.3) as simulator:
+    with Simulator(
+        FakeSimulationHost(FACTS, slow_in_stage_3), as_cpu=False, timeout_s=0.3
+    ) as simulator:
         simulator.facts(CONFIGS[0])
         for config in (CONFIGS[3], CONFIGS[1]):
             found = simulator.estimate(config, micro_batch=2, slots=1)

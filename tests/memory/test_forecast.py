@@ -217,12 +217,12 @@ class Unwilling:
         self.file = folder / "failure.json"
         self.started: list[dict[str, Any]] = []
 
-    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         self.started.append(dict(script_args))
         self.file.write_text(json.dumps({"message": "no GPU here"}))
         return self.file
 
-    def stop_lending(self) -> None: ...
+    def stop_simulation_server(self) -> None: ...
 
 
 @pytest.mark.parametrize(("largest", "starts"), [(20, 0), (10**5, 1)])

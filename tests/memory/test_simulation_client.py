@@ -149,7 +149,7 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     assert estimate.forward - trained_state < 2.2 * facts.num_params + 10 * 2**20
 
 
-def test_one_engine_lends_again_and_again(tmp_path: Path) -> None:
+def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     """As for each setting of the script's switches; each time nothing is left of the one before."""
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
     engine = engine_of("memory", tmp_path, entry=entry)

@@ -28,8 +28,8 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
-LENDING_ID = -3
-_LENDING_POLL_S = 0.05
+SIMULATION_ID = -3
+_SIMULATION_POLL_S = 0.05
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
@@ -189,7 +189,7 @@ class LocalEngine:
         config: dict[str, Any] = json.loads((folder / CAPTURED_FILE).read_text())
         return config
 
-    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         """Starts the script so that its model can be simulated; takes no slot.
 
         Args:
@@ -203,19 +203,25 @@ class LocalEngine:
         batch = BatchTriple(size, size, 1)
         overrides = {**batch.config(), "zero_optimization": {"stage": 0}}
         trial = Trial(
-            LENDING_ID, TrialKind.SEARCH, "simulation", 0, batch, overrides, script_args=script_args
+            SIMULATION_ID,
+            TrialKind.SEARCH,
+            "simulation",
+            0,
+            batch,
+            overrides,
+            script_args=script_args,
         )
         self._start(trial, folder, None, address)
         return folder / result_file(0)
 
-    def stop_lending(self) -> None:
-        """Ends what `lend_model` started, and waits until nothing of it is left.
+    def stop_simulation_server(self) -> None:
+        """Ends what `start_simulation_server` started, and waits until nothing of it is left.
 
         It may hold memory of the device, and another one has the same folder.
         """
-        self.cancel(LENDING_ID)
-        while LENDING_ID in self._running and not self._closed:
-            self._untold += self._ended(_LENDING_POLL_S)
+        self.cancel(SIMULATION_ID)
+        while SIMULATION_ID in self._running and not self._closed:
+            self._untold += self._ended(_SIMULATION_POLL_S)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._untold and not self._closed:
@@ -235,7 +241,7 @@ class LocalEngine:
             for message in self._supervisor.receive(max(0.0, wait_s)):
                 running = self._running.pop(message["trial"])
                 self._free = sorted([*self._free, *running.slots])
-                if running.trial.id == LENDING_ID:
+                if running.trial.id == SIMULATION_ID:
                     continue
                 outcome = self._outcome(running, message)
                 if self._may_be_the_fork(running, outcome):
@@ -266,9 +272,13 @@ class LocalEngine:
     # -- starting
 
     def _start(
-        self, trial: Trial, folder: Path, meter: MeterSpec | None, lend_to: Path | None = None
+        self,
+        trial: Trial,
+        folder: Path,
+        meter: MeterSpec | None,
+        simulation_socket: Path | None = None,
     ) -> None:
-        needed = 0 if lend_to is not None else self._slots_per_trial
+        needed = 0 if simulation_socket is not None else self._slots_per_trial
         if len(self._free) < needed:
             raise EngineError(
                 f"trial {trial.name} needs {needed} slots and {len(self._free)} are free"
@@ -300,7 +310,7 @@ class LocalEngine:
             cold=self._cold,
             cpu_memory_bytes=self._options.slot_memory_bytes,
             capture=trial.id == CAPTURE_ID,
-            lend_to=lend_to,
+            simulation_socket=simulation_socket,
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
@@ -317,7 +327,7 @@ class LocalEngine:
         return [r.began_s + limit - now for r in self._measured() if not r.timed_out]
 
     def _measured(self) -> list[_Running]:
-        return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, LENDING_ID)]
+        return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, SIMULATION_ID)]
 
     def _end_overdue(self, now: float) -> None:
         for running in self._measured():

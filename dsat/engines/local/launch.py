@@ -39,13 +39,13 @@ class Launch:
         trial: as the tuner decided it.
         folder: of the trial.
         meter: what is measured; None in a run that is not.
-        slots: numbers of the slots; none if the script is only to lend its model.
+        slots: numbers of the slots; none if the script is only run for simulations.
         ports: on loopback, three of them.
         seed: `trial_seed` of Determined scripts.
         cold: each rank is a fresh Python process.
         cpu_memory_bytes: if given, what a rank may use in a measured run on a CPU.
         capture: the run is only to tell which configuration the script passes to DeepSpeed.
-        lend_to: path of the socket that the model is lent to, if it is.
+        simulation_socket: path of the socket that simulations are asked for on, if they are.
         linger_s: how long processes may go on after the trial's end; None for ever.
     """
 
@@ -61,7 +61,7 @@ class Launch:
     cold: bool
     cpu_memory_bytes: int | None
     capture: bool
-    lend_to: Path | None
+    simulation_socket: Path | None
     linger_s: float | None
 
     def spec(self) -> RankSpec:
@@ -90,7 +90,9 @@ class Launch:
             },
             meter=None if self.meter is None else self.meter.to_json(),
             capture=self.capture,
-            lend_to=None if self.lend_to is None else str(self.lend_to),
+            simulation_socket=None
+            if self.simulation_socket is None
+            else str(self.simulation_socket),
             cpu_memory_bytes=self.cpu_memory_bytes if is_limited else None,
             threads=1 if self.machine.is_cpu else None,
         )

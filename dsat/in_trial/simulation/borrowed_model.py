@@ -1,4 +1,4 @@
-"""The engine that a lent script gets, and what a child makes of the script's state."""
+"""The engine that a script gets in place of its own, and what a child makes of its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat.in_trial import config_injection
 from dsat.in_trial.simulation import script_key
-from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleRecord, translated
+from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
 from dsat.in_trial.simulation.simulation import Candidate, Captured, Simulation, tensors_in
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
@@ -21,7 +21,7 @@ from dsat.memory.estimate import as_simulated, without_besides
 End = Callable[[Mapping[str, Any]], None]
 
 
-class Loan:
+class BorrowedModel:
     """What a script passes to `deepspeed.initialize`, kept for simulations.
 
     Args:
@@ -45,7 +45,7 @@ class Loan:
         self._initialize = initialize
         self._arguments = config_injection.without_config(arguments)
         self._config = config
-        self._record = ModuleRecord(model)
+        self._snapshot = ModuleSnapshot(model)
 
     def engine_for_the_script(self) -> Any:
         """DeepSpeed's engine of stage 0 with a simple optimizer, on fake parameters.
@@ -58,7 +58,7 @@ class Loan:
         config = without_besides({**self._config, "zero_optimization": {"stage": 0}})
         config.pop("optimizer", None)
         with _on_fake_cpu():
-            fakes = self._record.put_fakes("cpu")
+            fakes = self._snapshot.put_fakes("cpu")
             trained = self._arguments.get("model_parameters")
             if trained is None:
                 given = self._arguments.get("optimizer")
@@ -76,7 +76,7 @@ class Loan:
                     "model_parameters": None,
                 }
             )
-        self._record.put_back(fakes)
+        self._snapshot.put_back(fakes)
         self._engine = result[0]
         self._engine.device = _device_of_this_process()
         return result
@@ -98,7 +98,7 @@ class Loan:
         optimizer = self._arguments.get("optimizer")
         settings = getattr(optimizer, "defaults", None)
         return [
-            *self._record.description(),
+            *self._snapshot.description(),
             script_key.of_script(self._arguments["model"].modules()),
             batch,
             type(optimizer).__qualname__,
@@ -109,7 +109,7 @@ class Loan:
         """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""
         parameters = self._arguments["model"].parameters()
         size = max((p.element_size() for p in parameters), default=4)
-        return {**self._record.sizes(), "param_bytes": size}
+        return {**self._snapshot.sizes(), "param_bytes": size}
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulates a candidate up to the forward pass that the script has called.
@@ -125,7 +125,7 @@ class Loan:
         captured = Captured(
             initialize=self._initialize,
             arguments=self._arguments,
-            record=self._record,
+            snapshot=self._snapshot,
             micro_batch=self._samples([args, dict(kwargs)]),
             dtype=next(self._arguments["model"].parameters()).dtype,
         )

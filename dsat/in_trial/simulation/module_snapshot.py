@@ -48,7 +48,7 @@ class _Form:
         return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
 
 
-class ModuleRecord:
+class ModuleSnapshot:
     """Remembers a module's tensors and hooks, to take them out and to put them back.
 
     Args:
@@ -133,14 +133,14 @@ def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
     return [translated(part, fakes) for part in value]
 
 
-def twin_of_optimizer(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
+def without_state(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
     """An optimizer of the same class and settings for the fakes, without any state."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    twin = copy.copy(optimizer)
-    twin.param_groups = translated(optimizer.param_groups, fakes)
-    twin.state = defaultdict(dict)
-    return twin
+    stateless = copy.copy(optimizer)
+    stateless.param_groups = translated(optimizer.param_groups, fakes)
+    stateless.state = defaultdict(dict)
+    return stateless
 
 
 Initialize = Callable[..., Any]

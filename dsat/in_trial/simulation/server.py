@@ -1,4 +1,4 @@
-"""Lends a script's model, batch and loss to simulations.
+"""Simulates candidates with the model, the batch and the loss of a script.
 
 Runs in a rank process of its own, that does nothing else: the script builds its model, calls
 `deepspeed.initialize` and loads a batch as ever. The engine that it gets is made from fake
@@ -46,7 +46,7 @@ class ScriptSimulated(SystemExit):
         super().__init__(0)
 
 
-class Lender:
+class SimulationServer:
     """Waits for the script's first training step, and answers candidates from there.
 
     Args:
@@ -79,31 +79,31 @@ class Lender:
 
         @functools.wraps(deepspeed.initialize)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            return self._lend(*args, **kwargs)
+            return self._initialize_borrowed(*args, **kwargs)
 
         deepspeed.initialize = initialize
 
-    def _lend(self, *args: Any, **kwargs: Any) -> Any:
+    def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
         from dsat.in_trial.simulation import borrowed_model
 
         bound = inspect.signature(self._initialize).bind(*args, **kwargs)
         passed = config_injection.passed_config(bound.arguments)
         if passed is None or not config_injection.trains(bound.arguments, passed) or self.was_used:
             return self._initialize(*args, **kwargs)
-        loan = borrowed_model.Loan(self._initialize, bound.arguments, passed.content)
-        result = loan.engine_for_the_script()
-        loan.on_first_training_forward(functools.partial(self._serve, loan))
+        model = borrowed_model.BorrowedModel(self._initialize, bound.arguments, passed.content)
+        result = model.engine_for_the_script()
+        model.on_first_training_forward(functools.partial(self._serve, model))
         self.was_used = True
         return result
 
     # -- candidates
 
-    def _serve(self, loan: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers candidates; only in a child it returns, with what the engine's forward gives."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
             stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-            hello = {"model": loan.description(args, kwargs), "sizes": loan.sizes()}
+            hello = {"model": model.description(args, kwargs), "sizes": model.sizes()}
             stream.write(json.dumps(hello) + "\n")
             stream.flush()
             for line in stream:
@@ -114,17 +114,17 @@ class Lender:
                     connection.close()
                     os.close(reader)
                     self._answer = writer
-                    return self._simulate(loan, candidate, args, kwargs)
+                    return self._simulate(model, candidate, args, kwargs)
                 os.close(writer)
                 stream.write(_read(reader, child, candidate["timeout_s"]) + "\n")
                 stream.flush()
         raise ScriptSimulated
 
     def _simulate(
-        self, loan: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
+        self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            return loan.begin(candidate, args, kwargs, self._end_of_child)
+            return model.begin(candidate, args, kwargs, self._end_of_child)
         except Exception as error:
             self.failed(error)
 

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsat.in_trial.simulation import fake_device, patches
 from dsat.in_trial.simulation.module_snapshot import (
     Initialize,
-    ModuleRecord,
+    ModuleSnapshot,
     translated,
-    twin_of_optimizer,
+    without_state,
 )
 from dsat.in_trial.simulation.storage_tracker import ALL, DEVICE, HOST, PINNED, StorageTracker
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
@@ -54,14 +54,14 @@ class Captured:
     Attributes:
         initialize: DeepSpeed's own function.
         arguments: of `deepspeed.initialize`, by name.
-        record: the model as it was then.
+        snapshot: the model as it was then.
         micro_batch: the samples in its first batch.
         dtype: of the parameters that the script saw when it made the batch.
     """
 
     initialize: Initialize
     arguments: Mapping[str, Any]
-    record: ModuleRecord
+    snapshot: ModuleSnapshot
     micro_batch: int
     dtype: torch.dtype
 
@@ -109,14 +109,14 @@ class Simulation:
         patches.make_process_group(self._candidate.slots, self._device)
         for mode in self._modes:
             mode.__enter__()
-        parked = not (captured.record.on_device or self._candidate.as_cpu)
+        parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
         with self.tracker.placing(HOST if parked else DEVICE):
-            fakes = captured.record.put_fakes(self._device)
+            fakes = captured.snapshot.put_fakes(self._device)
         arguments = {
             **captured.arguments,
             "config": self._config(),
             "model_parameters": translated(captured.arguments.get("model_parameters"), fakes),
-            "optimizer": twin_of_optimizer(captured.arguments.get("optimizer"), fakes),
+            "optimizer": without_state(captured.arguments.get("optimizer"), fakes),
             "lr_scheduler": None,
             "training_data": None,
         }

@@ -1,4 +1,4 @@
-"""A script that lends its model, without a script: it answers from a function."""
+"""A simulation server without a script: it answers from a function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def facts_of(num_params: int) -> ModelFacts:
     )
 
 
-class FakeLender:
+class FakeSimulationHost:
     """An engine whose script answers every request by `answer`.
 
     Attributes:
@@ -44,11 +44,11 @@ class FakeLender:
         self._answer = answer
         self.asked: list[dict[str, Any]] = []
 
-    def lend_model(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
         return address.with_suffix(".failure")
 
-    def stop_lending(self) -> None: ...
+    def stop_simulation_server(self) -> None: ...
 
     def _serve(self, address: str) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
