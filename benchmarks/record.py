@@ -36,10 +36,10 @@ from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import entrypoint, experiment
+from dsat.inputs.settings import BY_SIMULATION
 from dsat.memory import anchors
 from dsat.report.format import duration
 from dsat.space.overrides import overrides_for
-from dsat.space.plan import BY_SIMULATION
 from dsat.tuning.journal import Journal, MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.tables import Table
-from dsat.cli.parser import build_parser
 from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
-from dsat.inputs.settings import SEARCH_OPTIONS
+from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, default_search_options
 from dsat.memory.predictor import Basis
-from dsat.space.plan import BY_FORMULA, BY_SIMULATION, Plan
+from dsat.space.plan import Plan
 from dsat.space.space import KNOB_NAMES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
@@ -28,7 +25,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
-        search_options=_defaults_of(method),
+        search_options=default_search_options(method),
         zero_stages=STAGES,
         seed=seed,
         slots_per_trial=header.slots,
@@ -40,12 +37,6 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
     )
-
-
-def _defaults_of(method: str) -> dict[str, Any]:
-    """The options of a search when none is given."""
-    values = vars(build_parser().parse_args([method, "-", "-"]))
-    return {parameter: values[flag] for flag, parameter in SEARCH_OPTIONS[method].items()}
 
 
 def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:

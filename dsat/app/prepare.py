@@ -19,11 +19,19 @@ from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.script_args import CHECKPOINTING
-from dsat.inputs.settings import RUN, TUNE, EstimateSettings, Settings
+from dsat.inputs.settings import (
+    DEFAULT_STAGES,
+    RUN,
+    TUNE,
+    EstimateSettings,
+    Settings,
+    plan_values,
+)
+from dsat.inputs.value_lists import STAGES
 from dsat.memory import anchors
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
-from dsat.space.space import DEFAULT_STAGES, KNOB_NAMES, STAGES
+from dsat.space.space import KNOB_NAMES
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -295,30 +303,21 @@ def plan_of(
     micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
     if chosen.train_batch_size is not None or chosen.max_train_batch_size is not None:
         listed.pop(GAS, None)
+    decided = plan_values(chosen)
+    decided["zero_stages"] = tuple(chosen.zero_stages or stages)
+    decided["nvme_path"] = chosen.nvme_path or _nvme_path(base)
     plan = Plan(
+        **decided,
         method=chosen.method,
-        metric=chosen.metric,
         max_trials=chosen.max_trials,
-        zero_stages=tuple(chosen.zero_stages or stages),
-        seed=chosen.random_seed,
         slots_per_trial=slots,
         base_config=base,
         own_batch=own_batch,
         search_options=chosen.search_options,
-        train_batch_size=chosen.train_batch_size,
-        divisible_by=chosen.divisible_by,
-        slot_memory_bytes=chosen.slot_memory_bytes,
         micro_batches=micro_batches,
-        min_micro_batch=chosen.min_micro_batch,
-        max_micro_batch=chosen.max_micro_batch,
-        max_train_batch_size=chosen.max_train_batch_size,
-        tune=chosen.tune,
-        fix=chosen.fix,
         choices=listed,
         switches=switches,
-        memory_model=chosen.memory_model,
         offload_helps=offload_helps,
-        nvme_path=chosen.nvme_path or _nvme_path(base),
         measured={
             # A digest, because an entrypoint or a hyperparameter may be a credential.
             "program": ds_config.fingerprint(

@@ -23,8 +23,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment, script_args
 from dsat.inputs.experiment import Experiment
-from dsat.inputs.settings import Settings
-from dsat.space.plan import BY_FORMULA, BY_SIMULATION
+from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 from dsat.tuning.strategies import make_space
 
 # What has a meaning on this machine only.

@@ -1,88 +1,373 @@
-"""What the user asked for, as frozen values."""
+"""What the user asked for, as frozen values; every option of dsat is declared here, and only here.
+
+From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
+Python API (`dsat.api`), the comparison of a run with the journal it continues
+(`dsat.space.plan.Plan.difference`), and the table of options in the README.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs.option import (
+    ARG_MAPPING,
+    DURATION,
+    MEMORY_SIZE,
+    PATH,
+    POSITIVE_NUMBER,
+    PROBABILITY,
+    WHOLE_NUMBER,
+    WORD,
+    Option,
+    at_least,
+    option,
+    options_of,
+)
+from dsat.inputs.value_lists import STAGES
+from dsat.values.objective import METRIC_NAMES
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
 ESTIMATE = "estimate"
 
-# Each method's own options: flag -> the search's parameter.
-SEARCH_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "asha": {
-        "max_rungs": "max_rungs",
-        "min_binary_search_trials": "min_trials",
-        "asha_early_stopping": "early_stopping",
-        "divisor": "divisor",
-        "search_range_factor": "search_range_factor",
-    },
-    "binary": {"search_range_factor": "search_range_factor"},
-    "random": {
-        "trials_per_random_config": "trials_per_config",
-        "early_stopping": "early_stopping",
-    },
-    "gridsearch": {
-        "num_micro_batches": "num_micro_batches",
-        "early_stopping": "early_stopping",
-    },
-    "model": {
-        "stop_when": "stop_when",
-        "early_stopping": "early_stopping",
-    },
-}
+DEFAULT_STAGES = (1, 2, 3)
+BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for; see `--help` for each."""
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is tuned: an experiment (`config` and `model_dir`), or a command."""
+
+    config: Path | None = None
+    model_dir: Path | None = None
+    command: tuple[str, ...] = ()
+    ds_config: Path | None = option(
+        "--ds-config",
+        kind=PATH,
+        metavar="FILE",
+        help="DeepSpeed configuration of the command after --; by default the one that its "
+        "arguments name, or else what the script passes to deepspeed.initialize",
+    )
+    include: tuple[Path, ...] = option(
+        "-i",
+        "--include",
+        kind=PATH,
+        many=True,
+        default=(),
+        metavar="PATH",
+        help="further files and folders that the script needs beside it",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Target):
+    """What the user asked of a search.
+
+    Attributes:
+        method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
+        search_options: the method's own options, by the parameters of the search.
+
+    Raises:
+        UserInputError: settings contradict each other.
+    """
 
     method: str
-    config: Path | None
-    model_dir: Path | None
-    command: tuple[str, ...]
-    ds_config: Path | None
-    include: tuple[Path, ...]
-    max_trials: int
-    max_slots: int | None
-    max_concurrent_trials: int
-    metric: str
-    run_full_experiment: bool
-    zero_stages: tuple[int, ...] | None
-    tune: tuple[str, ...]
-    fix: tuple[str, ...]
-    memory_model: str
-    nvme_path: str | None
-    arg_mappings: Mapping[str, str]
-    start_profile_step: int
-    end_profile_step: int
-    max_profile_steps: int
-    random_seed: int
-    search_runner_config: Path | None
-    max_search_runner_restarts: int
-    detach: bool
-    train_batch_size: int | None
-    max_train_batch_size: int | None
-    min_micro_batch: int
-    max_micro_batch: int | None
-    divisible_by: int
-    slots: int | None
-    trial_timeout_s: float
-    slot_memory_bytes: int | None
-    engine: str
-    cold: bool
-    run_dir: Path | None
-    resume: bool
-    dry_run: bool
-    json: bool
-    search_options: Mapping[str, Any]
+    search_options: Mapping[str, Any] = field(default_factory=dict)
+    max_trials: int = option(
+        "-mt",
+        "--max-trials",
+        kind=at_least(2),
+        default=50,
+        metavar="N",
+        notable=True,
+        help="the most trials, the profile trial and your own configuration's included",
+    )
+    max_slots: int | None = option(
+        "-ms", "--max-slots", kind=at_least(1), metavar="N", help="use at most N slots at once"
+    )
+    max_concurrent_trials: int = option(
+        "-mct",
+        "--max-concurrent-trials",
+        kind=at_least(1),
+        default=16,
+        metavar="N",
+        help="run at most N trials at once",
+    )
+    metric: str = option(
+        "-m",
+        "--metric",
+        kind=WORD,
+        choices=METRIC_NAMES,
+        default="FLOPS_per_gpu",
+        plan_field="metric",
+        notable=True,
+        help="what to optimise",
+    )
+    run_full_experiment: bool = option(
+        "--run-full-experiment",
+        notable=True,
+        help="then train in full length with the best configuration",
+    )
+    zero_stages: tuple[int, ...] | None = option(
+        "-z",
+        "--zero-stages",
+        kind=WHOLE_NUMBER,
+        many=True,
+        choices=STAGES,
+        metavar="STAGE",
+        plan_field="zero_stages",
+        label="ZeRO stages",
+        notable=True,
+        help="the ZeRO stages to search, out of 0 1 2 3 (default: "
+        + " ".join(map(str, DEFAULT_STAGES))
+        + ", or those that your configuration lists)",
+    )
+    tune: tuple[str, ...] = option(
+        "--tune",
+        kind=WORD,
+        many=True,
+        names_knobs=True,
+        default=(),
+        metavar="KNOB",
+        plan_field="tune",
+        label="list of settings to tune",
+        notable=True,
+        help="search these settings although your configuration sets them, or although they are "
+        "not searched by default: {knobs}",
+    )
+    fix: tuple[str, ...] = option(
+        "--fix",
+        kind=WORD,
+        many=True,
+        names_knobs=True,
+        default=(),
+        metavar="KNOB",
+        plan_field="fix",
+        label="list of settings to fix",
+        notable=True,
+        help="leave these settings as they are; `all` searches stage and micro batch only",
+    )
+    nvme_path: str | None = option(
+        "--nvme-path",
+        kind=WORD,
+        metavar="DIR",
+        plan_field="nvme_path",
+        label="NVMe path",
+        help="where offloading to NVMe may write, if nothing else fits",
+    )
+    arg_mappings: Mapping[str, str] = option(
+        "--arg-mapping",
+        kind=ARG_MAPPING,
+        many=True,
+        default=(),
+        metavar="KEY=FLAG",
+        plan_field="measured",
+        help="an argument of the script that must follow a DeepSpeed setting, such as "
+        "train_micro_batch_size_per_gpu=--batch-size",
+    )
+    start_profile_step: int = option(
+        "--start-profile-step",
+        kind=at_least(1),
+        default=3,
+        metavar="N",
+        plan_field="measured",
+        help="the first optimizer step that is measured, counted from 1",
+    )
+    end_profile_step: int = option(
+        "--end-profile-step",
+        kind=at_least(1),
+        default=5,
+        metavar="N",
+        plan_field="measured",
+        help="measure up to this step, then on while the mean step time is uncertain by over 2 %% "
+        "and may still be the best",
+    )
+    max_profile_steps: int = option(
+        "--max-profile-steps",
+        kind=at_least(1),
+        default=20,
+        metavar="N",
+        plan_field="measured",
+        help="the most optimizer steps that are measured",
+    )
+    random_seed: int = option(
+        "-r",
+        "--random-seed",
+        kind=at_least(0),
+        default=42,
+        metavar="N",
+        plan_field="seed",
+        help="seed of every random choice",
+    )
+    max_train_batch_size: int | None = option(
+        "--max-train-batch-size",
+        kind=at_least(1),
+        metavar="N",
+        plan_field="max_train_batch_size",
+        help="fill the global batch up to N with gradient accumulation",
+    )
+    min_micro_batch: int = option(
+        "--min-micro-batch",
+        kind=at_least(1),
+        default=1,
+        metavar="N",
+        plan_field="min_micro_batch",
+        help="the smallest micro batch",
+    )
+    max_micro_batch: int | None = option(
+        "--max-micro-batch",
+        kind=at_least(1),
+        metavar="N",
+        plan_field="max_micro_batch",
+        help="the largest micro batch",
+    )
+    divisible_by: int = option(
+        "--divisible-by",
+        kind=at_least(1),
+        default=1,
+        metavar="N",
+        plan_field="divisible_by",
+        notable=True,
+        help="only micro batches that are multiples of N",
+    )
+    slots: int | None = option(
+        "--slots",
+        kind=at_least(1),
+        metavar="N",
+        plan_field="slots_per_trial",
+        label="slots per trial",
+        notable=True,
+        help="slots of each trial, instead of resources.slots_per_trial",
+    )
+    engine: str = option(
+        "--engine",
+        kind=WORD,
+        choices=("auto", "local", "determined"),
+        default="auto",
+        help="where trials run: on this machine, or on a Determined cluster (auto: there if "
+        "DET_MASTER is set or `det user login` was used)",
+    )
+    run_dir: Path | None = option(
+        "--run-dir",
+        kind=PATH,
+        metavar="DIR",
+        help="folder of the run (default: dsat_runs/NAME-N)",
+    )
+    resume: bool = option(
+        "--resume",
+        notable=True,
+        help="continue the run in --run-dir, or the newest one of this experiment",
+    )
+    train_batch_size: int | None = option(
+        "--train-batch-size",
+        kind=at_least(1),
+        metavar="N",
+        any_command=True,
+        plan_field="train_batch_size",
+        notable=True,
+        help="only configurations whose micro batch x gradient accumulation steps x slots is "
+        "exactly N",
+    )
+    trial_timeout_s: float = option(
+        "--trial-timeout",
+        kind=DURATION,
+        default="30m",
+        metavar="TIME",
+        any_command=True,
+        notable=True,
+        help="end a trial that takes longer (90s, 10m, 1h)",
+    )
+    slot_memory_bytes: int | None = option(
+        "--slot-memory",
+        kind=MEMORY_SIZE,
+        metavar="SIZE",
+        any_command=True,
+        plan_field="slot_memory_bytes",
+        notable=True,
+        help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
+        "only limit that a CPU has",
+    )
+    memory_model: str = option(
+        "--memory-model",
+        kind=WORD,
+        choices=MEMORY_MODELS,
+        default=BY_SIMULATION,
+        shorthands={"--no-memory-model": NO_MEMORY_MODEL},
+        any_command=True,
+        plan_field="memory_model",
+        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
+        "place), at once by a formula, or not at all",
+    )
+    cold: bool = option(
+        "--cold",
+        any_command=True,
+        help="start every rank as a fresh Python process, for scripts that cannot be forked",
+    )
+    dry_run: bool = option(
+        "--dry-run",
+        any_command=True,
+        shell_only=True,
+        help="print the plan and how the first trial would be started; run nothing",
+    )
+    json: bool = option(
+        "--json",
+        any_command=True,
+        shell_only=True,
+        notable=True,
+        help="print the result as JSON, everything else to stderr",
+    )
+    search_runner_config: Path | None = option(
+        "--search-runner-config",
+        kind=PATH,
+        metavar="FILE",
+        cluster=True,
+        help="experiment configuration of the search runner",
+    )
+    max_search_runner_restarts: int = option(
+        "--max-search-runner-restarts",
+        kind=at_least(0),
+        default=5,
+        metavar="N",
+        cluster=True,
+        help="restarts of the search runner",
+    )
+    detach: bool = option(
+        "--detach", cluster=True, help="return as soon as the search is submitted"
+    )
+
+    def __post_init__(self) -> None:
+        start, end = self.start_profile_step, self.end_profile_step
+        if end < start:
+            raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
+        if self.max_profile_steps < end - start + 1:
+            raise UserInputError(
+                f"--max-profile-steps {self.max_profile_steps} is less than the {end - start + 1} "
+                "steps from --start-profile-step to --end-profile-step"
+            )
+        both = set(self.tune) & set(self.fix)
+        if both:
+            raise UserInputError(
+                f"{', '.join(sorted(both))} cannot be given to both --tune and --fix"
+            )
+        if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
+            raise UserInputError(
+                f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
+                f"{self.min_micro_batch}"
+            )
+        if self.train_batch_size is not None and self.max_train_batch_size is not None:
+            raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
 
 
-@dataclass(frozen=True)
-class EstimateSettings:
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings(Target):
     """What the user asked of `dsat estimate`.
 
     Attributes:
@@ -91,12 +376,131 @@ class EstimateSettings:
         exact: every line of the tables is simulated.
     """
 
-    config: Path | None
-    model_dir: Path | None
-    command: tuple[str, ...]
-    ds_config: Path | None
-    include: tuple[Path, ...]
-    slot_memories: tuple[int, ...]
-    slot_counts: tuple[int, ...]
-    exact: bool
-    json: bool
+    slot_memories: tuple[int, ...] = option(
+        "--slot-memory",
+        kind=MEMORY_SIZE,
+        many=True,
+        default=tuple(size * _GIB for size in (16, 24, 40, 80, 141)),
+        metavar="SIZE",
+        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
+    )
+    slot_counts: tuple[int, ...] = option(
+        "--slots",
+        kind=at_least(1),
+        many=True,
+        default=(1, 8, 64, 512),
+        metavar="N",
+        help="data-parallel slots (default: 1 8 64 512)",
+    )
+    exact: bool = option(
+        "--exact",
+        help="simulate every line of the table, not the model alone: seconds for each",
+    )
+    json: bool = option("--json", shell_only=True, help="print the table as JSON")
+
+
+def _early_stopping(what: str) -> Option:
+    return Option(
+        ("--early-stopping",), what, at_least(1), metavar="N", plan_field="search_options"
+    )
+
+
+def _own(flag: str, what: str, **attributes: Any) -> Option:
+    return Option((flag,), what, plan_field="search_options", **attributes)
+
+
+_NO_NEW_BEST = _early_stopping("end the search after N trials without a new best")
+_RANGE_FACTOR = _own(
+    "--search-range-factor",
+    "multiplies the largest micro batch that is predicted to fit, up to which is searched",
+    kind=POSITIVE_NUMBER,
+    default=1.0,
+    metavar="X",
+)
+
+# Each method's own options, by the parameter of the search that takes their values.
+SEARCH_OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "model": {
+        "stop_when": _own(
+            "--stop-when",
+            "end the search when no other configuration has a chance over P to be 1 %% better "
+            "than the best so far; 0 for never",
+            kind=PROBABILITY,
+            default=0.05,
+            metavar="P",
+        ),
+        "early_stopping": _NO_NEW_BEST,
+    },
+    "asha": {
+        "max_rungs": _own(
+            "--max-rungs", "number of rungs", kind=at_least(1), default=5, metavar="N"
+        ),
+        "min_trials": _own(
+            "--min-binary-search-trials",
+            "trials that every drawn configuration gets",
+            kind=at_least(1),
+            default=3,
+            metavar="N",
+        ),
+        "early_stopping": _own(
+            "--asha-early-stopping",
+            "smallest rate of early stopping (`s` in arXiv:1810.05934)",
+            kind=at_least(0),
+            default=0,
+            metavar="N",
+        ),
+        "divisor": _own(
+            "--divisor",
+            "1/divisor of the configurations go on to the next rung, with divisor times as many "
+            "trials (`eta` in arXiv:1810.05934)",
+            kind=at_least(2),
+            default=2,
+            metavar="N",
+        ),
+        "search_range_factor": _RANGE_FACTOR,
+    },
+    "binary": {"search_range_factor": _RANGE_FACTOR},
+    "random": {
+        "trials_per_config": _own(
+            "--trials-per-random-config",
+            "the most trials of one drawn configuration",
+            kind=at_least(1),
+            default=5,
+            metavar="N",
+        ),
+        "early_stopping": _NO_NEW_BEST,
+    },
+    "gridsearch": {
+        "num_micro_batches": _own(
+            "--num-micro-batches",
+            "leave a setting after N micro batches that ran: the smallest first where only some "
+            "are allowed, as divisors of --train-batch-size are, else from the largest power of "
+            "two that should fit (default: all)",
+            kind=at_least(1),
+            metavar="N",
+        ),
+        "early_stopping": _early_stopping(
+            "leave a ZeRO stage after N trials without a better one in it"
+        ),
+    },
+}
+
+
+def default_search_options(method: str) -> dict[str, Any]:
+    """What a search gets if the user says nothing."""
+    return {name: own.initial for name, own in SEARCH_OPTIONS.get(method, {}).items()}
+
+
+def plan_values(settings: Settings) -> dict[str, Any]:
+    """The fields of `Plan` that the user's options decide by themselves."""
+    return {
+        own.plan_field: getattr(settings, own.name)
+        for own in options_of(Settings)
+        if own.plan_field not in (None, "measured", "slots_per_trial")
+    }
+
+
+def option_of_plan_field(name: str) -> Option | None:
+    """The one option that decides a field of `Plan`, or None."""
+    found: Sequence[Option] = [own for own in options_of(Settings) if own.plan_field == name]
+    return found[0] if len(found) == 1 else None

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
+from dsat.inputs.settings import BY_FORMULA, option_of_plan_field
 from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 
-BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
+# What messages call the fields that no single option decides.
+_LABELS = {
+    "base_config": "DeepSpeed configuration",
+    "own_batch": "own",
+    "micro_batches": "list of micro batches",
+    "choices": "list of values of",
+    "search_options": "option of the search",
+    "switches": "the script's switch",
+    "offload_helps": "slots with memory of their own",
+    "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
+    "measured.steps": "profile steps (start, end, most)",
+}
+_ABSENT = "not given"
 
 _TUPLES = ("zero_stages", "micro_batches", "tune", "fix")
 
@@ -127,8 +141,35 @@ class Plan:
         values["own_batch"] = BatchTriple(**values["own_batch"])
         return cls(**values)
 
-    def difference(self, other: Plan) -> str | None:
-        """The first field in which another plan would decide differently; the number of trials
-        may differ, since it only ends a run."""
-        mine, theirs = self.to_json(), replace(other, max_trials=self.max_trials).to_json()
-        return next((key for key, value in mine.items() if theirs[key] != value), None)
+    def difference(self, earlier: Plan) -> str | None:
+        """In what an earlier plan would decide differently: `FIELD was X, now Y`; None if in
+        nothing. The number of trials may differ, since it only ends a run."""
+        mine, theirs = self.to_json(), earlier.to_json()
+        for name, value in mine.items():
+            if name == "max_trials" or value == theirs[name]:
+                continue
+            own = option_of_plan_field(name)
+            if own is not None:
+                return f"{own.called} was {own.write(theirs[name])}, now {own.write(value)}"
+            path, was, now = _first_difference(theirs[name], value)
+            label = _LABELS.get(".".join([name, *path]))
+            if label is None:
+                label = " ".join([_LABELS.get(name, name), ".".join(path)]).strip()
+            return f"{label} was {was}, now {now}"
+        return None
+
+
+def _first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
+    """Where two different values differ first: the keys that lead there, and what is there."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*was, *now]):
+            if key not in was or key not in now:
+                return [key], _said(was.get(key, _ABSENT)), _said(now.get(key, _ABSENT))
+            if was[key] != now[key]:
+                path, *values = _first_difference(was[key], now[key])
+                return [key, *path], values[0], values[1]
+    return [], _said(was), _said(now)
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

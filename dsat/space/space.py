@@ -12,8 +12,6 @@ from dsat.space.overrides import GAS, SCRIPT_SWITCHES, strategy_settings
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, Strategy
 
-STAGES = (0, 1, 2, 3)
-DEFAULT_STAGES = (1, 2, 3)
 LARGEST_MICRO_BATCH = 2**20
 
 

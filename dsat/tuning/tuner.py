@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from dsat.errors import JournalMismatch
 from dsat.inputs import ds_config
+from dsat.inputs.settings import BY_FORMULA, NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES, Search
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
-from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
+from dsat.space.plan import Plan
 from dsat.space.space import Space, defaults, smallest_buckets
 from dsat.tuning import strategies
 from dsat.tuning.journal import SCHEMA_VERSION
@@ -35,32 +36,6 @@ from dsat.values.objective import KNOWN_TO_CI95
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
-
-_SAID_AS = {
-    "base_config": "a DeepSpeed configuration",
-    "divisible_by": "a --divisible-by",
-    "measured": "an entrypoint, hyperparameters or profile steps",
-    "method": "a method",
-    "metric": "a --metric",
-    "own_batch": "batch sizes",
-    "search_options": "options of the search",
-    "seed": "a --random-seed",
-    "slot_memory_bytes": "a --slot-memory",
-    "slots_per_trial": "slots per trial",
-    "train_batch_size": "a --train-batch-size",
-    "zero_stages": "--zero-stages",
-    "micro_batches": "a list of micro batches",
-    "min_micro_batch": "a smallest micro batch",
-    "max_micro_batch": "a largest micro batch",
-    "max_train_batch_size": "a max_train_batch_size",
-    "tune": "--tune",
-    "fix": "--fix",
-    "choices": "lists of values",
-    "switches": "switches of the script",
-    "offload_helps": "slots",
-    "memory_model": "a --memory-model",
-    "nvme_path": "a --nvme-path",
-}
 
 
 class EventSink(Protocol):
@@ -462,9 +437,8 @@ class Tuner:
             difference = self.plan.difference(Plan.from_json(event["plan"]))
             if difference is not None:
                 raise JournalMismatch(
-                    f"the run was started with {_SAID_AS.get(difference, difference)} other than "
-                    "now. Resume it with the options and files it was started with, or start a new "
-                    "run."
+                    f"Cannot resume: {difference}. Resume with the options and files that the run "
+                    "was started with, or start a new run."
                 )
         elif kind == EVENT_PROPOSED:
             # A run may be continued with more trials than it was started with, or with fewer.

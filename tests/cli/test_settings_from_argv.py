@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.cli import parser as options
 from dsat.cli import settings_from_argv
 from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
 from dsat.search import SEARCHES
@@ -177,42 +175,13 @@ def test_help_tells_every_option_and_its_default(
     names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
     names.remove("command")
     flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
-    flags += [f"--{flag}" for flag in SEARCH_OPTIONS[method]]
+    flags += [f"--{own.keyword}" for own in SEARCH_OPTIONS[method].values()]
     for flag in flags:
         assert flag.replace("_", "-") in said
     for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):
         assert default in said
     assert "(default: 1 2 3, or those that your configuration lists)" in said
     assert "%%" not in said
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1024", 1024),
-        ("24GiB", 24 * 2**30),
-        ("24 gib", 24 * 2**30),
-        ("1.5MiB", 3 * 2**19),
-        ("16GB", 16 * 10**9),
-        ("80KiB", 80 * 2**10),
-    ],
-)
-def test_memory_sizes(text: str, size: int) -> None:
-    assert options.memory_size(text) == size
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2min", 120.0), ("1.5h", 5400.0)],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert options.duration_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
-def test_no_memory_sizes(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        options.memory_size(text)
 
 
 # -- a command in place of an experiment configuration, and the commands of DeepSpeed's autotuner

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL
 from dsat.memory import PHASES, SIMULATED, closed_form
 from dsat.memory import anchors as survey
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, Variant
 from dsat.search import SEARCHES
-from dsat.space.plan import BY_FORMULA, BY_SIMULATION, NO_MEMORY_MODEL, Plan
+from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind

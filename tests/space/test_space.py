@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dsat.inputs import ds_config
+from dsat.inputs.settings import DEFAULT_STAGES
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space.space import (
-    DEFAULT_STAGES,
     KNOBS,
     LARGEST_MICRO_BATCH,
     SECTIONS,

@@ -1,0 +1,281 @@
+"""What an option is: declared once, read by the command line, the Python API and the README.
+
+A setting's field in `dsat.inputs.settings` holds its `Option`. Nothing else says what its type, its
+default, its flags and its help are, how a message calls it, or whether it decides trials.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+# In the place of a list of knobs.
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of an option's values.
+
+    Attributes:
+        read: text of a command line, or a value of Python, as the setting's value; raises
+            ValueError, with a message, for what cannot be one.
+        write: the value, as a user would write it.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        flags: on the command line, the long one last.
+        help: what `--help`, the README and the API's docstring say of it.
+        kind: None: a switch, which is on if it is given.
+        default: as a user would write it.
+        metavar: stands for a value in `--help`.
+        choices: all the values that there are.
+        names_knobs: the values are names of knobs, or "all".
+        many: takes one value or more.
+        plan_field: the field of `Plan` that it goes into, and so decides trials: a run is resumed
+            with the same value only. None: it decides none.
+        label: what messages call it; by default the long flag's words.
+        shorthands: flags without a value that stand for this one with a value.
+        any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
+        cluster: means something on a Determined cluster only.
+        shell_only: means something on the command line only, not in the Python API.
+        notable: the README's table lists it.
+        name: of the setting.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    kind: Kind | None = None
+    default: Any = None
+    metavar: str | None = None
+    choices: tuple[Any, ...] | None = None
+    names_knobs: bool = False
+    many: bool = False
+    plan_field: str | None = None
+    label: str = ""
+    shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    any_command: bool = False
+    cluster: bool = False
+    shell_only: bool = False
+    notable: bool = False
+    name: str = ""
+
+    @property
+    def keyword(self) -> str:
+        """Its name in the Python API: the long flag's words."""
+        return self.flags[-1].removeprefix("--").replace("-", "_")
+
+    @property
+    def called(self) -> str:
+        """What messages call it."""
+        return self.label or self.keyword.replace("_", " ")
+
+    @property
+    def initial(self) -> Any:
+        """The setting's value if nobody gives one."""
+        if self.many:
+            return self.collect([]) if self.default == () else self.default
+        if self.default is None or self.kind is None:
+            return self.default
+        return self.kind.read(self.default)
+
+    def collect(self, values: Sequence[Any], knobs: Sequence[str] = ()) -> Any:
+        """The setting's value, of the values that were given one by one.
+
+        Args:
+            values: each was read by `kind`.
+            knobs: the names of all knobs, in the place of which "all" may stand.
+        """
+        if self.kind is ARG_MAPPING:
+            return dict(values)
+        if self.names_knobs and ALL in values:
+            values = knobs
+        return tuple(dict.fromkeys(values))
+
+    def from_python(self, value: Any, knobs: Sequence[str] = ()) -> Any:
+        """The setting's value, of a keyword argument: text as on the command line, or a value.
+
+        Raises:
+            ValueError: the value is wrong; the message says how.
+        """
+        if self.kind is None:
+            if not isinstance(value, bool):
+                raise ValueError(f"{value!r} is not True or False")
+            return value
+        if value is None and self.default is None:
+            return None
+        if not self.many:
+            return self._one(value, knobs)
+        if isinstance(value, Mapping):
+            value = [f"{key}={flag}" for key, flag in value.items()]
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return self.collect([self._one(x, knobs) for x in (value if is_list else [value])], knobs)
+
+    def allowed(self, knobs: Sequence[str]) -> tuple[Any, ...] | None:
+        """All the values that there are, if they are few."""
+        return (*knobs, ALL) if self.names_knobs else self.choices
+
+    def _one(self, value: Any, knobs: Sequence[str]) -> Any:
+        assert self.kind is not None
+        found, allowed = self.kind.read(value), self.allowed(knobs)
+        if allowed is not None and found not in allowed:
+            raise ValueError(
+                f"invalid choice: {found!r} (choose from {', '.join(map(str, allowed))})"
+            )
+        return found
+
+    def write(self, value: Any) -> str:
+        """A setting's value as a user would write it."""
+        if value is None or value == ():
+            return "not given"
+        if self.kind is None:
+            return str(value).lower()
+        if isinstance(value, (tuple, list)):
+            return " ".join(map(self.kind.write, value))
+        return self.kind.write(value)
+
+
+def option(*flags: str, help: str, **attributes: Any) -> Any:
+    """A field of a settings class, with its `Option`; see there."""
+    declared = Option(flags, help, **attributes)
+    if declared.kind is None:
+        declared = dataclasses.replace(declared, default=False)
+    initial, metadata = declared.initial, {"option": declared}
+    if isinstance(initial, dict):
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=initial, metadata=metadata)
+
+
+def options_of(settings: Any) -> Iterator[Option]:
+    """The options of a settings class, in the order in which `--help` lists them."""
+    for field in dataclasses.fields(settings):
+        if "option" in field.metadata:
+            yield dataclasses.replace(field.metadata["option"], name=field.name)
+
+
+# -- kinds of values
+
+
+def memory_size(value: str | int) -> int:
+    """Bytes of `24GiB`, `512MB` or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value))
+    unit = _MEMORY_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(float(match[1]) * unit) <= 0:
+        raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
+    return int(float(match[1]) * unit)
+
+
+def write_memory_size(size_bytes: int) -> str:
+    """The shortest way to write a number of bytes exactly."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes % _MEMORY_UNITS[unit.upper()] == 0:
+            return f"{size_bytes // _MEMORY_UNITS[unit.upper()]}{unit}"
+    return str(size_bytes)
+
+
+def duration_s(value: str | float) -> float:
+    """Seconds of `90`, `90s`, `10m` or `1h`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value))
+    unit = _TIME_UNITS.get(match[2]) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
+    return float(match[1]) * unit
+
+
+def at_least(least: int) -> Kind:
+    """Whole numbers from `least` on."""
+
+    def read(value: str | int) -> int:
+        try:
+            number = int(_text(value))
+        except ValueError:
+            raise ValueError(f"{value!r} is not a whole number") from None
+        if number < least:
+            raise ValueError(f"{number} is less than {least}")
+        return number
+
+    return Kind(read)
+
+
+def _whole_number(value: str | int) -> int:
+    try:
+        return int(_text(value))
+    except ValueError:
+        raise ValueError(f"invalid int value: {value!r}") from None
+
+
+def _positive_number(value: str | float) -> float:
+    number = _number(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{value} is not a positive number")
+    return number
+
+
+def _probability(value: str | float) -> float:
+    number = _number(value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{value} is not a probability below 1")
+    return number
+
+
+def _number(value: str | float) -> float:
+    try:
+        return float(_text(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+
+
+def _text(value: Any) -> str:
+    """What a command line would say of a value of Python."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is neither text nor a number")
+    return str(value)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{value!r} is not a path")
+    return Path(value)
+
+
+def _arg_mapping(text: Any) -> tuple[str, str]:
+    """`KEY=FLAG`; the flag with or without its dashes."""
+    key, _, flag = (part.strip() for part in _word(text).partition("="))
+    if not key or not flag:
+        raise ValueError(
+            f"{text!r} is not of the form KEY=FLAG, for example "
+            "train_micro_batch_size_per_gpu=--batch-size"
+        )
+    return key, flag if flag.startswith("-") else f"--{flag}"
+
+
+MEMORY_SIZE = Kind(memory_size, write_memory_size)
+DURATION = Kind(duration_s, lambda seconds: f"{seconds:g}s")
+WHOLE_NUMBER = Kind(_whole_number)
+POSITIVE_NUMBER = Kind(_positive_number)
+PROBABILITY = Kind(_probability)
+WORD = Kind(_word)
+PATH = Kind(_path)
+ARG_MAPPING = Kind(_arg_mapping)

@@ -1,0 +1,160 @@
+"""Options: what their values may be, and that whatever decides trials is compared on a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.inputs.option import (
+    Option,
+    duration_s,
+    memory_size,
+    options_of,
+    write_memory_size,
+)
+from dsat.inputs.settings import EstimateSettings, Settings, plan_values
+from dsat.space.plan import Plan
+from dsat.space.space import KNOB_NAMES
+from dsat.values.trial import BatchTriple
+
+OPTIONS = {own.name: own for own in options_of(Settings)}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("24GiB", 24 * 2**30),
+        ("24 gib", 24 * 2**30),
+        ("1.5MiB", 3 * 2**19),
+        ("16GB", 16 * 10**9),
+        ("80KiB", 80 * 2**10),
+    ],
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2min", 120.0), ("1.5h", 5400.0)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
+def test_no_memory_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="for example 24GiB"):
+        memory_size(text)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 2**10, 3 * 2**19, 24 * 2**30, 10**9, 2**41])
+def test_a_memory_size_reads_as_it_is_written(size: int) -> None:
+    assert memory_size(write_memory_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("slot_memory_bytes", "24GiB", 24 * 2**30),
+        ("slot_memory_bytes", 24 * 2**30, 24 * 2**30),
+        ("slot_memory_bytes", None, None),
+        ("trial_timeout_s", 90, 90.0),
+        ("trial_timeout_s", "1.5h", 5400.0),
+        ("zero_stages", 2, (2,)),
+        ("zero_stages", [3, 1, 3], (3, 1)),
+        ("fix", "all", KNOB_NAMES),
+        ("include", "data", (Path("data"),)),
+        ("arg_mappings", {"k": "flag"}, {"k": "--flag"}),
+        ("arg_mappings", "k=--flag", {"k": "--flag"}),
+        ("cold", True, True),
+    ],
+)
+def test_values_of_python(name: str, value: Any, found: Any) -> None:
+    assert OPTIONS[name].from_python(value, KNOB_NAMES) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("slot_memory_bytes", "lots", "invalid memory size 'lots'"),
+        ("slot_memory_bytes", True, "neither text nor a number"),
+        ("max_trials", 1, "1 is less than 2"),
+        ("max_trials", 2.5, "2.5 is not a whole number"),
+        ("max_trials", None, "None is not a whole number"),
+        ("zero_stages", [4], "invalid choice: 4"),
+        ("metric", "speed", "invalid choice: 'speed'"),
+        ("tune", "overlap", "invalid choice: 'overlap'"),
+        ("cold", 1, "not True or False"),
+        ("run_dir", 3, "3 is not a path"),
+        ("trial_timeout_s", "soon", "invalid duration 'soon'"),
+    ],
+)
+def test_wrong_values_of_python(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        OPTIONS[name].from_python(value, KNOB_NAMES)
+
+
+# -- what decides trials
+
+
+@pytest.mark.parametrize("settings", [Settings, EstimateSettings])
+def test_no_two_options_are_one(settings: Any) -> None:
+    flags = [flag for own in options_of(settings) for flag in own.flags]
+    assert len(flags) == len(set(flags))
+
+
+OTHER = {
+    "metric": "latency",
+    "zero_stages": (2,),
+    "tune": ("overlap_comm",),
+    "fix": ("sub_group_size",),
+    "nvme_path": "/nvme",
+    "random_seed": 7,
+    "max_train_batch_size": 64,
+    "min_micro_batch": 2,
+    "max_micro_batch": 8,
+    "divisible_by": 4,
+    "train_batch_size": 16,
+    "slot_memory_bytes": 2**30,
+    "memory_model": "none",
+}
+
+
+def _plan(**changes: Any) -> Plan:
+    settings = Settings(method="asha", **{"zero_stages": (1, 2), **changes})
+    return Plan(
+        **plan_values(settings),
+        method=settings.method,
+        max_trials=settings.max_trials,
+        slots_per_trial=1,
+        base_config={},
+        own_batch=BatchTriple(1, 1, 1),
+    )
+
+
+def _decides_by_itself(own: Option) -> bool:
+    return own.plan_field not in (None, "measured", "slots_per_trial")
+
+
+@pytest.mark.parametrize("name", [name for name, own in OPTIONS.items() if _decides_by_itself(own)])
+def test_an_option_that_decides_trials_is_compared_and_called_by_its_label(name: str) -> None:
+    own, earlier = OPTIONS[name], _plan()
+    difference = _plan(**{name: OTHER[name]}).difference(earlier)
+    was = own.write(earlier.to_json()[own.plan_field or ""])
+    assert difference == f"{own.called} was {was}, now {own.write(OTHER[name])}"
+
+
+def test_values_in_comparisons_are_written_as_users_write_them() -> None:
+    assert _plan(slot_memory_bytes=24 * 2**30).difference(_plan()) == (
+        "slot memory was not given, now 24GiB"
+    )
+    assert _plan(zero_stages=(3,)).difference(_plan()) == "ZeRO stages was 1 2, now 3"
+
+
+def test_an_option_that_decides_no_trial_does_not_keep_a_run_from_going_on() -> None:
+    same = _plan(max_trials=9, max_slots=1, cold=True, engine="local", trial_timeout_s=1.0)
+    assert same.difference(_plan()) is None
