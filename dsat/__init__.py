@@ -1,7 +1,11 @@
-"""DeepSpeed Autotune: what a training script imports.
+"""DeepSpeed Autotune: what a training script imports, and the Python API.
 
-Importing this package imports neither torch nor deepspeed nor determined nor transformers.
+Importing this package imports neither torch nor deepspeed nor determined nor transformers; the API
+(`tune`, `estimate`, `load_run`, ...; see `dsat.api`) is imported when it is first used.
 """
+
+import importlib
+from typing import Any
 
 from dsat.errors import DsatError, UserInputError
 from dsat.in_trial.script_api import (
@@ -12,11 +16,27 @@ from dsat.in_trial.script_api import (
 
 __version__ = "0.1.0"
 
+_API = ("Estimate", "estimate")
+
 __all__ = [
     "DsatError",
+    "Estimate",
     "UserInputError",
     "__version__",
     "dsat_reporting_context",
+    "estimate",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("dsat.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

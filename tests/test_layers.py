@@ -29,6 +29,7 @@ FLOORS = (
     "report",
     "app",
     "determined_cluster",
+    "api",
     "cli",
     "__main__",
 )

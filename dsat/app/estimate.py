@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -55,17 +54,39 @@ class Line:
         }
 
 
-def run(chosen: EstimateSettings) -> None:
-    """Prints the table.
+@dataclass(frozen=True)
+class Estimate:
+    """What each rung of the ladder needs.
+
+    Attributes:
+        name: of the experiment, or of the command's script.
+        model: its parameters and activations.
+        lines: one for every strategy and number of slots.
+    """
+
+    name: str
+    model: ModelFacts
+    lines: Sequence[Line]
+
+    def to_json(self) -> dict[str, Any]:
+        lines = [line.to_json() for line in self.lines]
+        return {"name": self.name, "model": vars(self.model), "lines": lines}
+
+    def __str__(self) -> str:
+        return "\n".join(describe(self.name, self.model, self.lines))
+
+
+def estimate(settings: EstimateSettings) -> Estimate:
+    """Simulates the script's model, and tells what it needs.
 
     Raises:
-        UserInputError: something of the command line or the files is wrong.
+        UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    user, program, machine = prepare.prepare_estimate(chosen)
+    experiment, program, machine = prepare.prepare_estimate(settings)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(
-        user,
+        experiment,
         program,
         machine,
         folder,
@@ -76,15 +97,17 @@ def run(chosen: EstimateSettings) -> None:
         with Simulator(
             engine, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
         ) as simulator:
-            facts = simulator.facts(user.base_config)
-            base = script_args.batch_from_args(user.base_config, program.args, user.arg_mappings)
+            facts = simulator.facts(experiment.base_config)
+            base = script_args.batch_from_args(
+                experiment.base_config, program.args, experiment.arg_mappings
+            )
             found = lines(
                 base,
                 facts,
                 simulator,
-                slot_counts=chosen.slot_counts,
-                slot_memories=chosen.slot_memories,
-                exact=chosen.exact,
+                slot_counts=settings.slot_counts,
+                slot_memories=settings.slot_memories,
+                exact=settings.exact,
             )
     except SimulationUnavailable as error:
         log = folder / "simulation" / "stderr.log"
@@ -95,12 +118,7 @@ def run(chosen: EstimateSettings) -> None:
     finally:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
-    if chosen.json:
-        told = {"name": user.name, "model": vars(facts), "lines": [x.to_json() for x in found]}
-        print(json.dumps(told, indent=2))
-        return
-    for line in describe(user.name, facts, found):
-        print(line)
+    return Estimate(experiment.name, facts, found)
 
 
 def lines(

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if isinstance(chosen, EstimateSettings):
-            estimate.run(chosen)
+            found = estimate.estimate(chosen)
+            print(json.dumps(found.to_json(), indent=2) if chosen.json else found)
             return EXIT_OK
         where = submit.where(chosen)
         if where.master is not None:
