@@ -1,0 +1,419 @@
+"""The finals: after a search its leaders and the user's own configuration run again, in turns.
+
+The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
+search measured is reported. The finals have two parts, each with runs of its own: the leaders among
+themselves choose one of them, the pick; then the pick and the user's own configuration run in
+pairs, and only these pairs tell the gain. The order within a pair changes from one to the next, so
+that a machine that slows down steadily favours neither.
+
+The pairs are looked at a few times only, and end early only if a 99 % interval leaves out "no
+gain" (Haybittle 1971, Peto 1976); so the 95 % interval that is reported keeps close to its level
+although the number of pairs depends on what they showed. `benchmarks/winners_curse.py` measures it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from dsat.values.outcome import student_t95
+
+MOST_LEADERS = 4
+LEAST_PAIRS = 2  # without which there is no spread to tell
+ROOM_FOR_PAIRS = 6  # trials; only what is left beyond them goes into choosing among leaders
+# The finals' share of a run, by default: 3 of 13 trials are 30 % of the search before them.
+LEAST_TRIALS, MOST_TRIALS = 5, 12
+_LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no search
+
+# After so many pairs they are looked at, and whenever the budget is spent.
+_LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
+# Two-sided 99 % quantiles of Student's t for 1..30 degrees of freedom.
+_T99 = (
+    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169),
+    *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
+    *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
+)
+_MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
+
+
+def student_t99(freedom: int) -> float:
+    """By how many standard errors a 99 % confidence interval reaches to each side."""
+    return _T99[freedom - 1] if freedom <= len(_T99) else 2.576 + 5.1 / freedom
+
+
+def reserved(max_trials: int, asked: int | None = None) -> int:
+    """How many of a run's trials are kept for its finals; 0 if there are none.
+
+    Args:
+        max_trials: of the whole run.
+        asked: what the user wants; by default as many as take 30 % of the search's time.
+    """
+    if asked is not None:
+        return min(asked, max(0, max_trials - 3))  # the profile, their own, one to compare
+    if max_trials < _LEAST_RUN:
+        return 0
+    return min(MOST_TRIALS, max(LEAST_TRIALS, 3 * max_trials // 13))
+
+
+def budget(max_trials: int, searched: int, asked: int | None = None) -> int:
+    """How many trials the finals of a search may take that ended after `searched` trials."""
+    room = min(reserved(max_trials, asked), max_trials - searched)
+    if asked is None:
+        room = min(room, max(LEAST_TRIALS, 3 * searched // 10))
+    return room if room >= 2 * LEAST_PAIRS else 0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A configuration as the search has seen it.
+
+    Attributes:
+        trial_id: of the trial that is to be run again.
+        log_value: of what it measured, larger is better.
+        standard_error: of `log_value`, as far as one run can tell.
+        train_batch_size: its global batch.
+        memory_bytes: the most that a slot used; None if that is not known.
+        changes: settings in which it differs from the user's own configuration.
+    """
+
+    trial_id: int
+    log_value: float
+    standard_error: float
+    train_batch_size: int
+    memory_bytes: int | None = None
+    changes: int = 0
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """What is preferred among configurations that are equally fast, the smallest first."""
+        memory = round(math.log(self.memory_bytes) / _MEMORY_STEP) if self.memory_bytes else 0
+        return self.train_batch_size, memory, self.changes
+
+
+def leaders(
+    tried: Collection[Contestant], most: int, *, indifference: float = 0.0
+) -> list[Contestant]:
+    """Of what the search tried, what may be the best: the fastest, the smallest, then the others.
+
+    Args:
+        tried: without the user's own configuration.
+        most: how many are wanted.
+        indifference: a gain that is worth nothing, as a fraction.
+
+    Returns:
+        Configurations that are slower than the fastest by no more than that, or cannot be told
+        apart from it. If only one is wanted, the smallest of the former.
+    """
+    if not tried:
+        return []
+    fastest = max(tried, key=lambda c: (c.log_value, -c.trial_id))
+
+    def behind(contestant: Contestant) -> float:
+        return fastest.log_value - contestant.log_value
+
+    worth = math.log1p(indifference)
+    if most == 1:
+        return [min((c for c in tried if behind(c) <= worth), key=lambda c: (c.size, behind(c)))]
+    close = [
+        contestant
+        for contestant in tried
+        if behind(contestant)
+        <= max(worth, 1.96 * math.hypot(fastest.standard_error, contestant.standard_error))
+    ]
+    smallest = min(close, key=lambda c: (c.size, behind(c)))
+    ordered = [fastest, smallest, *sorted(close, key=lambda c: (behind(c), c.trial_id))]
+    return list(dict.fromkeys(ordered))[:most]
+
+
+def num_leaders(trials: int, *, same_batch: bool = False) -> int:
+    """How many leaders finals of so many trials can choose from.
+
+    Args:
+        same_batch: one trial goes to a configuration with the user's own global batch.
+    """
+    return max(1, min(MOST_LEADERS, trials // 3, trials - ROOM_FOR_PAIRS - same_batch))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times better one configuration is than another, and the 95 % interval of that."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_log(cls, mean: float, margin: float) -> Gain:
+        return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What pairs of runs say, in logarithms of values of which the larger is better.
+
+    Attributes:
+        mean: of the differences within the pairs.
+        standard_error: of `mean`.
+        freedom: degrees of freedom behind `standard_error`.
+        noise: the standard deviation of one run of one configuration.
+    """
+
+    mean: float
+    standard_error: float
+    freedom: int
+    noise: float
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Comparison:
+        """Compares the second of each pair with the first.
+
+        From three pairs on, the spread of their differences counts. That of two differences says
+        next to nothing; there the spread of each configuration's own runs does, which is no smaller
+        if the machine drifts.
+
+        Args:
+            pairs: two at least.
+        """
+        count = len(pairs)
+        assert count >= LEAST_PAIRS
+        differences = [second - first for first, second in pairs]
+        if count > 2:
+            spread, freedom = statistics.variance(differences), count - 1
+        else:
+            spread = sum(statistics.variance(runs) for runs in zip(*pairs, strict=True))
+            freedom = 2 * (count - 1)
+        return cls(
+            statistics.fmean(differences),
+            math.sqrt(spread / count),
+            freedom,
+            math.sqrt(spread / 2),
+        )
+
+    @property
+    def gain(self) -> Gain:
+        return Gain.of_log(self.mean, student_t95(self.freedom) * self.standard_error)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the second is better with a certainty of 95 %."""
+        return self.mean > student_t95(self.freedom) * self.standard_error
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether one of them is better with a certainty of 99 %."""
+        return abs(self.mean) > student_t99(self.freedom) * self.standard_error
+
+
+class Role(str, enum.Enum):
+    """Who runs next."""
+
+    OWN = "own"
+    LEADER = "leader"
+    SAME_BATCH = "same batch"  # the best of the user's own global batch
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The next run of the finals; `trial_id` is the leader's trial that is run again."""
+
+    role: Role
+    trial_id: int | None = None
+
+
+class Finals:
+    """Decides who runs next, and in the end who won. Runs one at a time.
+
+    Args:
+        own: the user's own configuration.
+        leaders: in the order of `leaders`; as many as `num_leaders` of them take part.
+        trials: how many runs there may be.
+        indifference: a gain that is not worth a larger global batch, as a fraction.
+
+    Attributes:
+        pick: the leader that is compared with the user's own configuration, once it is chosen; None
+            if all have failed.
+        turn: who runs next; None when the finals are over.
+        pairs: logarithms of what the user's own configuration and the pick reached.
+        used: runs so far.
+    """
+
+    def __init__(
+        self,
+        own: Contestant,
+        leaders: Sequence[Contestant],
+        *,
+        trials: int,
+        indifference: float = 0.0,
+    ) -> None:
+        self.own = own
+        self.pairs: list[tuple[float, float]] = []
+        self.pick: Contestant | None = None
+        self.used = 0
+        self._trials = trials
+        self._indifference = indifference
+        other_batch = any(c.train_batch_size != own.train_batch_size for c in leaders)
+        count = num_leaders(trials, same_batch=other_batch)
+        self._leaders = list(leaders[:count])
+        self._values: dict[int, list[float]] = {c.trial_id: [] for c in self._leaders}
+        self._own_failures = 0
+        self._pair: dict[Role, float] = {}
+        self._same_batch: float | None = None  # how far above the own run before it
+        self._same_batch_due = False
+        self._queue: list[Turn] = []
+        if len(self._leaders) > 1:
+            rounds = max(1, trials // 3 // len(self._leaders))
+            for number in range(rounds):
+                order = self._leaders if number % 2 == 0 else self._leaders[::-1]
+                self._queue += [Turn(Role.LEADER, c.trial_id) for c in order]
+        else:
+            self._choose()
+
+    @property
+    def turn(self) -> Turn | None:
+        return self._queue[0] if self._queue else None
+
+    @property
+    def over(self) -> bool:
+        return not self._queue
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Of the pick with the user's own configuration; None before there are two pairs."""
+        return Comparison.of_pairs(self.pairs) if len(self.pairs) >= LEAST_PAIRS else None
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the pick is certain to be better than the user's own configuration."""
+        comparison = self.comparison
+        return comparison is not None and comparison.is_better
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the pick is certainly better, and by enough for its global batch."""
+        comparison = self.comparison
+        if comparison is None or self.pick is None or not self.is_better:
+            return False
+        larger = self.pick.train_batch_size > self.own.train_batch_size
+        return not larger or comparison.gain.ratio > 1 + self._indifference
+
+    @property
+    def same_batch_gain(self) -> Gain | None:
+        """Of the best configuration with the user's own global batch; None if it did not run."""
+        comparison = self.comparison
+        if self._same_batch is None or comparison is None:
+            return None
+        # Of one pair there is no spread: that of the others counts.
+        margin = student_t95(comparison.freedom) * comparison.noise * math.sqrt(2)
+        return Gain.of_log(self._same_batch, margin)
+
+    def record(self, log_value: float | None) -> None:
+        """What came of the turn; None if it failed."""
+        turn = self._queue.pop(0)
+        self.used += 1
+        if turn.role is Role.SAME_BATCH:
+            if log_value is not None:
+                self._same_batch = log_value - self._pair[Role.OWN]
+        elif log_value is None:
+            self._failed(turn)
+        elif self.pick is None:
+            assert turn.trial_id is not None
+            self._values[turn.trial_id].append(log_value)
+        else:
+            self._pair[turn.role] = log_value
+        if not self._queue:
+            self._go_on()
+
+    def disqualify(self) -> None:
+        """The pick trains differently: it cannot win, whatever its speed."""
+        assert self.pick is not None
+        self._drop(self.pick.trial_id)
+        self._queue = []
+        self._go_on()
+
+    # -- what comes next
+
+    def _go_on(self) -> None:
+        if self.pick is None:
+            self._choose()
+            return
+        if len(self._pair) == 2:
+            self.pairs.append((self._pair[Role.OWN], self._pair[Role.LEADER]))
+            self._pair = {}
+        if not self._decided():
+            self._next_pair()
+
+    def _failed(self, turn: Turn) -> None:
+        if turn.role is Role.OWN:
+            self._own_failures += 1
+            self._queue = [turn, *self._queue] if self._may_repeat_own() else []
+            return
+        assert turn.trial_id is not None
+        self._drop(turn.trial_id)
+        if self.pick is None:
+            self._queue = [other for other in self._queue if other.trial_id != turn.trial_id]
+        else:
+            self._queue = []
+
+    def _may_repeat_own(self) -> bool:
+        return self._own_failures < 2 and self.used + 1 + len(self._queue) <= self._trials
+
+    def _drop(self, trial_id: int) -> None:
+        self._leaders = [c for c in self._leaders if c.trial_id != trial_id]
+        if self.pick is not None and self.pick.trial_id == trial_id:
+            self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
+
+    def _choose(self) -> None:
+        """The smallest leader of those that are as fast as the fastest in the finals."""
+        if not self._leaders or self._trials - self.used < 2 * LEAST_PAIRS:
+            return
+        self.pick = _smallest_of_the_fastest(
+            self._leaders, lambda c: self._values[c.trial_id], self._indifference
+        )
+        self._same_batch_due = self.pick.train_batch_size != self.own.train_batch_size
+        self._next_pair()
+
+    def _decided(self) -> bool:
+        """Whether the pairs so far are enough; they are looked at a few times only."""
+        if self._own_failures >= 2:
+            return True
+        if len(self.pairs) not in _LOOKS:
+            return False
+        comparison = self.comparison
+        return comparison is not None and comparison.is_clear
+
+    def _next_pair(self) -> None:
+        if self._trials - self.used < 2:
+            return
+        assert self.pick is not None
+        own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
+        self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
+        if self._same_batch_due and len(self.pairs) == 1 and self._trials - self.used > 2:
+            self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
+            self._same_batch_due = False
+
+
+def _smallest_of_the_fastest(
+    contestants: Sequence[Contestant],
+    values_of: Callable[[Contestant], Sequence[float]],
+    indifference: float,
+) -> Contestant:
+    """The smallest of those that the runs of the finals cannot tell from the fastest.
+
+    Without such runs there is one contestant.
+    """
+    if len(contestants) == 1:
+        return contestants[0]
+    means = {c.trial_id: statistics.fmean(values_of(c)) for c in contestants}
+    best = max(contestants, key=lambda c: means[c.trial_id])
+
+    def is_close(contestant: Contestant) -> bool:
+        both = math.hypot(best.standard_error, contestant.standard_error)
+        uncertain = 1.96 * both / math.sqrt(len(values_of(contestant)))
+        behind = means[best.trial_id] - means[contestant.trial_id]
+        return behind <= max(math.log1p(indifference), uncertain)
+
+    close = [contestant for contestant in contestants if is_close(contestant)]
+    return min(close, key=lambda c: (c.size, -means[c.trial_id]))

@@ -1,0 +1,218 @@
+"""The finals as played by hand: who runs when, who wins, what is said of the gain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from dsat.tuning import finals as rules
+from dsat.tuning.finals import Comparison, Contestant, Finals, Role
+
+OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)
+
+
+def leader(trial_id: int, gain: float = 1.4, *, batch: int = 8, **known: int) -> Contestant:
+    return Contestant(trial_id, math.log(gain), 0.01, train_batch_size=batch, **known)
+
+
+def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: float = 0.0) -> str:
+    """Runs the finals to their end; noise adds to every second run and leaves the next.
+
+    Returns:
+        Who ran: `o` the user's own, `s` the one with its batch size, else the leader's number.
+    """
+    order = ""
+    ran: dict[str, int] = {}
+    while (turn := finals.turn) is not None:
+        letter = str(turn.trial_id) if turn.role is Role.LEADER else turn.role.value[0]
+        order += letter
+        ran[letter] = ran.get(letter, 0) + 1
+        speed = speeds.get(int(letter) if letter.isdigit() else letter, 1.0)
+        sign = 1 if (ran[letter] + (letter == "o")) % 2 else -1
+        finals.record(None if speed is None else math.log(speed) + sign * noise)
+    return order
+
+
+# -- how many trials
+
+
+@pytest.mark.parametrize(
+    ("max_trials", "asked", "kept"),
+    [
+        *((11, None, 0), (12, None, 5), (26, None, 6), (50, None, 11), (500, None, 12)),
+        *((50, 20, 20), (50, 0, 0), (10, 20, 7), (2, 20, 0)),
+    ],
+)
+def test_finals_keep_a_share_of_the_trials(max_trials: int, asked: int | None, kept: int) -> None:
+    assert rules.reserved(max_trials, asked) == kept
+
+
+@pytest.mark.parametrize(
+    ("searched", "asked", "trials"),
+    [(39, None, 11), (30, None, 9), (14, None, 5), (45, None, 5), (47, None, 0), (14, 20, 20)],
+)
+def test_a_short_search_has_short_finals(searched: int, asked: int | None, trials: int) -> None:
+    assert rules.budget(50, searched, asked) == trials
+
+
+# -- who takes part
+
+
+def test_the_fastest_the_smallest_and_the_next_take_part() -> None:
+    tried = [leader(2, 1.30), leader(3, 1.40, batch=16), leader(4, 1.399), leader(5, 1.398)]
+    assert [c.trial_id for c in rules.leaders(tried, 4)] == [3, 4, 5], "2 is told apart"
+    assert [c.trial_id for c in rules.leaders(tried, 2)] == [3, 4]
+    assert [c.trial_id for c in rules.leaders(tried, 3, indifference=0.1)] == [3, 4, 5]
+    small = leader(6, 1.395, memory_bytes=100)
+    tried = [leader(2, 1.40, memory_bytes=200), leader(3, 1.39, memory_bytes=300), small]
+    assert [c.trial_id for c in rules.leaders(tried, 2)] == [2, 6]
+
+
+def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
+    tried = [leader(2, 1.40, batch=64), leader(3, 1.38, batch=16), leader(4, 1.39, batch=32)]
+    assert [c.trial_id for c in rules.leaders(tried, 1)] == [2]
+    assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.01)] == [4]
+    assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.02)] == [3]
+    assert rules.leaders([], 1) == []
+
+
+# -- who runs, and when it is enough
+
+
+@pytest.mark.parametrize(
+    ("trials", "leaders", "order"),
+    [
+        (5, 4, "o22o"),  # nothing is left to choose with
+        (8, 4, "23o33o"),
+        (11, 4, "234o44o"),
+        (12, 2, "2332o33o"),
+        (16, 4, "2345o55o"),
+    ],
+)
+def test_leaders_first_then_pairs_until_it_is_clear(trials: int, leaders: int, order: str) -> None:
+    field = [leader(2 + number) for number in range(leaders)]
+    speeds: dict[int | str, float | None] = {2: 1.40, 3: 1.45, 4: 1.50, 5: 1.60}
+    finals = Finals(OWN, field, trials=trials)
+    assert play(finals, speeds, noise=0.001) == order
+    assert finals.is_better and finals.is_worth_it
+    assert finals.pick is not None and finals.pick.trial_id == int(order[-2])
+
+
+def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
+    finals = Finals(OWN, [leader(2)], trials=9)
+    assert play(finals, {2: 1.02}, noise=0.1) == "o22oo22o"
+    assert not finals.is_better
+    comparison = finals.comparison
+    assert comparison is not None
+    assert comparison.gain.low < 1.02 < comparison.gain.high
+
+
+def test_whoever_is_clearly_slower_has_lost_early() -> None:
+    finals = Finals(OWN, [leader(2)], trials=20)
+    assert play(finals, {2: 0.8}, noise=0.001) == "o22o"
+    assert not finals.is_better
+
+
+def test_a_steady_slow_down_favours_neither() -> None:
+    finals = Finals(OWN, [leader(2)], trials=8)
+    for number in range(8):
+        turn = finals.turn
+        assert turn is not None
+        finals.record((0.1 if turn.role is Role.LEADER else 0.0) - 0.05 * number)
+    assert finals.comparison is not None
+    assert finals.comparison.mean == pytest.approx(0.1)
+
+
+# -- what fails
+
+
+def test_a_leader_that_fails_makes_room_for_the_next() -> None:
+    finals = Finals(OWN, [leader(2), leader(3)], trials=12)
+    assert play(finals, {2: None, 3: 1.4}, noise=0.001) == "233o33o"
+    assert finals.pick is not None and finals.pick.trial_id == 3
+
+
+def test_no_leader_is_left() -> None:
+    finals = Finals(OWN, [leader(2)], trials=12)
+    assert play(finals, {2: None}) == "o2"
+    assert finals.pick is None and finals.comparison is None and not finals.is_worth_it
+
+
+def test_the_users_own_may_fail_once() -> None:
+    finals = Finals(OWN, [leader(2)], trials=12)
+    finals.record(None)
+    assert finals.turn is not None and finals.turn.role is Role.OWN
+    assert play(finals, {2: 1.4}, noise=0.001) == "o22o"
+    assert finals.is_better
+    finals = Finals(OWN, [leader(2)], trials=12)
+    assert play(finals, {"o": None}) == "oo"
+    assert finals.comparison is None
+
+
+def test_who_trains_differently_cannot_win() -> None:
+    finals = Finals(OWN, [leader(2), leader(3)], trials=12)
+    for _ in range(6):  # both twice, and a pair
+        finals.record(0.5)
+    finals.disqualify()
+    assert finals.pick is not None and finals.pick.trial_id == 3
+    assert finals.pairs == []
+    assert play(finals, {3: 1.4}, noise=0.001) == "o33o"
+
+
+# -- sizes
+
+
+def test_the_smallest_batch_that_is_as_fast_is_picked() -> None:
+    field = [leader(2, 1.45, batch=64), leader(3, 1.44, batch=16), leader(4, 1.43, batch=32)]
+    finals = Finals(OWN, field, trials=16, indifference=0.02)
+    play(finals, {2: 1.45, 3: 1.44, 4: 1.43}, noise=0.0001)
+    assert finals.pick is not None and finals.pick.trial_id == 3
+    finals = Finals(OWN, field, trials=16, indifference=0.0)
+    play(finals, {2: 1.45, 3: 1.30, 4: 1.43}, noise=0.0001)
+    assert finals.pick is not None and finals.pick.trial_id == 4, "3 was luckier in the search"
+
+
+def test_a_larger_batch_must_be_worth_it() -> None:
+    for batch, worth_it in ((8, True), (16, False)):
+        finals = Finals(OWN, [leader(2, batch=batch)], trials=10, indifference=0.02)
+        play(finals, {2: 1.015}, noise=0.00001)
+        assert finals.is_better
+        assert finals.is_worth_it == worth_it
+
+
+def test_the_users_own_batch_is_compared_too() -> None:
+    finals = Finals(OWN, [leader(2, batch=64)], trials=12)
+    assert play(finals, {2: 1.5, "s": 1.2}, noise=0.001) == "o22os"
+    gain = finals.same_batch_gain
+    assert gain is not None
+    assert gain.low < 1.2 < gain.high
+    assert gain.ratio == pytest.approx(1.2, rel=0.003)
+    failed = Finals(OWN, [leader(2, batch=64)], trials=12)
+    assert play(failed, {2: 1.5, "s": None}, noise=0.001) == "o22os"
+    assert failed.same_batch_gain is None and failed.is_better
+    same = Finals(OWN, [leader(2)], trials=12)
+    assert play(same, {2: 1.5}, noise=0.001) == "o22o"
+    assert same.same_batch_gain is None
+
+
+# -- statistics
+
+
+def test_a_paired_interval_by_hand() -> None:
+    differences = (0.10, 0.14, 0.12)
+    pairs = [(level, level + d) for level, d in zip((0.0, 5.0, -3.0), differences, strict=True)]
+    found = Comparison.of_pairs(pairs)
+    assert found.mean == pytest.approx(0.12)
+    assert found.standard_error == pytest.approx(0.02 / math.sqrt(3))
+    assert found.freedom == 2
+    assert found.noise == pytest.approx(0.02 / math.sqrt(2))
+    margin = 4.303 * 0.02 / math.sqrt(3)
+    assert found.gain.high == pytest.approx(math.exp(0.12 + margin))
+    assert found.is_better and found.is_clear, "0.12 is 10.4 standard errors, and 9.9 are asked for"
+
+
+def test_quantiles() -> None:
+    known = {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}
+    assert {n: rules.student_t99(n) for n in known} == pytest.approx(known, abs=2e-3)
