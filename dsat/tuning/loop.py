@@ -53,10 +53,10 @@ def drive(
     launched: set[int] = set()
     said = False
     while not tuner.finished:
-        if tuner.awaits_basis:
+        if tuner.needs_memory_basis:
             assert survey is not None
-            tuner.foresee(survey(tuner))
-        if tuner.searches and not said:
+            tuner.set_memory_basis(survey(tuner))
+        if tuner.search_began and not said:
             observer.began(run, tuner.forecast)
             said = True
         free = slots - len(launched) * per_trial

@@ -70,9 +70,9 @@ def begun(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJ
 
 def drive(tuner: Tuner) -> None:
     while not tuner.finished:
-        if tuner.awaits_basis:
+        if tuner.needs_memory_basis:
             assert tuner.next_trials(4) == []
-            tuner.foresee(basis(tuner))
+            tuner.set_memory_basis(basis(tuner))
         tuner.next_trials(1 - len(tuner.run.running))
         for trial in tuner.run.running:
             tuner.record(trial.id, Machine().outcome(trial))
@@ -124,8 +124,8 @@ def test_a_run_on_many_slots_continues_on_one(method: str) -> None:
     wanted = plan(method, BY_SIMULATION, max_trials=14)
     tuner, journal = begun(wanted)
     while not tuner.finished and len(tuner.run.trials) < 8:
-        if tuner.awaits_basis:
-            tuner.foresee(basis(tuner))
+        if tuner.needs_memory_basis:
+            tuner.set_memory_basis(basis(tuner))
         tuner.next_trials(4 - len(tuner.run.running))
         trial = tuner.run.running[0]
         tuner.record(trial.id, Machine().outcome(trial))
@@ -185,7 +185,7 @@ def test_trials_say_what_was_predicted_for_them() -> None:
 def test_without_a_memory_model_nothing_is_predicted() -> None:
     tuner, _ = begun(plan("binary", NO_MEMORY_MODEL))
     drive(tuner)
-    assert tuner.forecast is None and not tuner.awaits_basis
+    assert tuner.forecast is None and not tuner.needs_memory_basis
     assert {trial.predicted_bytes for trial in tuner.run.trials.values()} == {None}
 
 
@@ -194,7 +194,7 @@ def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_sh
     tuner, _ = begun(plan("binary", BY_FORMULA))
     tuner.next_trials(1)
     tuner.record(0, Machine().outcome(tuner.run.trials[0]))
-    assert not tuner.awaits_basis and tuner.forecast is not None
+    assert not tuner.needs_memory_basis and tuner.forecast is not None
     drive(tuner)
     last = list(tuner.run.trials.values())[-1]
     assert last.predicted_bytes == pytest.approx(max(Machine().used(last).values()), rel=0.1)
@@ -206,7 +206,7 @@ def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
     tuner.next_trials(1)
     tuner.record(0, replace(Machine().outcome(tuner.run.trials[0]), memory=None))
     huge = replace(FACTS, backward_bytes_per_sample=9.0 * GIB)
-    tuner.foresee(Basis((Variant({}, huge),)))
+    tuner.set_memory_basis(Basis((Variant({}, huge),)))
     assert tuner.forecast is None
     assert tuner.next_trials(1) != []
 

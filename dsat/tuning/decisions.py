@@ -1,0 +1,155 @@
+"""The decisions of a run: which phase it is in, which trial comes next, when it is over.
+
+They follow from the events alone, so that a run is resumed by applying its events again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.inputs.settings import BY_FORMULA, NO_MEMORY_MODEL
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.space.overrides import overrides_for
+from dsat.space.plan import Plan
+from dsat.tuning.phase import Phase, TrialFactory
+from dsat.tuning.profile_phase import ProfilePhase
+from dsat.tuning.run import (
+    EVENT_FINISHED,
+    EVENT_FORESEEN,
+    EVENT_PROPOSED,
+    EVENT_WAITING,
+    Run,
+)
+from dsat.tuning.search_phase import SearchPhase
+from dsat.values.trial import Trial, TrialKind
+
+
+class Decisions:
+    """Decides the trials of a run phase by phase: the model profile, then the search.
+
+    Args:
+        plan: what to tune.
+
+    Attributes:
+        run: the fold of all events applied so far.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.run = Run()
+        self._trials = TrialFactory(plan, self.run)
+        self._profile = ProfilePhase(plan, self._trials)
+        self._search: SearchPhase | None = None
+        self._waiting = False  # the search had nothing to try, and nothing was heard since
+
+    def next_event(self, *, ignore_budget: bool = False) -> dict[str, Any] | None:
+        """Decides what happens next, which is to be applied before anything else is decided.
+
+        Args:
+            ignore_budget: there may be one trial more than planned.
+
+        Returns:
+            A trial proposed, or that there is nothing to try now; None if nothing is decided
+            before another event.
+        """
+        if self._search is None:
+            trial = self._profile.next_trial()
+            return None if trial is None else _proposed(trial)
+        if self._waiting or self._stop_reason(ignore_budget=ignore_budget) is not None:
+            return None
+        trial = self._search.next_trial()
+        self._waiting = trial is None
+        event = {"event": EVENT_WAITING} if trial is None else _proposed(trial)
+        skipped = self._search.take_skipped()
+        return {**event, "skipped": skipped} if skipped else event
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Takes in what happened."""
+        self.run.apply(event)
+        if event["event"] == EVENT_FINISHED:
+            self._hear(event["trial_id"])
+        elif event["event"] == EVENT_FORESEEN:
+            self._begin_search(self.run.foreseen)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why nothing more will be started, or None."""
+        return self._stop_reason(ignore_budget=False)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the model could not be profiled, if so."""
+        return self._profile.failure
+
+    @property
+    def needs_memory_basis(self) -> bool:
+        """Whether nothing more is decided before it is set what memory is predicted from."""
+        return self._profile.space is not None and self._search is None
+
+    @property
+    def search_began(self) -> bool:
+        return self._search is not None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Predicted memory, if it is predicted, from when the search begins."""
+        return None if self._search is None else self._search.forecast
+
+    def reference_configs(self) -> list[dict[str, Any]]:
+        """Of each strategy that is searched its first configuration."""
+        assert self._profile.space is not None
+        space, configs = self._profile.space, []
+        for branch in space.branches:
+            settings = branch.settings(0)
+            batch = space.batch(space.micro_batches[0], settings)
+            overrides = overrides_for(settings, batch)
+            configs.append(self.plan.config(overrides))
+        return configs
+
+    def _hear(self, trial_id: int) -> None:
+        self._waiting = False
+        trial, outcome = self.run.trials[trial_id], self.run.outcomes[trial_id]
+        self._phase_of(trial).hear(trial, outcome)
+        if not self.needs_memory_basis:
+            return
+        assert self.run.profile is not None
+        if self.plan.memory_model == BY_FORMULA:
+            self._begin_search(Basis.of_profile(self.run.profile, self.plan.switches))
+        elif self.plan.memory_model == NO_MEMORY_MODEL:
+            self._begin_search(None)
+
+    def _phase_of(self, trial: Trial) -> Phase:
+        if trial.kind is TrialKind.PROFILE:
+            return self._profile
+        assert self._search is not None
+        return self._search
+
+    def _begin_search(self, basis: Basis | None) -> None:
+        assert self._profile.space is not None
+        self._search = SearchPhase(
+            self.plan,
+            self.run,
+            self._trials,
+            self._profile.space,
+            basis,
+            baseline=not self._profile.climbed,
+        )
+
+    def _stop_reason(self, *, ignore_budget: bool) -> str | None:
+        if self.failure is not None:
+            return self.failure
+        if not ignore_budget and len(self.run.trials) >= self.plan.max_trials:
+            return f"all {self.plan.max_trials} trials are done"
+        if self._search is not None and self._search.stop_reason is not None:
+            return self._search.stop_reason
+        if self.run.hopeless:
+            return "every trial failed, and none for want of memory"
+        if self._waiting and not self.run.running:
+            return "nothing is left to try"
+        return None
+
+
+def _proposed(trial: Trial) -> dict[str, Any]:
+    return {"event": EVENT_PROPOSED, "trial": trial.to_json()}

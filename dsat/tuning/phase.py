@@ -1,0 +1,122 @@
+"""What a part of a run is: it proposes trials and hears of their outcomes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.inputs import ds_config
+from dsat.space.plan import Plan
+from dsat.space.space import defaults
+from dsat.tuning.run import Run
+from dsat.values.objective import KNOWN_TO_CI95
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
+from dsat.values.zero_strategy import Strategy, of_config
+
+
+class Phase(abc.ABC):
+    """A part of a run: the model profile, the search.
+
+    A phase knows no clock, no files and no global random numbers, so that the same order of calls
+    gives the same trials: a run is resumed by repeating that order.
+    """
+
+    @abc.abstractmethod
+    def next_trial(self) -> Trial | None:
+        """The next trial to start; None if there is none before another outcome is heard.
+
+        It counts as started: each call changes the phase.
+        """
+
+    @abc.abstractmethod
+    def hear(self, trial: Trial, outcome: Outcome) -> None:
+        """Takes what came of a trial of this phase, which the run knows already."""
+
+
+class TrialFactory:
+    """Makes the trials of a run, for all of its phases: numbered and named one after the other.
+
+    Args:
+        plan: what is tuned.
+        run: the run so far; a trial is to be entered there before the next one is made.
+    """
+
+    def __init__(self, plan: Plan, run: Run) -> None:
+        self._plan = plan
+        self._run = run
+        self._names: set[str] = set()
+
+    def make(
+        self,
+        kind: TrialKind,
+        overrides: Mapping[str, Any],
+        batch: BatchTriple,
+        script_args: Mapping[str, Any],
+        *,
+        proposal: Proposal | None = None,
+        predicted_bytes: int | None = None,
+    ) -> Trial:
+        """The run's next trial.
+
+        Args:
+            kind: what it is for.
+            overrides: laid over the user's DeepSpeed configuration, batch sizes among them.
+            batch: these batch sizes.
+            script_args: switches of the script.
+            proposal: of the search, if it is one.
+            predicted_bytes: of one slot, if memory is predicted.
+        """
+        strategy = self.strategy(overrides)
+        profile = self._run.profile
+        return Trial(
+            id=len(self._run.trials),
+            kind=kind,
+            name=self._name(kind, strategy, batch, self.fingerprint(overrides, script_args)),
+            stage=strategy.stage,
+            strategy=strategy.name,
+            batch=batch,
+            overrides=overrides,
+            script_args=script_args,
+            lineage=None if proposal is None else proposal.lineage,
+            note={} if proposal is None else proposal.note,
+            flops_per_sample=None if profile is None else profile.flops_per_sample,
+            predicted_bytes=predicted_bytes,
+            to_beat={} if kind is TrialKind.PROFILE else self._to_beat(),
+        )
+
+    def strategy(self, overrides: Mapping[str, Any]) -> Strategy:
+        """The strategy of a configuration."""
+        return of_config(self._plan.config(overrides))
+
+    def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
+        """A digest that is equal for configurations which DeepSpeed takes for the same."""
+        base, config = self._plan.base_config, self._plan.config(overrides)
+        if "autotuning" in base:  # the names of earlier runs were made with it
+            config["autotuning"] = base["autotuning"]
+        zero = config["zero_optimization"]
+        # As DeepSpeed understands what is absent.
+        stage = zero.get("stage", 0)
+        config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}
+        return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
+
+    def _to_beat(self) -> dict[str, float]:
+        best, metric = self._run.best_value, self._plan.metric
+        return {} if best is None or metric not in KNOWN_TO_CI95 else {metric: best}
+
+    def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
+        """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
+        stem = name_of(strategy, batch)
+        if kind is not TrialKind.SEARCH:
+            stem = f"{kind.value}_{stem}"
+        name, length = stem, 4
+        while name in self._names:
+            name, length = f"{stem}_{digest[:length]}", length + 1
+        self._names.add(name)
+        return name
+
+
+def name_of(strategy: Strategy, batch: BatchTriple) -> str:
+    """What is common to the names of all trials with a strategy and batch sizes."""
+    return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"

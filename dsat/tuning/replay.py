@@ -1,0 +1,55 @@
+"""Resumes a run: decides again what was decided then, and checks that it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsat.errors import JournalMismatch
+from dsat.space.plan import Plan
+from dsat.tuning.decisions import Decisions
+from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING
+
+
+def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
+    """Brings new decisions to where an earlier run was.
+
+    Args:
+        decisions: of a plan, nothing applied to them.
+        events: of the earlier run. It may have had more trials than are planned now, or fewer.
+
+    Raises:
+        JournalMismatch: the events were decided by another program, plan or seed.
+    """
+    for event in events:
+        if event["event"] == EVENT_START:
+            _check_plan(decisions.plan, Plan.from_json(event["plan"]))
+        elif event["event"] in (EVENT_PROPOSED, EVENT_WAITING):
+            _check_decision(decisions, event)
+        decisions.apply(event)
+
+
+def _check_plan(plan: Plan, earlier: Plan) -> None:
+    difference = plan.difference(earlier)
+    if difference is not None:
+        raise JournalMismatch(
+            f"Cannot resume: {difference}. Resume with the options and files that the run was "
+            "started with, or start a new run."
+        )
+
+
+def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
+    decided = (decisions.next_event(ignore_budget=True) or {}).get("trial")
+    earlier = event.get("trial")
+    if decided == earlier:
+        return
+    said = "nothing" if decided is None else decided["name"]
+    if earlier is None:
+        assert decided is not None
+        began = f"the run waited before trial {decided['id']}"
+    else:
+        began = f"trial {earlier['id']} was {earlier['name']}"
+    raise JournalMismatch(
+        f"{began}, but this dsat decides {said}. The run was made by another version: start a new "
+        "one."
+    )

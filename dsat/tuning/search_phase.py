@@ -1,0 +1,173 @@
+"""Measures the user's own configuration, then what a search proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.search import SEARCHES
+from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.plan import Plan
+from dsat.space.space import Space
+from dsat.tuning.phase import Phase, TrialFactory, name_of
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
+
+
+class SearchPhase(Phase):
+    """The user's own configuration if it may fit, then proposals of a search, none of them twice.
+
+    A proposal that equals an earlier trial gets that one's outcome, at once or when it ends. One
+    that is predicted to run out of memory takes no trial.
+
+    Args:
+        plan: what is tuned.
+        run: the run so far, its model profiled.
+        trials: makes its trials.
+        space: what may be tried.
+        basis: what memory is predicted from; None to predict none.
+        baseline: measure the user's own configuration.
+
+    Attributes:
+        forecast: predicted memory, if it is predicted.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: Run,
+        trials: TrialFactory,
+        space: Space,
+        basis: Basis | None,
+        *,
+        baseline: bool,
+    ) -> None:
+        assert run.profile is not None
+        self._plan = plan
+        self._run = run
+        self._trials = trials
+        self._space = space
+        self._baseline_due = baseline
+        self._trial_by_config: dict[str, int] = {}
+        self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
+        self._skipped: list[str] = []
+        self.forecast = None if basis is None else _forecast(basis, plan, run, space)
+        self._search = SEARCHES[plan.method](
+            run.profile,
+            plan.objective,
+            space,
+            seed=plan.seed,
+            memory_model=basis is not None,
+            predict=None if self.forecast is None else self.forecast.largest,
+            gated=self.forecast is not None,
+            **plan.search_options,
+        )
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the search should end although there may be more to try, or None."""
+        since, patience = self._run.trials_since_best, self._search.patience
+        if patience is not None and self._run.best is not None and since >= patience:
+            return f"no better configuration in the last {since} trials"
+        return self._search.stop_reason
+
+    def next_trial(self) -> Trial | None:
+        if self._baseline_due:
+            self._baseline_due = False
+            own = self._plan.own_batch
+            return self._trial(TrialKind.BASELINE, own.config(), own, self._plan.switches)
+        while (proposal := self._search.ask()) is not None:
+            trial = self._try(proposal)
+            if trial is not None:
+                return trial
+        return None
+
+    def hear(self, trial: Trial, outcome: Outcome) -> None:
+        if self.forecast is not None:
+            self.forecast.learn(trial.overrides, trial.script_args, outcome)
+        proposals = self._proposals.pop(trial.id, [])
+        for proposal in proposals:
+            self._search.tell(proposal, outcome)
+        if not proposals:
+            self._tell_unasked(trial, outcome)
+
+    def take_skipped(self) -> list[str]:
+        """Names of what was predicted not to fit since this was last asked."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def _try(self, proposal: Proposal) -> Trial | None:
+        """A trial for a proposal, unless its outcome is known or will be."""
+        batch = self._space.batch(proposal.micro_batch, proposal.settings)
+        overrides = overrides_for(proposal.settings, batch)
+        script_args = script_args_for(proposal.settings)
+        known = self._trial_by_config.get(self._trials.fingerprint(overrides, script_args))
+        if known is not None and known in self._run.outcomes:
+            self._search.tell(proposal, self._run.outcomes[known])
+        elif known is not None:
+            self._proposals.setdefault(known, []).append(proposal)
+        elif self.forecast is not None and not self.forecast.fits(overrides, script_args):
+            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
+            self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
+        else:
+            trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
+            self._proposals[trial.id] = [proposal]
+            return trial
+        return None
+
+    def _trial(
+        self,
+        kind: TrialKind,
+        overrides: Mapping[str, Any],
+        batch: BatchTriple,
+        script_args: Mapping[str, Any],
+        proposal: Proposal | None = None,
+    ) -> Trial:
+        predicted_bytes = None
+        if self.forecast is not None:
+            predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
+        trial = self._trials.make(
+            kind,
+            overrides,
+            batch,
+            script_args,
+            proposal=proposal,
+            predicted_bytes=predicted_bytes,
+        )
+        self._trial_by_config[self._trials.fingerprint(overrides, script_args)] = trial.id
+        return trial
+
+    def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
+        """Lets the search know of the user's own configuration.
+
+        It is one of the space if it has the first settings of a branch: the others are not looked
+        at, for there may be millions.
+        """
+        fingerprint = self._trials.fingerprint
+        digest = fingerprint(trial.overrides, trial.script_args)
+        found = None
+        for number, branch in enumerate(self._space.branches):
+            settings = branch.settings(0)
+            batch = self._space.batch(trial.batch.micro_batch, settings)
+            if fingerprint(overrides_for(settings, batch), script_args_for(settings)) == digest:
+                found = number
+        self._search.learn(found, trial.batch.micro_batch, outcome)
+
+
+def _forecast(basis: Basis, plan: Plan, run: Run, space: Space) -> Forecast | None:
+    """Predicted memory with what is learned from the trials so far.
+
+    None if it says that nothing fits: the model was profiled, so that cannot be true.
+    """
+    assert run.profile is not None
+    forecast = Forecast(basis, plan, run.profile, space)
+    for trial_id, outcome in run.outcomes.items():
+        trial = run.trials[trial_id]
+        forecast.learn(trial.overrides, trial.script_args, outcome)
+    smallest = space.micro_batches[0]
+    if any(forecast.largest(branch.settings(0)) >= smallest for branch in space.branches):
+        return forecast
+    return None
