@@ -9,6 +9,11 @@ _UNITS = {"throughput": "samples/s", "FLOPS_per_gpu": "FLOP/s per slot"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
+def unit(name: str) -> str:
+    """What a metric's values are counted in."""
+    return _UNITS.get(name, "ms")
+
+
 def metric(name: str, value: float | None) -> str:
     """A metric's value with its unit; a dash for None."""
     assert name in METRIC_NAMES
@@ -20,7 +25,7 @@ def metric(name: str, value: float | None) -> str:
                 return f"{value / size:.4g} {prefix}{_UNITS[name]}"
         return f"{value:.4g} {_UNITS[name]}"
     number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return f"{number} {_UNITS.get(name, 'ms')}"
+    return f"{number} {unit(name)}"
 
 
 def memory(size_bytes: float | None) -> str:

@@ -38,6 +38,7 @@ class Run:
         skipped: names of configurations that were not launched since they would not have fitted.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses left out.
+        ended_s: that time when a trial ended, by trial id.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -56,6 +57,7 @@ class Run:
         self.stop_reason: str | None = None
         self.trials_since_best = 0
         self.running_s = 0.0
+        self.ended_s: dict[int, float] = {}
         for event in events:
             self.apply(event)
 
@@ -87,6 +89,7 @@ class Run:
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         assert self.plan is not None
         self.outcomes[trial_id] = outcome
+        self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
         value = outcome.value(self.plan.objective)

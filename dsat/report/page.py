@@ -1,0 +1,154 @@
+"""`report.html`: all that a run found, in one file that opens anywhere without a network.
+
+Plots need vl-convert (`pip install 'dsat[report]'`), which holds Vega as one script; without it the
+page has the same texts and tables, and simple drawings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dsat.report import format as fmt
+from dsat.report import page_rows, plots, simple_plots, summary
+from dsat.tuning.run import Run
+from dsat.values.files import write_atomically
+from dsat.values.trial import TrialKind
+
+PAGE_FILE = "report.html"
+_MOST_BARS = 24
+_VEGA_LITE = "6.1"
+
+
+def write_page(run: Run, folder: Path, trials: Path, train_line: str) -> None:
+    """Writes the page into a run's folder.
+
+    Args:
+        run: what to show.
+        folder: of the run.
+        trials: where trials have their folders.
+        train_line: the command that trains with the best configuration.
+    """
+    path = folder / PAGE_FILE
+    write_atomically(path, html(run, page_rows.folders_of(trials, path), train_line))
+
+
+def html(run: Run, folders: str, train_line: str) -> str:
+    """The page's text.
+
+    Args:
+        run: what to show.
+        folders: where trials have their folders, relative to the page.
+        train_line: the command that trains with the best configuration.
+    """
+    import jinja2
+
+    assert run.plan is not None
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_template),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows = page_rows.trial_rows(run, folders)
+    _rank(rows, smaller_is_better=run.plan.objective.smaller_is_better)
+    script = _vega()
+    return environment.get_template("page.html").render(
+        name=str(run.info.get("name", "dsat")),
+        method=run.plan.method,
+        is_over=run.stop_reason is not None,
+        verdict=summary.verdict(run),
+        facts=summary.facts(run),
+        info={key: str(value) for key, value in run.info.items()},
+        train_line=train_line if run.best is not None else "",
+        config=summary.best_config(run),
+        changes=page_rows.changes(run),
+        headings=summary.HEADINGS,
+        stages=summary.stage_cells(run),
+        trials=rows,
+        notes=list(page_rows.notes(run)),
+        plots=_plots(run, rows),
+        drawings=[] if script else simple_plots.drawings(rows, run.plan.metric),
+        css=_template("page.css"),
+        script=_template("page.js"),
+        vega=script,
+    )
+
+
+def _plots(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Title, text for those who cannot see it, and specification of each plot with data."""
+    assert run.plan is not None
+    metric, unit = run.plan.metric, fmt.unit(run.plan.metric)
+    profile = run.profile
+    limit = None if profile is None else profile.slot_memory_bytes / 2**30
+    ran = sorted((row for row in rows if "rank" in row), key=lambda row: row["rank"])
+    best = page_rows.best_so_far(run)
+    memory = [row for row in ran if row.get("used_gib") and row.get("predicted_gib")]
+    settings = page_rows.importances(run)[:_MOST_BARS]
+    found = []
+
+    def add(has_data: bool, title: str, told: str, spec: dict[str, Any]) -> None:
+        if has_data:
+            found.append({"title": title, "told": told, "spec": spec})
+
+    add(
+        any(row["kind"] != TrialKind.PROFILE.value for row in rows),
+        f"{metric} over the micro batch",
+        "One point for each trial with its 95 % interval, a line through the best of each "
+        "strategy; ✕ marks trials that ran out of memory.",
+        plots.throughput(rows, metric, unit),
+    )
+    for over in ("trials", "minutes"):
+        add(
+            bool(best),
+            f"best so far over {over}",
+            f"The best {metric} that was known after so many {over}.",
+            plots.best_so_far(best, metric, unit, over),
+        )
+    add(
+        bool(memory),
+        "memory: predicted and used",
+        "The peak of a slot; the dashed line is what a slot has.",
+        plots.memory(memory[:_MOST_BARS], limit),
+    )
+    add(
+        bool(ran),
+        "where the time of a step goes",
+        "Milliseconds per sample of the fastest trials, the best first.",
+        plots.step_times(ran[:_MOST_BARS]),
+    )
+    add(
+        bool(settings),
+        "what each setting changed",
+        "By pairs of trials that differ in one setting alone; few pairs say little.",
+        plots.importances(settings),
+    )
+    return found
+
+
+def _rank(rows: Sequence[dict[str, Any]], *, smaller_is_better: bool) -> None:
+    """Gives each trial that ran its place, 0 for the best."""
+    ran = [row for row in rows if row.get("value") is not None]
+    ran.sort(key=lambda row: row["value"], reverse=not smaller_is_better)
+    for place, row in enumerate(ran):
+        row["rank"] = place
+
+
+@cache
+def _vega() -> str:
+    """Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
+    try:
+        import vl_convert
+    except ImportError:
+        return ""
+    bundle: str = vl_convert.javascript_bundle(vl_version=_VEGA_LITE)
+    return bundle.replace("</script", "<\\/script")
+
+
+@cache
+def _template(name: str) -> str:
+    return (resources.files("dsat.report") / "templates" / name).read_text(encoding="utf-8")

@@ -1,0 +1,274 @@
+"""What the report page shows, as plain rows: everything is drawn from a run alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.report import format as fmt
+from dsat.space.space import KNOBS
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial, TrialKind
+
+STRATEGY = "strategy"
+_STAGE = "zero_optimization.stage"
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_BATCH_REASONS = {
+    _MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
+    "gradient_accumulation_steps": "more micro batches in each optimizer step share its costs",
+    "train_batch_size": "follows from micro batch, accumulation and slots",
+    _STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
+    "gradient_checkpointing": "activations are computed again in the backward pass, not kept",
+}
+_REASONS = {
+    **{f"zero_optimization.{knob.key}": knob.reason for knob in KNOBS},
+    **_BATCH_REASONS,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting in which the best configuration differs from the user's own.
+
+    Attributes:
+        key: dotted, as in the configuration.
+        own, best: both values as text; empty where a configuration does not name the setting.
+        reason: what the setting does.
+        gain: how many times better trials were that differ in nothing else; None if there are no
+            such pairs.
+        pairs: how many pairs of trials say so.
+    """
+
+    key: str
+    own: str
+    best: str
+    reason: str
+    gain: float | None
+    pairs: int
+
+
+def trial_rows(run: Run, folders: str) -> list[dict[str, Any]]:
+    """A row for each trial, in the order in which they were proposed.
+
+    Args:
+        run: whose trials.
+        folders: where trials have their folders, relative to the page.
+    """
+    assert run.plan is not None
+    return [_row(run, trial, folders) for trial in run.trials.values()]
+
+
+def _row(run: Run, trial: Trial, folders: str) -> dict[str, Any]:
+    assert run.plan is not None
+    outcome = run.outcomes.get(trial.id)
+    row: dict[str, Any] = {
+        "id": trial.id,
+        "name": trial.name,
+        "kind": trial.kind.value,
+        "strategy": trial.strategy.removeprefix("z").replace("_", " "),
+        "micro_batch": trial.batch.micro_batch,
+        "gas": trial.batch.gas,
+        "global_batch": trial.batch.train_batch_size,
+        "result": "running",
+        "shown": "running",
+        "best": trial is run.best,
+        "own": trial.kind is TrialKind.BASELINE,
+        "predicted_gib": _gib(trial.predicted_bytes),
+        "folder": f"{folders}/{trial.name}",
+        "changes": _changes_text(run, trial),
+    }
+    if outcome is None:
+        return row
+    row |= {
+        "result": outcome.kind.value,
+        "shown": fmt.outcome(outcome, run.plan.metric),
+        "message": outcome.message,
+        "took_s": round(outcome.duration_s, 1),
+        "ended_s": round(run.ended_s[trial.id], 1),
+        "used_gib": _gib(outcome.memory.peak or None) if outcome.memory is not None else None,
+        "warnings": list(outcome.warnings),
+    }
+    if outcome.metrics is not None and trial.kind is not TrialKind.PROFILE:
+        row |= _measured(run, outcome)
+    return row
+
+
+def _measured(run: Run, outcome: Outcome) -> dict[str, Any]:
+    assert run.plan is not None and outcome.metrics is not None
+    metrics, value = outcome.metrics, outcome.value(run.plan.objective)
+    parts = (metrics.forward, metrics.backward, metrics.step)
+    spread = None if value is None else abs(value) * metrics.ci95
+    return {
+        "value": value,
+        "low": None if value is None or spread is None else value - spread,
+        "high": None if value is None or spread is None else value + spread,
+        "forward_ms": metrics.forward,
+        "backward_ms": metrics.backward,
+        "step_ms": metrics.step,
+        "other_ms": max(0.0, metrics.latency - sum(parts)),
+        "num_steps": metrics.num_steps,
+    }
+
+
+def best_so_far(run: Run) -> list[dict[str, Any]]:
+    """The best value after each trial that ended, over trials and over time."""
+    assert run.plan is not None
+    rows: list[dict[str, Any]] = []
+    best: float | None = None
+    for number, (trial_id, outcome) in enumerate(run.outcomes.items(), start=1):
+        trial = run.trials[trial_id]
+        value = None if trial.kind is TrialKind.PROFILE else outcome.value(run.plan.objective)
+        if value is not None and run.plan.admits(trial.batch):
+            better = run.plan.objective.is_better(value, best)
+            best = value if better else best
+        if best is not None:
+            minutes = run.ended_s[trial_id] / 60
+            rows.append({"trials": number, "minutes": minutes, "best": best, "name": trial.name})
+    return rows
+
+
+def memory_rows(run: Run) -> list[dict[str, Any]]:
+    """Used bytes by phase, in GiB: a row for each phase of each trial that tells them."""
+    rows = []
+    for trial_id, outcome in run.outcomes.items():
+        trial = run.trials[trial_id]
+        if outcome.memory is None or trial.kind is TrialKind.PROFILE:
+            continue
+        for phase, used in outcome.memory.by_phase.items():
+            rows.append({"name": trial.name, "phase": phase, "gib": _gib(used)})
+    return rows
+
+
+def changes(run: Run) -> list[Change]:
+    """The settings in which the best configuration differs from the user's own."""
+    if run.best is None or run.plan is None:
+        return []
+    own = {**flat(run.plan.config(run.plan.own_batch.config())), **run.plan.switches}
+    best = {**flat(run.plan.config(run.best.overrides)), **run.best.script_args}
+    found = []
+    for key in sorted(own.keys() | best.keys(), key=_order):
+        if own.get(key) == best.get(key):
+            continue
+        gain, pairs = paired_gain(run, key, own.get(key), best.get(key))
+        reason = _REASONS.get(key, "")
+        found.append(Change(key, _text(own.get(key)), _text(best.get(key)), reason, gain, pairs))
+    return found
+
+
+def paired_gain(run: Run, key: str, own: Any, best: Any) -> tuple[float | None, int]:
+    """How much better `best` is than `own` for a setting, by trials that differ in it alone.
+
+    Returns:
+        The geometric mean over all pairs, None if there are none; and the number of pairs.
+    """
+    assert run.plan is not None
+    objective = run.plan.objective
+    logarithms = []
+    for (_, one, value), (_, other, second) in combinations(_settings_and_values(run), 2):
+        if _differences(one, other) != {key}:
+            continue
+        if (one.get(key), other.get(key)) == (own, best):
+            logarithms.append(math.log(objective.gain(second, value)))
+        elif (one.get(key), other.get(key)) == (best, own):
+            logarithms.append(math.log(objective.gain(value, second)))
+    if not logarithms:
+        return None, 0
+    return math.exp(sum(logarithms) / len(logarithms)), len(logarithms)
+
+
+def importances(run: Run) -> list[dict[str, Any]]:
+    """How much each setting changed the result, by trials that differ in nothing else.
+
+    Returns:
+        A row for each setting with such pairs: the median of the factors between the better and
+        the worse of a pair, largest first.
+    """
+    assert run.plan is not None
+    objective = run.plan.objective
+    factors: dict[str, list[float]] = {}
+    for (_, one, value), (_, other, second) in combinations(_settings_and_values(run), 2):
+        differing = _differences(one, other)
+        if len(differing) == 1:
+            gain = objective.gain(value, second)
+            factors.setdefault(differing.pop(), []).append(max(gain, 1 / gain))
+    rows = [
+        {"setting": key, "factor": sorted(found)[len(found) // 2], "pairs": len(found)}
+        for key, found in factors.items()
+    ]
+    return sorted(rows, key=lambda row: row["factor"], reverse=True)
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A nested configuration with dotted keys; the values are not mappings any more."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def _settings_and_values(run: Run) -> Iterator[tuple[Trial, dict[str, Any], float]]:
+    """Settings and value of each trial that ran; the global batch, which follows, is left out."""
+    assert run.plan is not None
+    for trial in run.trials.values():
+        value = run.value(trial)
+        if trial.kind is not TrialKind.PROFILE and value is not None and value > 0:
+            settings = {**flat(trial.overrides), **trial.script_args}
+            settings.pop(BATCH_KEYS[0], None)
+            settings[_STAGE] = trial.stage
+            yield trial, settings, value
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
+def _changes_text(run: Run, trial: Trial) -> str:
+    settings = {**flat(trial.overrides), **trial.script_args}
+    left_out = {*BATCH_KEYS, _STAGE}
+    return ", ".join(
+        f"{key.removeprefix('zero_optimization.')}={_text(value)}"
+        for key, value in settings.items()
+        if key not in left_out
+    )
+
+
+def _order(key: str) -> tuple[int, str]:
+    first = (_STAGE, _MICRO_BATCH, "gradient_accumulation_steps", "train_batch_size")
+    return (first.index(key) if key in first else len(first), key)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 10_000 else str(value)
+    return str(value)
+
+
+def _gib(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else round(size_bytes / 2**30, 4)
+
+
+def folders_of(trials: Path, page: Path) -> str:
+    """Where trials have their folders, as a link from the page has it."""
+    try:
+        return trials.resolve().relative_to(page.resolve().parent).as_posix() or "."
+    except ValueError:
+        return trials.resolve().as_posix()
+
+
+def notes(run: Run) -> Iterable[str]:
+    """What was not certain."""
+    return dict.fromkeys(w for outcome in run.outcomes.values() for w in outcome.warnings)

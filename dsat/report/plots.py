@@ -1,0 +1,211 @@
+"""The report's plots as Vega-Lite 6 specifications, one function each.
+
+Colours are Okabe and Ito's (safe for the colour-blind), and shapes repeat what colours say. All
+text of a run reaches a plot as data, never as part of an expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+Spec = dict[str, Any]
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
+_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+_TIMES = ("forward", "backward", "step", "other")
+_OUT_OF_MEMORY = ("OOM", "HOST_OOM")
+_RUNS = "OK"
+
+
+def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
+    """The metric over the micro batch: a line for each strategy, out of memory marked.
+
+    Args:
+        rows: of trials.
+        metric: its name.
+        unit: of its values.
+        band: predictions, each with `strategy`, `micro_batch`, `low` and `high`.
+    """
+    shown = [row for row in rows if row["kind"] != "profile"]
+    ran = [row for row in shown if row["result"] == _RUNS and row.get("value") is not None]
+    lost = [row for row in shown if row["result"] in _OUT_OF_MEMORY]
+    x = {"field": "micro_batch", "type": "quantitative", "title": "micro batch (samples per slot)"}
+    x["scale"] = {"type": "log", "base": 2}
+    y = {"field": "value", "type": "quantitative", "title": f"{metric} ({unit})"}
+    colour = _by_strategy([*ran, *lost, *band])
+    upper: list[Spec] = [
+        _layer(
+            _upper_envelope(ran),
+            {"type": "line", "opacity": 0.5},
+            {"x": x, "y": y, "color": colour},
+        ),
+        _layer(ran, "rule", {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}),
+        _layer(
+            ran,
+            {"type": "point", "filled": True, "size": 70},
+            {
+                "x": x,
+                "y": y,
+                "color": colour,
+                "shape": {"field": "strategy", "type": "nominal", "scale": {"range": _SHAPES}},
+                "stroke": {
+                    "condition": {"test": "datum.best", "value": "#e00000"},
+                    "value": None,
+                },
+                "strokeWidth": {"value": 3},
+                "tooltip": _tips("name", "shown", "changes"),
+            },
+            name="ran",
+        ),
+        _layer(
+            lost,
+            {"type": "text", "text": "✕", "size": 14, "baseline": "middle"},
+            {
+                "x": x,
+                "y": {"value": {"expr": "height - 8"}},
+                "color": colour,
+                "tooltip": _tips("name", "shown", "changes"),
+            },
+            name="oom",
+        ),
+    ]
+    if band:
+        area = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}
+        upper.insert(0, _layer(band, {"type": "area", "opacity": 0.15}, area, name="band"))
+    return _plot({"layer": upper, "height": 320})
+
+
+def best_so_far(rows: Rows, metric: str, unit: str, over: str) -> Spec:
+    """The best value so far `over` "trials" or "minutes"."""
+    titles = {"trials": "trials that ended", "minutes": "minutes"}
+    encoding = {
+        "x": {"field": over, "type": "quantitative", "title": titles[over]},
+        "y": {"field": "best", "type": "quantitative", "title": f"best {metric} ({unit})"},
+        "tooltip": _tips("name", over, "best"),
+    }
+    mark = {"type": "line", "interpolate": "step-after", "point": True, "color": COLOURS[0]}
+    return _plot({**_layer(rows, mark, encoding), "height": 200})
+
+
+def memory(rows: Rows, limit_gib: float | None) -> Spec:
+    """Used and predicted memory of the trials that tell both, against the limit."""
+    kept = [row for row in rows if row.get("used_gib") and row.get("predicted_gib")]
+    longest = [
+        {"name": row["name"], "which": which, "gib": row[field]}
+        for row in kept
+        for which, field in (("predicted", "predicted_gib"), ("used", "used_gib"))
+    ]
+    layers = [
+        _layer(
+            longest,
+            "bar",
+            {
+                "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
+                "yOffset": {"field": "which"},
+                "x": {"field": "gib", "type": "quantitative", "title": "GiB per slot"},
+                "color": _nominal("which", ["predicted", "used"]),
+                "tooltip": _tips("name", "which", "gib"),
+            },
+        )
+    ]
+    return _plot({"layer": [*layers, *_limit(limit_gib)], "height": {"step": 9}})
+
+
+def memory_by_part(rows: Rows, parts: Sequence[str], limit_gib: float | None) -> Spec:
+    """What fills a slot in each phase: rows have `phase`, `part` and `gib`."""
+    layer = _layer(
+        rows,
+        "bar",
+        {
+            "y": {"field": "phase", "type": "nominal", "sort": None, "title": None},
+            "x": {"field": "gib", "type": "quantitative", "title": "GiB per slot", "stack": True},
+            "color": _nominal("part", parts),
+            "order": {"field": "order", "type": "quantitative"},
+            "tooltip": _tips("phase", "part", "gib"),
+        },
+    )
+    return _plot({"layer": [layer, *_limit(limit_gib)], "height": {"step": 26}})
+
+
+def step_times(rows: Rows) -> Spec:
+    """Where the time of an optimizer step goes, per sample, so that batches compare."""
+    long = [
+        {
+            "name": row["name"],
+            "part": "data and rest" if part == "other" else part,
+            "ms": row[f"{part}_ms"] / row["global_batch"],
+            "order": number,
+        }
+        for row in rows
+        if row.get("forward_ms") is not None
+        for number, part in enumerate(_TIMES)
+    ]
+    encoding = {
+        "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
+        "x": {"field": "ms", "type": "quantitative", "title": "ms per sample", "stack": True},
+        "color": _nominal("part", [*_TIMES[:-1], "data and rest"]),
+        "order": {"field": "order", "type": "quantitative"},
+        "tooltip": _tips("name", "part", "ms"),
+    }
+    return _plot({**_layer(long, "bar", encoding), "height": {"step": 16}})
+
+
+def importances(rows: Rows) -> Spec:
+    """How much each setting changed the result, by trials that differ in nothing else."""
+    percent = [{**row, "percent": 100 * (row["factor"] - 1)} for row in rows]
+    title = "difference between trials that differ in it alone, median (%)"
+    encoding = {
+        "y": {"field": "setting", "type": "nominal", "sort": None, "title": None},
+        "x": {"field": "percent", "type": "quantitative", "title": title},
+        "tooltip": _tips("setting", "percent", "pairs"),
+    }
+    mark = {"type": "bar", "color": COLOURS[0]}
+    return _plot({**_layer(percent, mark, encoding), "height": {"step": 18}})
+
+
+def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None) -> Spec:
+    layer: Spec = {"data": {"values": list(rows)}, "mark": mark, "encoding": encoding}
+    return layer if name is None else {"name": name, **layer}
+
+
+def _plot(body: Spec) -> Spec:
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        **body,
+    }
+
+
+def _limit(limit_gib: float | None) -> list[Spec]:
+    if limit_gib is None:
+        return []
+    mark = {"type": "rule", "strokeDash": [6, 4], "color": "#e00000", "strokeWidth": 2}
+    encoding = {"x": {"field": "gib", "type": "quantitative"}, "tooltip": _tips("what", "gib")}
+    return [_layer([{"gib": limit_gib, "what": "a slot has"}], mark, encoding)]
+
+
+def _by_strategy(rows: Rows) -> Spec:
+    return _nominal("strategy", sorted({str(row["strategy"]) for row in rows}))
+
+
+def _nominal(field: str, domain: Sequence[str]) -> Spec:
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(domain))]
+    scale = {"domain": list(domain), "range": colours}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": {"orient": "top"}}
+
+
+def _tips(*fields: str) -> list[Spec]:
+    return [{"field": field} for field in fields]
+
+
+def _upper_envelope(rows: Rows) -> list[dict[str, Any]]:
+    """Of each strategy and micro batch the best trial, for the lines."""
+    best: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for row in rows:
+        key = row["strategy"], row["micro_batch"]
+        if key not in best or row["rank"] < best[key]["rank"]:
+            best[key] = dict(row)
+    return list(best.values())
