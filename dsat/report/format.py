@@ -50,7 +50,13 @@ def duration(seconds: float) -> str:
 def outcome(result: Outcome, metric_name: str) -> str:
     """One line on what came of a trial; the profile trial is not for comparing."""
     if result.metrics is None or result.profile is not None:
-        return f"{result.kind.value}: {result.message}" if result.message else result.kind.value
+        message = shortened(result.message)
+        return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))
     spread = f"+-{result.metrics.ci95:.1%} over {result.metrics.num_steps} steps"
     return f"{value} ({spread})"
+
+
+def shortened(text: str, most: int = 400) -> str:
+    """A text for one line or cell: its beginning, if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[:most]} ..."

@@ -49,7 +49,7 @@ def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
                 "x": x,
                 "y": y,
                 "color": colour,
-                "shape": {"field": "strategy", "type": "nominal", "scale": {"range": _SHAPES}},
+                "shape": _shape_by_strategy(colour["scale"]["domain"]),
                 "stroke": {
                     "condition": {"test": "datum.best", "value": "#e00000"},
                     "value": None,
@@ -189,6 +189,13 @@ def _limit(limit_gib: float | None) -> list[Spec]:
 
 def _by_strategy(rows: Rows) -> Spec:
     return _nominal("strategy", sorted({str(row["strategy"]) for row in rows}))
+
+
+def _shape_by_strategy(strategies: Sequence[str]) -> Spec:
+    shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(strategies))]
+    scale = {"domain": list(strategies), "range": shapes}
+    # The same legend as the colours', which Vega-Lite then draws once.
+    return {**_nominal("strategy", strategies), "scale": scale}
 
 
 def _nominal(field: str, domain: Sequence[str]) -> Spec:

@@ -1,0 +1,137 @@
+"""The report in a real browser: headless Chromium, driven through its own driver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import axe_core_python
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from dsat.report import page
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
+from testing.helpers import failed
+from tests.report.test_page import HOSTILE, Measured, run_of_world
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    missing = [name for name, path in programs.items() if path is None]
+    assert not missing, f"{missing} missing: apt-get install chromium chromium-driver"
+    options = Options()
+    options.binary_location = str(programs["chromium"])
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, Service(str(programs["chromedriver"])))
+    yield driver
+    driver.quit()
+
+
+class Hostile(Measured):
+    def outcome(self, trial: Trial) -> Outcome:
+        found = super().outcome(trial)
+        return failed("ERROR", HOSTILE) if found.kind is OutcomeKind.ERROR else found
+
+
+def opened(browser: webdriver.Chrome, folder: Path, text: str) -> float:
+    """Opens a page; returns how many seconds it took until all plots were drawn."""
+    path = folder / "report.html"
+    path.write_text(text, encoding="utf-8")
+    browser.get_log("performance")
+    began_s = time.monotonic()
+    browser.get(path.as_uri())
+    WebDriverWait(browser, 60, poll_frequency=0.05).until(
+        lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
+    )
+    return time.monotonic() - began_s
+
+
+def requests_of(browser: webdriver.Chrome) -> set[str]:
+    """The addresses that the page asked for."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return {params["request"]["url"].split(":")[0] for params in sent}
+
+
+def texts_of(browser: webdriver.Chrome, selector: str) -> list[str]:
+    """The texts of what is shown, by what the browser lays out."""
+    code = (
+        "return [...document.querySelectorAll(arguments[0])]"
+        ".filter((e) => e.checkVisibility()).map((e) => e.innerText)"
+    )
+    found: list[str] = browser.execute_script(code, selector)
+    return found
+
+
+def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    run = run_of_world(Hostile())
+    opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
+    assert not [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert requests_of(browser) <= {"file", "data", "blob"}
+    assert browser.execute_script("return document.body.dataset.hacked") is None
+
+    measured = [t for t in run.trials.values() if run.value(t) is not None]
+    lost = [o for o in run.outcomes.values() if o.kind.value in ("OOM", "HOST_OOM")]
+    marks = browser.find_elements(By.CSS_SELECTOR, "#plot-0 .mark-symbol.ran_marks > path")
+    assert len(marks) == len(measured)
+    assert all(mark.rect["width"] > 2 and mark.rect["height"] > 2 for mark in marks[:5])
+    crosses = browser.find_elements(By.CSS_SELECTOR, "#plot-0 .mark-text.oom_marks > text")
+    assert len(crosses) == len(lost) > 0
+    charts = browser.find_elements(By.CSS_SELECTOR, ".chart svg")
+    assert len(charts) == len(browser.find_elements(By.CSS_SELECTOR, ".chart")) >= 5
+    assert all(chart.size["width"] > 500 and chart.size["height"] > 50 for chart in charts)
+
+    micro_batch = browser.find_elements(By.CSS_SELECTOR, "#table thead button")[2]
+    micro_batch.click()
+    column = [int(text) for text in texts_of(browser, "#table tbody td:nth-child(3)")]
+    assert column == sorted(column) and len(column) == len(run.trials)
+    micro_batch.click()
+    column = [int(text) for text in texts_of(browser, "#table tbody td:nth-child(3)")]
+    assert column == sorted(column, reverse=True)
+
+    browser.find_element(By.ID, "filter").send_keys("OOM")
+    shown = texts_of(browser, "#table tbody tr")
+    assert len(shown) == len(lost) and all("OOM" in text for text in shown)
+    assert browser.find_element(By.ID, "count").text == f"{len(lost)} of {len(run.trials)}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_barrier(browser: webdriver.Chrome, tmp_path: Path, scheme: str) -> None:
+    feature = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
+    opened(browser, tmp_path, page.html(run_of_world(), "trials", "torchrun train.py"))
+    axe = Path(axe_core_python.__file__).parent / "axe.min.js"
+    browser.execute_script(axe.read_text(encoding="utf-8"))
+    found = browser.execute_async_script(
+        "const done = arguments[arguments.length - 1]; axe.run().then(done)"
+    )
+    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    assert [(v["id"], [n["html"][:200] for n in v["nodes"]][:3]) for v in serious] == []
+
+
+def test_a_thousand_trials_open_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    run = run_of_world(trials=40)
+    rows = list(run.trials.items())
+    for number in range(1000 - len(rows)):
+        trial_id, trial = rows[number % len(rows)]
+        run.trials[1000 + number] = trial
+        run.outcomes[1000 + number] = run.outcomes[trial_id]
+        run.ended_s[1000 + number] = float(number)
+    took_s = opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#table tbody tr")) == len(run.trials) >= 990
+    assert took_s < 30  # a second on a quiet machine; here only that it is no matter of minutes
