@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick test compat bench clean
+.PHONY: setup demo lint quick browser test compat bench clean
 
 setup: $(VENV)/.installed
 
@@ -30,7 +30,13 @@ lint: setup
 quick: lint
 	$(PY) -m pytest -n 2 -m 'not slow'
 
-test: lint
+# A real browser opens the report in tests; Debian's packages have one.
+browser:
+	@command -v chromedriver >/dev/null || { apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
+		{ echo "make test needs Chromium and its driver: install chromium and chromium-driver"; exit 1; }
+
+test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=oldest takes one.

@@ -24,7 +24,7 @@ from dsat.errors import DsatError, UserInputError
 from dsat.inputs.settings import EstimateSettings
 from dsat.memory import anchors
 from dsat.memory.predictor import Basis
-from dsat.report import autotuner_files, summary
+from dsat.report import autotuner_files, page, summary
 from dsat.report.live_view import LiveView
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal, read_events
@@ -151,7 +151,9 @@ def _compare(runs: Sequence[Prepared]) -> None:
 
 def _write_files(ready: Prepared, run: Run, folder: Path) -> None:
     """What was found so far, for use and for people."""
-    summary.write_files(run, folder, output.train_line(ready, run, folder))
+    line = output.train_line(ready, run, folder)
+    summary.write_files(run, folder, line)
+    page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
     if ready.native is not None:
         command = output.train_command(ready, run, folder / autotuner_files.OPTIMAL_CONFIG_FILE)
         autotuner_files.write_files(run, folder, ready.native.exps_dir, command or [])

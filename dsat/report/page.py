@@ -145,7 +145,8 @@ def _vega() -> str:
         import vl_convert
     except ImportError:
         return ""
-    bundle: str = vl_convert.javascript_bundle(vl_version=_VEGA_LITE)
+    snippet = "window.vegaEmbed = vegaEmbed;"
+    bundle: str = vl_convert.javascript_bundle(snippet, vl_version=_VEGA_LITE)
     return bundle.replace("</script", "<\\/script")
 
 

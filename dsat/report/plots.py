@@ -31,8 +31,12 @@ def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
     shown = [row for row in rows if row["kind"] != "profile"]
     ran = [row for row in shown if row["result"] == _RUNS and row.get("value") is not None]
     lost = [row for row in shown if row["result"] in _OUT_OF_MEMORY]
-    x = {"field": "micro_batch", "type": "quantitative", "title": "micro batch (samples per slot)"}
-    x["scale"] = {"type": "log", "base": 2}
+    x = {
+        "field": "micro_batch",
+        "type": "quantitative",
+        "title": "micro batch (samples per slot)",
+        "scale": {"type": "log", "base": 2},
+    }
     y = {"field": "value", "type": "quantitative", "title": f"{metric} ({unit})"}
     colour = _by_strategy([*ran, *lost, *band])
     upper: list[Spec] = [

@@ -33,9 +33,8 @@ def _scatter(rows: Sequence[Mapping[str, Any]]) -> str:
         return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _BOTTOM - _TOP)
 
     parts = []
-    for octave in range(math.ceil(left), math.floor(right) + 1):
-        label = f"{2**octave}"
-        parts.append(_text(x(octave), _HEIGHT - _BOTTOM + 18, label, "middle"))
+    for power in range(math.ceil(left), math.floor(right) + 1):
+        parts.append(_text(x(power), _HEIGHT - _BOTTOM + 18, f"{2**power}", "middle"))
     for share in (0.0, 0.5, 1.0):
         parts.append(_text(_LEFT - 8, y(share * top) + 4, f"{share * top:.3g}", "end"))
         parts.append(

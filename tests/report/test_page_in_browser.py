@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import axe_core_python
 import pytest
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
+def browser() -> Iterator[Any]:
     programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
     missing = [name for name, path in programs.items() if path is None]
     assert not missing, f"{missing} missing: apt-get install chromium chromium-driver"
@@ -35,7 +36,7 @@ def browser() -> Iterator[webdriver.Chrome]:
     for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, Service(str(programs["chromedriver"])))
+    driver: Any = webdriver.Chrome(options, Service(str(programs["chromedriver"])))
     yield driver
     driver.quit()
 
@@ -46,7 +47,7 @@ class Hostile(Measured):
         return failed("ERROR", HOSTILE) if found.kind is OutcomeKind.ERROR else found
 
 
-def opened(browser: webdriver.Chrome, folder: Path, text: str) -> float:
+def opened(browser: Any, folder: Path, text: str) -> float:
     """Opens a page; returns how many seconds it took until all plots were drawn."""
     path = folder / "report.html"
     path.write_text(text, encoding="utf-8")
@@ -59,14 +60,14 @@ def opened(browser: webdriver.Chrome, folder: Path, text: str) -> float:
     return time.monotonic() - began_s
 
 
-def requests_of(browser: webdriver.Chrome) -> set[str]:
+def requests_of(browser: Any) -> set[str]:
     """The addresses that the page asked for."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     return {params["request"]["url"].split(":")[0] for params in sent}
 
 
-def texts_of(browser: webdriver.Chrome, selector: str) -> list[str]:
+def texts_of(browser: Any, selector: str) -> list[str]:
     """The texts of what is shown, by what the browser lays out."""
     code = (
         "return [...document.querySelectorAll(arguments[0])]"
@@ -77,7 +78,7 @@ def texts_of(browser: webdriver.Chrome, selector: str) -> list[str]:
 
 
 def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
-    browser: webdriver.Chrome, tmp_path: Path
+    browser: Any, tmp_path: Path
 ) -> None:
     run = run_of_world(Hostile())
     opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
@@ -111,7 +112,7 @@ def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_barrier(browser: webdriver.Chrome, tmp_path: Path, scheme: str) -> None:
+def test_no_serious_barrier(browser: Any, tmp_path: Path, scheme: str) -> None:
     feature = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
     opened(browser, tmp_path, page.html(run_of_world(), "trials", "torchrun train.py"))
@@ -124,7 +125,7 @@ def test_no_serious_barrier(browser: webdriver.Chrome, tmp_path: Path, scheme: s
     assert [(v["id"], [n["html"][:200] for n in v["nodes"]][:3]) for v in serious] == []
 
 
-def test_a_thousand_trials_open_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_thousand_trials_open_quickly(browser: Any, tmp_path: Path) -> None:
     run = run_of_world(trials=40)
     rows = list(run.trials.items())
     for number in range(1000 - len(rows)):
