@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from dsat.in_trial import failures
-from dsat.in_trial.meter import Measurement, Meter, MeterSpec, install
+from dsat.in_trial.meter import Meter, MeterSpec, install
 from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
@@ -51,7 +51,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
     if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data["meter"]), host_slots=_slots_of_this_host())
-        _attached = Task(install(spec, lambda measurement: None), data["timeout_s"])
+        _attached = Task(install(spec, lambda outcome: None), data["timeout_s"])
         _attached.watch()
     return _attached
 
@@ -91,8 +91,8 @@ class Task:
 
     def measured(self) -> Outcome | None:
         """The outcome, if anything was measured."""
-        found = self.meter.partial
-        return None if found is None else self._ran(found)
+        found = self.meter.outcome
+        return None if found is None else replace(found, duration_s=self._duration_s())
 
     def failed(self, error: BaseException) -> Outcome:
         """The outcome of a rank that ends with an exception."""
@@ -109,16 +109,6 @@ class Task:
             message=self.meter.shortfall,
             duration_s=self._duration_s(),
             smaller_may_run=too_short,
-        )
-
-    def _ran(self, found: Measurement) -> Outcome:
-        return Outcome(
-            OutcomeKind.OK,
-            metrics=found.metrics,
-            memory=found.memory,
-            profile=found.profile,
-            duration_s=self._duration_s(),
-            warnings=found.warnings,
         )
 
     def _duration_s(self) -> float:
@@ -189,7 +179,8 @@ def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
     """An outcome for the trial's log: one line, not too long, the end of its detail kept."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
-        data = {**replace(outcome, detail=detail).to_json(), "run": run, "ended": ended}
+        told = replace(outcome, detail=detail, step_ms=())
+        data = {**told.to_json(), "run": run, "ended": ended}
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line

@@ -20,7 +20,7 @@ from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.conformance import check_engine, check_inputs, refuse_pipeline
 from dsat.in_trial.profiler import ModelProfiler
 from dsat.values.objective import Objective
-from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, student_t95
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind, student_t95
 from dsat.values.trial import Trial, TrialKind
 
 PHASES = ("forward", "backward", "step")
@@ -112,40 +112,20 @@ class MeterSpec:
         return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """All that a trial measured; equal on every rank, but for the warnings and the profile."""
-
-    metrics: Metrics
-    memory: MemoryUse
-    profile: ModelProfile | None
-    warnings: tuple[str, ...]
-    step_ms: tuple[float, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "metrics": self.metrics.to_json(),
-            "memory": asdict(self.memory),
-            "profile": self.profile.to_json() if self.profile else None,
-            "warnings": list(self.warnings),
-            "step_ms": list(self.step_ms),
-        }
-
-
 class TrialComplete(SystemExit):
     """Ends the training script once everything is measured, with exit status 0."""
 
-    def __init__(self, measurement: Measurement) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         super().__init__(0)
-        self.measurement = measurement
+        self.outcome = outcome
 
 
-def install(spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> Meter:
+def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     """Makes a meter watch the engines that `deepspeed.initialize` returns.
 
     Args:
         spec: what to measure.
-        on_complete: called on every rank with the measurement, before the script is ended.
+        on_complete: called on every rank with the outcome, before the script is ended.
 
     Returns:
         The meter.
@@ -178,15 +158,18 @@ class Meter:
 
     Args:
         spec: what to measure.
-        on_complete: called with the measurement before `TrialComplete` is raised.
+        on_complete: called with the outcome before `TrialComplete` is raised.
+
+    Attributes:
+        outcome: what was measured so far; equal on every rank but for warnings and profile.
     """
 
-    def __init__(self, spec: MeterSpec, on_complete: Callable[[Measurement], None]) -> None:
+    def __init__(self, spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> None:
         self.spec = spec
         self.watches = False
         self.attached = False
         self.steps_seen = 0
-        self.partial: Measurement | None = None
+        self.outcome: Outcome | None = None
         self._on_complete = on_complete
         self._complete = False
         self._warnings: list[str] = []
@@ -365,26 +348,28 @@ class Meter:
         per_step = self._slowest_rank([marks.milliseconds(self._clock) for marks in self._steps])
         latencies = [row[0] for row in per_step]
         ci95 = relative_ci95(latencies)
-        self.partial = self._measurement(per_step, ci95)
+        self.outcome = self._outcome(per_step, ci95)
         count, most = len(latencies), max(self.spec.max_steps, 1)
-        if ci95 <= CI_TARGET or count >= most or self._is_beaten(self.partial.metrics):
+        if ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome):
             self._complete = True
-            self._on_complete(self.partial)
-            raise TrialComplete(self.partial)
+            self._on_complete(self.outcome)
+            raise TrialComplete(self.outcome)
         wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
         # At most twice as many at a time: the first few steps say little of the spread.
         self._next_check = min(most, wanted, 2 * count)
         self._current = _StepMarks(begin=self._clock.mark())
 
-    def _is_beaten(self, metrics: Metrics) -> bool:
+    def _is_beaten(self, outcome: Outcome) -> bool:
         """Whether not even the better end of the interval reaches what there is to beat."""
+        metrics = outcome.metrics
+        assert metrics is not None
         return any(
             (value := metrics.value(name)) is not None
             and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1
             for name, best in self.spec.to_beat.items()
         )
 
-    def _measurement(self, per_step: list[list[float]], ci95: float) -> Measurement:
+    def _outcome(self, per_step: list[list[float]], ci95: float) -> Outcome:
         latency, *phases = (sum(column) / len(per_step) for column in zip(*per_step, strict=True))
         spec = self.spec
         throughput = spec.micro_batch * spec.gas * spec.slots / (latency / 1e3)
@@ -398,7 +383,8 @@ class Meter:
             num_steps=len(per_step),
             ci95=ci95 if math.isfinite(ci95) else 1.0,
         )
-        return Measurement(
+        return Outcome(
+            OutcomeKind.OK,
             metrics=metrics,
             memory=self._memory.over_ranks(self._maximum),
             profile=profile,

@@ -16,7 +16,6 @@ import random
 import runpy
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any, NoReturn
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, hf_trainer
 from dsat.in_trial.clocks import ProcessMemory
-from dsat.in_trial.meter import Measurement, Meter, MeterSpec, TrialComplete, install
+from dsat.in_trial.meter import Meter, MeterSpec, TrialComplete, install
 from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.values.files import write_atomically
-from dsat.values.outcome import OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
 SPEC_FILE = "trial.json"
@@ -148,9 +147,9 @@ def _prepare(
     if spec.meter is not None:
         known, before = set(sys.modules), dict(os.environ)
 
-        def complete(measurement: Measurement) -> None:
+        def complete(outcome: Outcome) -> None:
+            _write(folder, rank, outcome)
             if rank == 0:
-                write_atomically(folder / METRICS_FILE, json.dumps(measurement.to_json(), indent=1))
                 write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
 
         meters.append(install(MeterSpec.from_json(spec.meter), complete))
@@ -225,10 +224,8 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
         atexit._run_exitfuncs()
         _leave(0)
     meter = meters[0]
-    if meter.partial is not None:
-        if rank == 0:
-            text = json.dumps(meter.partial.to_json(), indent=1)
-            write_atomically(folder / METRICS_FILE, text)
+    if meter.outcome is not None:
+        _write(folder, rank, meter.outcome)
         _leave(0)
     problem = meter.shortfall
     too_short = meter.watches
@@ -314,14 +311,22 @@ def _write_failure(
     kind = failures.classify(error)
     detail = failures.user_traceback(error) if kind is not OutcomeKind.INVALID else ""
     sys.stderr.write(detail or message + "\n")
-    result = {
-        "kind": kind.value,
-        "message": message,
-        "detail": detail,
-        "smaller_may_run": smaller_may_run,
-        "time": time.time(),
-    }
-    write_atomically(folder / result_file(rank), json.dumps(result))
+    _write(
+        folder,
+        rank,
+        Outcome(kind, message=message, detail=detail, smaller_may_run=smaller_may_run),
+    )
+
+
+def _write(folder: Path, rank: int, outcome: Outcome) -> None:
+    """Tells the engine what came of this rank; what was measured is the same on all of them."""
+    if not outcome.ok:
+        path = folder / result_file(rank)
+    elif rank == 0:
+        path = folder / METRICS_FILE
+    else:
+        return
+    write_atomically(path, json.dumps(outcome.to_json(), indent=1) + "\n")
 
 
 def _leave(status: int) -> NoReturn:

@@ -119,7 +119,7 @@ def dsat_reporting_context(
                 # Else the master takes the exit for that of a script which lost its way.
                 core_context.searcher.acknowledge_out_of_ops()
         elif core_context.distributed.rank == 0:
-            metrics = complete.measurement.metrics.to_json()
+            metrics = complete.outcome.to_json()["metrics"]
             core_context.train.report_validation_metrics(steps_completed=steps, metrics=metrics)
             op.report_completed(metrics)
         raise

@@ -149,6 +149,7 @@ class Outcome:
         duration_s: from the launch to the outcome, wall time.
         warnings: what a person should know although the trial ran.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
+        step_ms: the latency of each step that was measured, in ms, the slowest rank's.
     """
 
     kind: OutcomeKind
@@ -160,6 +161,7 @@ class Outcome:
     duration_s: float = 0.0
     warnings: tuple[str, ...] = ()
     smaller_may_run: bool = False
+    step_ms: tuple[float, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -187,4 +189,5 @@ class Outcome:
             duration_s=data["duration_s"],
             warnings=tuple(data["warnings"]),
             smaller_may_run=data["smaller_may_run"],
+            step_ms=tuple(data.get("step_ms", ())),
         )

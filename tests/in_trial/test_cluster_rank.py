@@ -15,7 +15,7 @@ import pytest
 from dsat.errors import InvalidTrial
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
-from dsat.in_trial.meter import Measurement, Meter, MeterSpec
+from dsat.in_trial.meter import Meter, MeterSpec
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from testing.helpers import ran, weightless
 from tests.conftest import ROOT
@@ -47,14 +47,14 @@ class Recorder:
 
 @pytest.fixture
 def meter() -> Meter:
-    return Meter(SPEC, lambda measurement: None)
+    return Meter(SPEC, lambda outcome: None)
 
 
 def measured(meter: Meter) -> Outcome:
     """The outcome of a meter that has measured something."""
     outcome = replace(ran(5.0), memory=MemoryUse(), warnings=("slow",))
     assert outcome.metrics is not None
-    meter.partial = Measurement(outcome.metrics, MemoryUse(), None, ("slow",), (1.0,))
+    meter.outcome = outcome
     return outcome
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 from dsat.engines.local import trial_result
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -96,24 +96,23 @@ def test_messages_are_one_line(error: BaseException, message: str) -> None:
 
 def judge(
     folder: Path,
-    reports: Sequence[dict[str, Any] | None],
+    reports: Sequence[tuple[Outcome, float] | None],
     statuses: Sequence[int],
     killed: Sequence[bool] | None = None,
 ) -> Outcome:
     for rank, report in enumerate(reports):
         if report is not None:
-            (folder / f"rank{rank}.json").write_text(json.dumps(report))
+            outcome, time_s = report
+            path = folder / f"rank{rank}.json"
+            path.write_text(json.dumps(outcome.to_json()))
+            os.utime(path, (time_s, time_s))
     return trial_result.failed(folder, statuses, killed or [False] * len(statuses), 1.5)
 
 
-def said(kind: str, time: float, message: str = "") -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "message": message or f"{kind} at {time:g}",
-        "detail": f"detail of {kind}",
-        "smaller_may_run": False,
-        "time": time,
-    }
+def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:
+    """What a rank left, and when."""
+    message = message or f"{kind} at {time_s:g}"
+    return Outcome(OutcomeKind(kind), message=message, detail=f"detail of {kind}"), time_s
 
 
 def test_the_first_to_fail_explains_the_others(tmp_path: Path) -> None:
@@ -177,8 +176,8 @@ def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path
     metrics = dict.fromkeys(
         "throughput latency forward backward step FLOPS_per_gpu num_steps ci95".split(), 1
     )
-    data = {"metrics": metrics, "memory": {}, "profile": None, "warnings": ["w"], "step_ms": [1]}
-    (tmp_path / "metrics.json").write_text(json.dumps(data))
+    told = Outcome(OutcomeKind.OK, metrics=Metrics(**metrics), warnings=("w",), step_ms=(1.0,))
+    (tmp_path / "metrics.json").write_text(json.dumps(told.to_json()))
     outcome = trial_result.measured(tmp_path, 1.0)
     assert outcome is not None and outcome.ok
     assert outcome.warnings == ("w",) and outcome.duration_s == 1.0

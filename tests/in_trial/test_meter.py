@@ -21,14 +21,13 @@ from dsat.in_trial.meter import (
     CI_TARGET,
     MAX_SKIPPED_STEPS,
     SEVERAL_ENGINES,
-    Measurement,
     Meter,
     MeterSpec,
     TrialComplete,
     install,
     relative_ci95,
 )
-from dsat.values.outcome import ModelProfile
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome
 
 SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=1)
 
@@ -131,7 +130,7 @@ def train(
     before: Callable[[int], None] = lambda step: None,
     loading_ms: float = 0.0,
     inputs: torch.Tensor | None = None,
-) -> Measurement | None:
+) -> Outcome | None:
     """The user's loop; what was measured, if it was ended for that."""
     inputs = torch.zeros(engine.train_micro_batch_size_per_gpu(), 2) if inputs is None else inputs
     try:
@@ -142,8 +141,18 @@ def train(
                 engine.backward(engine.forward(inputs))
                 engine.step()
     except TrialComplete as complete:
-        return complete.measurement
+        return complete.outcome
     return None
+
+
+def metrics_of(outcome: Outcome | None) -> Metrics:
+    assert outcome is not None and outcome.metrics is not None
+    return outcome.metrics
+
+
+def memory_of(outcome: Outcome | None) -> MemoryUse:
+    assert outcome is not None and outcome.memory is not None
+    return outcome.memory
 
 
 # -- times
@@ -154,7 +163,7 @@ def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
     meter = attach(engine)
     measured = train(engine)
     assert measured is not None
-    metrics = measured.metrics
+    metrics = metrics_of(measured)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((3, 5, 2))
     assert metrics.latency == pytest.approx(10)
     assert metrics.throughput == pytest.approx(4 / 0.010)
@@ -172,7 +181,7 @@ def test_the_first_steps_are_not_measured(clock: Clock) -> None:
         engine.times_ms = (1000.0, 1000.0, 1000.0) if step < 3 else (3.0, 5.0, 2.0)
 
     measured = train(engine, before=slow_at_first)
-    assert measured is not None and measured.metrics.latency == pytest.approx(10)
+    assert measured is not None and metrics_of(measured).latency == pytest.approx(10)
 
 
 def test_all_micro_steps_of_a_step_count(clock: Clock) -> None:
@@ -180,7 +189,7 @@ def test_all_micro_steps_of_a_step_count(clock: Clock) -> None:
     attach(engine, replace(SPEC, gas=4, slots=2))
     measured = train(engine)
     assert measured is not None
-    metrics = measured.metrics
+    metrics = metrics_of(measured)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((12, 20, 2))
     assert metrics.latency == pytest.approx(34)
     assert metrics.throughput == pytest.approx(4 * 4 * 2 / 0.034)
@@ -201,7 +210,7 @@ def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
 
     with pytest.raises(TrialComplete) as complete:
         loop()
-    measured = complete.value.measurement
+    measured = complete.value.outcome
     assert measured.step_ms == pytest.approx((18, 18, 18))
     assert meter.steps_seen == 8
 
@@ -211,7 +220,7 @@ def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock:
     attach(engine, replace(SPEC, gas=2))
     measured = train(engine, loading_ms=50)
     assert measured is not None
-    metrics = measured.metrics
+    metrics = metrics_of(measured)
     assert metrics.latency == pytest.approx(2 * (50 + 3 + 5) + 2)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((6, 10, 2))
 
@@ -230,7 +239,7 @@ def test_a_backward_pass_without_the_engine_is_timed_by_what_surrounds_it(clock:
 
     with pytest.raises(TrialComplete) as complete:
         loop()
-    metrics = complete.value.measurement.metrics
+    metrics = metrics_of(complete.value.outcome)
     assert metrics.backward == pytest.approx(14)
     assert metrics.latency == pytest.approx(2 * (3 + 7) + 2)
 
@@ -248,8 +257,8 @@ def test_evaluation_is_no_training_step(clock: Clock) -> None:
 
     measured = train(engine, before=evaluate)
     assert measured is not None
-    assert measured.metrics.forward == pytest.approx(3)
-    assert measured.metrics.num_steps == 3
+    assert metrics_of(measured).forward == pytest.approx(3)
+    assert metrics_of(measured).num_steps == 3
     assert measured.warnings == ()
 
 
@@ -311,7 +320,7 @@ def test_the_confidence_interval(values: list[float], expected: float) -> None:
     assert relative_ci95(values) == pytest.approx(expected, rel=1e-3)
 
 
-def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) -> Measurement:
+def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) -> Outcome:
     engine = FakeEngine(clock)
     attach(engine, spec)
 
@@ -325,24 +334,24 @@ def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) 
 
 def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
     measured = steps_of(clock, SPEC, lambda step: 10.0 if step % 2 else 20.0)
-    assert measured.metrics.num_steps == 20 == len(measured.step_ms)
-    assert measured.metrics.ci95 == pytest.approx(relative_ci95([10.0, 20.0] * 10))
-    assert measured.metrics.latency == pytest.approx(15)
+    assert metrics_of(measured).num_steps == 20 == len(measured.step_ms)
+    assert metrics_of(measured).ci95 == pytest.approx(relative_ci95([10.0, 20.0] * 10))
+    assert metrics_of(measured).latency == pytest.approx(15)
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.025, 0.03])
 def test_less_noise_needs_fewer_steps(clock: Clock, spread: float) -> None:
     measured = steps_of(clock, SPEC, lambda step: 10.0 * (1 + spread * (-1) ** step))
-    count = measured.metrics.num_steps
+    count = metrics_of(measured).num_steps
     assert 3 < count < 20
-    assert measured.metrics.ci95 <= CI_TARGET
+    assert metrics_of(measured).ci95 <= CI_TARGET
     first = [10.0 * (1 + spread * (-1) ** step) for step in range(3, 6)]
     assert relative_ci95(first) > CI_TARGET
 
 
 def test_quiet_steps_end_the_trial_at_once(clock: Clock) -> None:
     measured = steps_of(clock, SPEC, lambda step: 10.0 + 0.01 * (-1) ** step)
-    assert measured.metrics.num_steps == 3
+    assert metrics_of(measured).num_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -369,10 +378,10 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
 ) -> None:
     spec = replace(SPEC, to_beat=to_beat)
     measured = steps_of(clock, spec, lambda step: 10.0 if step % 2 else 20.0)
-    assert measured.metrics.num_steps == count
+    assert metrics_of(measured).num_steps == count
     values = list(measured.step_ms)
     assert values == [10.0 if step % 2 else 20.0 for step in range(3, 3 + count)]
-    assert measured.metrics.ci95 == pytest.approx(relative_ci95(values))
+    assert metrics_of(measured).ci95 == pytest.approx(relative_ci95(values))
 
 
 @pytest.mark.parametrize(
@@ -380,14 +389,14 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
 )
 def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:
     spec = replace(SPEC, start_step=start, end_step=end, max_steps=most)
-    metrics = steps_of(clock, spec, lambda step: 10.0).metrics
+    metrics = metrics_of(steps_of(clock, spec, lambda step: 10.0))
     assert metrics.num_steps == measured
     assert metrics.ci95 == pytest.approx(1.0 if measured == 1 else 0.0)
 
 
 def test_measures_on_after_a_check_without_counting_the_check(clock: Clock) -> None:
     engine = FakeEngine(clock)
-    told: list[Measurement] = []
+    told: list[Outcome] = []
     meter = Meter(SPEC, told.append)
     meter.attach(engine)
     maximum = meter._maximum
@@ -407,10 +416,10 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
     meter = attach(engine)
     noisy = lambda step: setattr(engine, "times_ms", (0, 0, 9 + 5 * (step % 2)))  # noqa: E731
     assert train(engine, steps=4, before=noisy) is None
-    assert meter.partial is None and meter.steps_seen == 4
+    assert meter.outcome is None and meter.steps_seen == 4
     assert train(engine, steps=2, before=noisy) is None
-    assert meter.partial is not None
-    assert meter.partial.metrics.num_steps == 3
+    assert meter.outcome is not None
+    assert meter.outcome.metrics.num_steps == 3
 
 
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
@@ -430,13 +439,13 @@ def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
 
     meter._maximum = over_ranks  # type: ignore[method-assign]
     train(engine, steps=5)
-    measured = meter.partial
+    measured = meter.outcome
     assert measured is not None
     assert measured.step_ms == pytest.approx((10, 12, 12))
-    assert measured.metrics.latency == pytest.approx(34 / 3)
-    assert measured.metrics.forward == pytest.approx(4)
-    assert measured.metrics.backward == pytest.approx(5)
-    assert measured.metrics.throughput == pytest.approx(8 / (34 / 3) * 1e3)
+    assert metrics_of(measured).latency == pytest.approx(34 / 3)
+    assert metrics_of(measured).forward == pytest.approx(4)
+    assert metrics_of(measured).backward == pytest.approx(5)
+    assert metrics_of(measured).throughput == pytest.approx(8 / (34 / 3) * 1e3)
 
 
 def test_flops_are_the_profiles_per_sample(clock: Clock) -> None:
@@ -444,8 +453,8 @@ def test_flops_are_the_profiles_per_sample(clock: Clock) -> None:
     attach(engine, replace(SPEC, slots=4, flops_per_sample=1e9))
     measured = train(engine)
     assert measured is not None
-    assert measured.metrics.throughput == pytest.approx(1600)
-    assert measured.metrics.FLOPS_per_gpu == pytest.approx(400e9)
+    assert metrics_of(measured).throughput == pytest.approx(1600)
+    assert metrics_of(measured).FLOPS_per_gpu == pytest.approx(400e9)
 
 
 # -- a device whose clock runs behind the host's
@@ -504,8 +513,8 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
     assert measured is not None
     assert waits_at == [0] * 5, "not before the check after step 5"
     assert device.waits
-    assert measured.metrics.latency == pytest.approx(10)
-    assert measured.metrics.backward == pytest.approx(5)
+    assert metrics_of(measured).latency == pytest.approx(10)
+    assert metrics_of(measured).backward == pytest.approx(5)
 
 
 def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,9 +541,9 @@ def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch) ->
     measured = train(engine)
     assert measured is not None
     phases = {"init": 100, "forward": 300, "backward": 700, "step": 400}
-    assert measured.memory.allocated_bytes == phases
-    assert measured.memory.reserved_bytes == {name: 2 * peak for name, peak in phases.items()}
-    assert set(measured.memory.host_rss_bytes) == set(phases)
+    assert memory_of(measured).allocated_bytes == phases
+    assert memory_of(measured).reserved_bytes == {name: 2 * peak for name, peak in phases.items()}
+    assert set(memory_of(measured).host_rss_bytes) == set(phases)
 
 
 # -- what the engine must be
@@ -609,7 +618,7 @@ def test_measures_the_first_engine_that_trains(
         return engine, optimizer, None, None
 
     deepspeed.initialize = initialize
-    told: list[Measurement] = []
+    told: list[Outcome] = []
     meter = install(replace(SPEC, profile=True), told.append)
     monkeypatch.setattr("dsat.in_trial.meter.ModelProfiler", NoProfiler)
     plain, offloaded = (
@@ -639,12 +648,12 @@ def test_measures_the_first_engine_that_trains(
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     deepspeed: Any = sys.modules["deepspeed"]
     deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
-    told: list[Measurement] = []
+    told: list[Outcome] = []
     install(SPEC, told.append)
     engine = deepspeed.initialize()[0]
     with pytest.raises(SystemExit):
         backward_only(engine)
-    assert told[0].metrics.latency == pytest.approx(7)
+    assert metrics_of(told[0]).latency == pytest.approx(7)
 
 
 def backward_only(engine: FakeEngine) -> None:
@@ -757,11 +766,9 @@ def profile_of(
 
     with pytest.raises(TrialComplete) as complete:
         loop()
-    profile = complete.value.measurement.profile
-    assert profile is not None
-    assert complete.value.measurement.metrics.FLOPS_per_gpu == pytest.approx(
-        profile.flops_per_sample * complete.value.measurement.metrics.throughput
-    )
+    profile, metrics = complete.value.outcome.profile, complete.value.outcome.metrics
+    assert profile is not None and metrics is not None
+    assert metrics.FLOPS_per_gpu == pytest.approx(profile.flops_per_sample * metrics.throughput)
     return profile
 
 
@@ -881,7 +888,7 @@ def test_the_context_reports_what_was_measured(
     with pytest.raises(SystemExit) as left, dsat.dsat_reporting_context(core, operation, steps):
         raise complete
     assert left.value is complete
-    metrics = complete.measurement.metrics.to_json()
+    metrics = metrics_of(complete.outcome).to_json()
     assert core.reports == [(reported, metrics)]
     assert operation.completed == [metrics]
 

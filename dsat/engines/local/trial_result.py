@@ -7,10 +7,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dsat.in_trial.rank import METRICS_FILE, result_file
-from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 64 * 2**10
@@ -24,16 +23,7 @@ def measured(folder: Path, duration_s: float) -> Outcome | None:
     path = folder / METRICS_FILE
     if not path.exists():
         return None
-    data = json.loads(path.read_text())
-    profile = data["profile"]
-    return Outcome(
-        OutcomeKind.OK,
-        metrics=Metrics.from_json(data["metrics"]),
-        memory=MemoryUse(**data["memory"]),
-        profile=ModelProfile.from_json(profile) if profile else None,
-        duration_s=duration_s,
-        warnings=tuple(data["warnings"]),
-    )
+    return replace(Outcome.from_json(json.loads(path.read_text())), duration_s=duration_s)
 
 
 def failed(
@@ -47,15 +37,15 @@ def failed(
         statuses: exit status, or minus the signal, by rank.
         killed: whether the supervisor killed it because of another rank, by rank.
     """
+    told = _told(folder, len(statuses), duration_s)
+    for outcome in told:
+        if outcome.kind is OutcomeKind.OOM:
+            return outcome
     log = log_tail(folder)
 
-    def outcome(kind: OutcomeKind, message: str, detail: str = log) -> Outcome:
-        return Outcome(kind, message=message, detail=detail, duration_s=duration_s)
+    def untold(kind: OutcomeKind, message: str) -> Outcome:
+        return Outcome(kind, message=message, detail=log, duration_s=duration_s)
 
-    results = _reports(folder, len(statuses))
-    for result in results:
-        if result["kind"] == OutcomeKind.OOM.value:
-            return outcome(OutcomeKind.OOM, _on_rank(result), result["detail"])
     died = [
         (rank, -status)
         for rank, (status, by_us) in enumerate(zip(statuses, killed, strict=True))
@@ -63,29 +53,30 @@ def failed(
     ]
     for rank, number in died:
         if number == signal.SIGKILL:
-            return outcome(OutcomeKind.HOST_OOM, _host_out_of_memory(rank))
-    if results:
-        first = results[0]
-        ended = outcome(OutcomeKind(first["kind"]), _on_rank(first), first["detail"])
-        return replace(ended, smaller_may_run=first["smaller_may_run"])
+            return untold(OutcomeKind.HOST_OOM, _host_out_of_memory(rank))
+    if told:
+        return told[0]
     for rank, number in died:
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name
-        return outcome(OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}")
+        return untold(OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}")
     for rank, status in enumerate(statuses):
         if status > 0:
-            return outcome(OutcomeKind.ERROR, f"rank {rank} ended with exit status {status}")
-    return outcome(OutcomeKind.ERROR, "the ranks ended without a result")
+            return untold(OutcomeKind.ERROR, f"rank {rank} ended with exit status {status}")
+    return untold(OutcomeKind.ERROR, "the ranks ended without a result")
 
 
-def _reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
     """What the ranks wrote about their failures, the first to fail first."""
     found = []
     for rank in range(ranks):
         path = folder / result_file(rank)
         if path.exists():
-            found.append({**json.loads(path.read_text()), "rank": rank})
-    return sorted(found, key=lambda result: float(result["time"]))
+            outcome = Outcome.from_json(json.loads(path.read_text()))
+            message = f"rank {rank}: {outcome.message}"
+            outcome = replace(outcome, message=message, duration_s=duration_s)
+            found.append((path.stat().st_mtime_ns, rank, outcome))
+    return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
 
 
 def log_tail(folder: Path) -> str:
@@ -97,10 +88,6 @@ def log_tail(folder: Path) -> str:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def _on_rank(result: dict[str, Any]) -> str:
-    return f"rank {result['rank']}: {result['message']}"
 
 
 def _host_out_of_memory(rank: int) -> str:
