@@ -25,6 +25,7 @@ from dsat.report.summary import markdown_table
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
+from dsat.values.files import cache_folder
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
 
@@ -95,7 +96,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     )
     try:
         with Simulator(
-            engine, as_cpu=False, cache=survey.cache_folder(), timeout_s=survey.TIMEOUT_S
+            engine, as_cpu=False, cache=cache_folder("memory"), timeout_s=survey.TIMEOUT_S
         ) as simulator:
             facts = simulator.facts(experiment.base_config)
             base = script_args.batch_from_args(

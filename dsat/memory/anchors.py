@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
+from dsat.values.files import cache_folder
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
@@ -50,7 +49,7 @@ def of_run(
         with Simulator(
             engine,
             as_cpu=as_cpu,
-            cache=cache_folder(),
+            cache=cache_folder("memory"),
             script_args=switches,
             timeout_s=TIMEOUT_S,
         ) as simulator:
@@ -117,12 +116,6 @@ def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str,
     )
     largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
     return largest > _PLENTY * plan.allowed_micro_batches[-1]
-
-
-def cache_folder() -> Path:
-    """Where answers are kept from run to run."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dsat" / "memory"
 
 
 def _all_switches(plan: Plan) -> list[dict[str, bool]]:

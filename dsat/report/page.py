@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 from dsat.report import format as fmt
 from dsat.report import page_rows, plots, simple_plots, summary
 from dsat.tuning.run import Run
-from dsat.values.files import write_atomically
+from dsat.values.files import cache_folder, write_atomically
 from dsat.values.trial import TrialKind
 
 PAGE_FILE = "report.html"
@@ -145,9 +145,17 @@ def _vega() -> str:
         import vl_convert
     except ImportError:
         return ""
+    # To bundle it takes some seconds, more than a short trial.
+    version = metadata.version("vl-convert-python")
+    kept = cache_folder("report") / f"vega-{version}-{_VEGA_LITE}.js"
+    if kept.is_file():
+        return kept.read_text(encoding="utf-8")
     snippet = "window.vegaEmbed = vegaEmbed;"
     bundle: str = vl_convert.javascript_bundle(snippet, vl_version=_VEGA_LITE)
-    return bundle.replace("</script", "<\\/script")
+    script = bundle.replace("</script", "<\\/script")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(kept, script)
+    return script
 
 
 @cache

@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 
+def cache_folder(name: str) -> Path:
+    """Where answers of one kind are kept from run to run; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dsat" / name
+
+
 def sync_folder(folder: Path) -> None:
     """Makes new names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
