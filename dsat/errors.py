@@ -7,7 +7,8 @@
     |   `-- JournalMismatch   a replay did not decide what the journal says was decided
     |-- EngineError           trials cannot be run on this machine at all
     |   `-- ScriptFailed      the user's script failed where there is no trial to say so
-    `-- InvalidTrial          a trial's script did not do what its configuration says
+    |-- InvalidTrial          a trial's script did not do what its configuration says
+    `-- Diverged              a trial's training diverged
 
 An ordinary failure of a trial (out of memory, a crash, a time-out) is an `Outcome`, never an
 exception. Every message says what is wrong, where, and what to do next.
@@ -66,3 +67,7 @@ class ScriptFailed(EngineError):
 
 class InvalidTrial(DsatError):
     """Inside a trial: the script did not do what the trial's configuration says."""
+
+
+class Diverged(DsatError):
+    """Inside a trial: the loss is not finite, or has exploded."""

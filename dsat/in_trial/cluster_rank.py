@@ -29,7 +29,12 @@ from dsat.values.outcome import Outcome, OutcomeKind
 OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "
 _LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: ranks that share a pipe cannot tear each other's lines
-_SETTLED = (OutcomeKind.OOM, OutcomeKind.HOST_OOM, OutcomeKind.INVALID)
+_SETTLED = (
+    OutcomeKind.OOM,
+    OutcomeKind.HOST_OOM,
+    OutcomeKind.INVALID,
+    OutcomeKind.DIVERGED,
+)
 
 _attached: Task | None = None
 
@@ -97,7 +102,7 @@ class Task:
     def failed(self, error: BaseException) -> Outcome:
         """The outcome of a rank that ends with an exception."""
         kind = failures.classify(error)
-        detail = "" if kind is OutcomeKind.INVALID else failures.user_traceback(error)
+        detail = "" if kind in failures.SAY_ENOUGH else failures.user_traceback(error)
         message = f"rank {_rank()}: {failures.message(error)}"
         return Outcome(kind, message=message, detail=detail, duration_s=self._duration_s())
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsat.errors import InvalidTrial
+from dsat.errors import Diverged, InvalidTrial
 from dsat.values.outcome import OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
@@ -29,10 +29,15 @@ _OUT_OF_MEMORY = (
     "std::bad_alloc",
 )
 
+# Where the message says it all, and a traceback would only lead into dsat.
+SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
+
 
 def classify(error: BaseException) -> OutcomeKind:
-    """OOM, HOST_OOM, INVALID or ERROR, by the exception's type and those it was raised from."""
+    """How a trial ended, by the exception's type and those it was raised from."""
     chain = list(_chain(error))
+    if any(isinstance(link, Diverged) for link in chain):
+        return OutcomeKind.DIVERGED
     # determined.InvalidHP by name: a script's own refusal.
     if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
         return OutcomeKind.INVALID
@@ -45,7 +50,7 @@ def classify(error: BaseException) -> OutcomeKind:
 
 def message(error: BaseException) -> str:
     """One line on an exception, for people."""
-    if isinstance(error, InvalidTrial):
+    if isinstance(error, (Diverged, InvalidTrial)):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
     if classify(error) is OutcomeKind.OOM:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dsat.errors import InvalidTrial
+from dsat.errors import Diverged
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.conformance import check_engine, check_inputs, refuse_pipeline
+from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.profiler import ModelProfiler
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, student_t95
@@ -209,7 +210,10 @@ class Meter:
     def _first_use(
         self, engine: Any, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self.attached or (name == "forward" and not _in_training(engine)):
+        if self.attached:  # to another engine, whose loss this is not
+            with self._losses.deaf():
+                return original(*args, **kwargs)
+        if name == "forward" and not _in_training(engine):
             return original(*args, **kwargs)
         self.attach(engine)
         return getattr(engine, name)(*args, **kwargs)
@@ -230,6 +234,7 @@ class Meter:
         self._clock = clock_for(self._accelerator)
         self._memory = MemoryWatch(self._accelerator, self._before)
         self._memory.note("init")
+        self._losses = LossWatch(engine, functools.partial(_in_training, engine))
         self._profiler = (
             ModelProfiler(
                 engine,
@@ -288,8 +293,12 @@ class Meter:
         return result
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = args[0] if args else kwargs.get("loss")
+        scaled = kwargs.get("scale_wrt_gas") is False
+        self._losses.of_engine(loss, scaled_by_script=scaled)
         begin = self._begin_phase()
-        result = original(*args, **kwargs)
+        with self._losses.deaf():
+            result = original(*args, **kwargs)
         self._end_phase("backward", begin)
         self._current.backward_began = None
         return result
@@ -331,8 +340,9 @@ class Meter:
         marks.end = end
         # A step that fp16 skipped because of an overflow is cheaper than a real one.
         self._skipped += skipped
+        self._losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
         if self._skipped > MAX_SKIPPED_STEPS:
-            raise InvalidTrial(
+            raise Diverged(
                 f"{self._skipped} optimizer steps were skipped because of fp16 overflows: the loss "
                 "is not finite. Train in bf16, or mend the data or the learning rate"
             )
@@ -346,6 +356,7 @@ class Meter:
     def _check(self) -> None:
         """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
         per_step = self._slowest_rank([marks.milliseconds(self._clock) for marks in self._steps])
+        self._losses.read(self._mean)
         latencies = [row[0] for row in per_step]
         ci95 = relative_ci95(latencies)
         self.outcome = self._outcome(per_step, ci95)
@@ -390,6 +401,7 @@ class Meter:
             profile=profile,
             warnings=tuple(self._warnings),
             step_ms=tuple(round(row[0], 4) for row in per_step),
+            training=self._losses.curve(),
         )
 
     def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
@@ -399,16 +411,27 @@ class Meter:
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
     def _maximum(self, values: list[float]) -> list[float]:
+        import torch.distributed as dist
+
+        return self._over_ranks(values, dist.ReduceOp.MAX)[0]
+
+    def _mean(self, values: list[float]) -> list[float]:
+        import torch.distributed as dist
+
+        total, ranks = self._over_ranks(values, dist.ReduceOp.SUM)
+        return [value / ranks for value in total]
+
+    def _over_ranks(self, values: list[float], how: Any) -> tuple[list[float], int]:
+        """The values reduced elementwise, and the number of ranks."""
         import torch
         import torch.distributed as dist
 
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return values
-        device = self._engine.device
+            return values, 1
         # float32 holds bytes and milliseconds to seven digits, and every device has it.
-        tensor = torch.tensor(values, dtype=torch.float32, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(value) for value in tensor.tolist()]
+        tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
+        dist.all_reduce(tensor, op=how)
+        return [float(value) for value in tensor.tolist()], dist.get_world_size()
 
 
 def relative_ci95(values: list[float]) -> float:

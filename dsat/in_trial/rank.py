@@ -29,7 +29,7 @@ from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.values.files import write_atomically
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 SPEC_FILE = "trial.json"
@@ -309,7 +309,7 @@ def _write_failure(
     smaller_may_run: bool = False,
 ) -> None:
     kind = failures.classify(error)
-    detail = failures.user_traceback(error) if kind is not OutcomeKind.INVALID else ""
+    detail = "" if kind in failures.SAY_ENOUGH else failures.user_traceback(error)
     sys.stderr.write(detail or message + "\n")
     _write(
         folder,

@@ -19,6 +19,7 @@ class OutcomeKind(str, enum.Enum):
     ERROR = "ERROR"
     TIMEOUT = "TIMEOUT"
     INVALID = "INVALID"
+    DIVERGED = "DIVERGED"
     CANCELED = "CANCELED"
 
 
@@ -140,6 +141,29 @@ class ModelProfile:
 
 
 @dataclass(frozen=True)
+class TrainingCurve:
+    """How the training went: the first and the last optimizer steps of a trial, in order.
+
+    Attributes:
+        steps: optimizer steps, counted from 1.
+        losses: of each: the mean over its micro steps and over all ranks, as the script gave it to
+            its backward pass; None where there was none to be seen.
+        grad_norms: of each, as DeepSpeed knows it: the 2-norm of all gradients before clipping;
+            None where it computes none (stage 0 in fp32).
+        skipped: those that fp16 skipped because of an overflow.
+    """
+
+    steps: tuple[int, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    grad_norms: tuple[float | None, ...] = ()
+    skipped: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrainingCurve:
+        return cls(**{f.name: tuple(data[f.name]) for f in fields(cls)})
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a trial ended and what it measured.
 
@@ -150,6 +174,7 @@ class Outcome:
         warnings: what a person should know although the trial ran.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
         step_ms: the latency of each step that was measured, in ms, the slowest rank's.
+        training: the losses that were seen; None of a trial that measured nothing.
     """
 
     kind: OutcomeKind
@@ -162,6 +187,7 @@ class Outcome:
     warnings: tuple[str, ...] = ()
     smaller_may_run: bool = False
     step_ms: tuple[float, ...] = ()
+    training: TrainingCurve | None = None
 
     @property
     def ok(self) -> bool:
@@ -179,6 +205,7 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         metrics, memory, profile = data["metrics"], data["memory"], data["profile"]
+        training = data.get("training")  # not in journals of dsat 0.1
         return cls(
             kind=OutcomeKind(data["kind"]),
             metrics=Metrics.from_json(metrics) if metrics else None,
@@ -190,4 +217,5 @@ class Outcome:
             warnings=tuple(data["warnings"]),
             smaller_may_run=data["smaller_may_run"],
             step_ms=tuple(data.get("step_ms", ())),
+            training=TrainingCurve.from_json(training) if training else None,
         )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsat
-from dsat.errors import InvalidTrial
+from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import clocks
 from dsat.in_trial.meter import (
     CI_TARGET,
@@ -281,7 +281,7 @@ def test_a_loss_that_is_never_finite_is_said_so(clock: Clock) -> None:
     engine = FakeEngine(clock)
     attach(engine)
     engine.overflows = True
-    with pytest.raises(InvalidTrial, match="the loss is not finite"):
+    with pytest.raises(Diverged, match="the loss is not finite"):
         train(engine, steps=1000)
     assert engine.global_steps == MAX_SKIPPED_STEPS + 1
 

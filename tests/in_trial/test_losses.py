@@ -1,0 +1,171 @@
+"""What a trial tells of its training: losses and gradient norms, and that it diverged."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dsat.in_trial.losses import FIRST_STEPS, LAST_STEPS, LossWatch
+from dsat.values.outcome import Outcome, OutcomeKind
+from testing.local import Bench, bench_of
+
+GAS = 2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench_of("loops", tmp_path_factory.mktemp("loops"), slots_per_trial=2) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize(
+    "behaviour", ["runs", "loss.backward", "torch.autograd.backward", "scales the loss"]
+)
+def test_losses_are_those_that_the_script_sees(pair: Bench, behaviour: str) -> None:
+    trial = pair.trial(behaviour, gas=GAS)
+    outcome = pair.run(trial)
+    assert outcome.ok and outcome.training is not None, pair.log(trial)
+    seen = [
+        [float(line) for line in pair.read(trial, f"losses{rank}.jsonl").splitlines()]
+        for rank in range(2)
+    ]
+    curve = outcome.training
+    assert len(curve.steps) >= 5 and curve.steps[0] == 1
+    for step, loss in zip(curve.steps, curve.losses, strict=True):
+        micro = [rank[i] for rank in seen for i in range((step - 1) * GAS, step * GAS)]
+        assert loss == pytest.approx(sum(micro) / len(micro), rel=1e-5), step
+    assert all(norm is not None and norm > 0 for norm in curve.grad_norms)
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("not a number", r"the loss is nan in optimizer step 4, after \d.* in the step before"),
+        ("explodes", r"the loss exploded: it is \d+\.?\d* in optimizer step \d+ and was at most"),
+    ],
+)
+def test_a_loss_that_diverges_fails_the_trial(pair: Bench, behaviour: str, message: str) -> None:
+    outcome = pair.run(pair.trial(behaviour))
+    assert outcome.kind is OutcomeKind.DIVERGED
+    assert re.search(message, outcome.message), outcome.message
+    assert "Lower the learning rate" in outcome.message and outcome.detail == ""
+
+
+class Engine:
+    """As much of an engine as losses need."""
+
+    def __init__(self, gas: int = 1) -> None:
+        self.gas = gas
+        self.norm: Any = None
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.gas
+
+    def get_global_grad_norm(self) -> Any:
+        return self.norm
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 2.0**16
+
+
+def alone(values: list[float]) -> list[float]:
+    return values
+
+
+def watch_of(*losses: float, skipped: tuple[int, ...] = ()) -> LossWatch:
+    watch = LossWatch(Engine(), lambda: True)
+    for step, loss in enumerate(losses, 1):
+        watch.of_engine(torch.tensor(loss), scaled_by_script=False)
+        watch.end_step(micro_steps=1, applied=step not in skipped)
+    return watch
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        (3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1),
+        (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as of a policy gradient
+        (1.0, 2.0, 1.0, 2.0, 1.0, 19.0, 19.0, 19.0),
+        (1.0, 1.0, 1.0, 1.0, 1.0, 50.0, 1.0, 50.0, 50.0),  # two steps are no trend
+        (1e9, 2e9, 1e9, 2e9, 1e9, 1e9, 1e9, 1e9),
+    ],
+)
+def test_training_that_goes_well_does_not_diverge(losses: tuple[float, ...]) -> None:
+    watch_of(*losses).read(alone)
+
+
+def test_an_overflow_that_fp16_skipped_is_not_the_end() -> None:
+    watch = watch_of(2.0, math.inf, 2.0, skipped=(2,))
+    watch.read(alone)
+    assert watch.curve().losses == (2.0, None, 2.0)
+    assert watch.curve().skipped == (2,)
+
+
+def test_what_fp16_multiplies_the_loss_with_is_not_in_it() -> None:
+    """`engine.scale(loss).backward()`."""
+    engine = Engine()
+    watch = LossWatch(engine, lambda: True)
+    loss = torch.tensor(3.0, requires_grad=True) * 1
+    engine.scale(loss).backward()  # type: ignore[no-untyped-call]
+    watch.end_step(micro_steps=1, applied=True)
+    watch.read(alone)
+    assert watch.curve().losses == (3.0,)
+
+
+def test_backward_passes_that_are_no_training_are_not_heard() -> None:
+    watch = LossWatch(Engine(), lambda: False)
+    (torch.ones(1, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
+    watch.end_step(micro_steps=1, applied=True)
+    watch.read(alone)
+    assert watch.curve().losses == (None,)
+
+
+def test_a_checkpoints_own_backward_pass_is_no_loss() -> None:
+    watch = LossWatch(Engine(), lambda: True)
+    weights = torch.ones((), requires_grad=True)
+    loss = torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True)
+    loss.backward()
+    watch.end_step(micro_steps=1, applied=True)
+    watch.read(alone)
+    assert watch.curve().losses == (5.0,)
+
+
+def test_gradient_norms_are_kept_as_they_were() -> None:
+    engine = Engine()
+    watch = LossWatch(engine, lambda: True)
+    engine.norm = torch.tensor(1.0)
+    watch.end_step(micro_steps=1, applied=True)
+    engine.norm.fill_(7.0)  # by the next step, in place
+    for norm in (0.5, None, math.inf):
+        engine.norm = norm
+        watch.end_step(micro_steps=1, applied=True)
+    watch.read(alone)
+    assert watch.curve().grad_norms == (1.0, 0.5, None, None)
+
+
+def test_a_curve_is_no_longer_than_its_two_ends() -> None:
+    count = FIRST_STEPS + LAST_STEPS + 100
+    watch = watch_of(*[1.0] * count)
+    watch.read(alone)
+    steps = watch.curve().steps
+    assert steps[:FIRST_STEPS] == tuple(range(1, FIRST_STEPS + 1))
+    assert steps[FIRST_STEPS:] == tuple(range(count - LAST_STEPS + 1, count + 1))
+
+
+def test_ranks_that_see_no_loss_do_not_count() -> None:
+    watch = watch_of(4.0)
+    watch.read(lambda values: [value / 2 for value in values])  # the other rank has none
+    assert watch.curve().losses == (4.0,)
+
+
+def test_an_old_outcome_has_no_curve() -> None:
+    outcome = Outcome(OutcomeKind.OOM).to_json()
+    del outcome["training"]
+    assert Outcome.from_json(outcome).training is None
