@@ -310,6 +310,8 @@ def plan_of(
         **decided,
         method=chosen.method,
         max_trials=chosen.max_trials,
+        finals=chosen.finals,
+        indifference=chosen.indifference,
         slots_per_trial=slots,
         base_config=base,
         own_batch=own_batch,

@@ -234,6 +234,14 @@ def _probability(value: str | float) -> float:
     return number
 
 
+def _fraction(value: str | float) -> float:
+    percent = isinstance(value, str) and value.strip().endswith("%")
+    number = _number(str(value).strip()[:-1]) / 100 if percent else _number(value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{value} is not a fraction below 1, such as 0.02 or 2%")
+    return number
+
+
 def _number(value: str | float) -> float:
     try:
         return float(_text(value))
@@ -276,6 +284,7 @@ DURATION = Kind(duration_s, lambda seconds: f"{seconds:g}s")
 WHOLE_NUMBER = Kind(_whole_number)
 POSITIVE_NUMBER = Kind(_positive_number)
 PROBABILITY = Kind(_probability)
+FRACTION = Kind(_fraction)
 WORD = Kind(_word)
 PATH = Kind(_path)
 ARG_MAPPING = Kind(_arg_mapping)

@@ -16,6 +16,7 @@ from dsat.errors import UserInputError
 from dsat.inputs.option import (
     ARG_MAPPING,
     DURATION,
+    FRACTION,
     MEMORY_SIZE,
     PATH,
     POSITIVE_NUMBER,
@@ -85,6 +86,26 @@ class Settings(Target):
         metavar="N",
         notable=True,
         help="the most trials, the profile trial and your own configuration's included",
+    )
+    finals: int | None = option(
+        "--finals",
+        kind=at_least(0),
+        metavar="N",
+        any_command=True,
+        notable=True,
+        help="of these trials, N at most come after the search: its leaders and your own "
+        "configuration run again in turns, until it is certain which is better (default: up to 3 "
+        "of 13, and 12 at most; 0: none)",
+    )
+    indifference: float = option(
+        "--indifference",
+        kind=FRACTION,
+        default="2%",
+        metavar="PART",
+        any_command=True,
+        notable=True,
+        help="of configurations within this part of the best, the one with the smallest global "
+        "batch is recommended",
     )
     max_slots: int | None = option(
         "-ms", "--max-slots", kind=at_least(1), metavar="N", help="use at most N slots at once"

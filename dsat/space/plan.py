@@ -27,6 +27,7 @@ _LABELS = {
     "measured.steps": "profile steps (start, end, most)",
 }
 _ABSENT = "not given"
+_MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 _TUPLES = ("zero_stages", "micro_batches", "tune", "fix")
 
@@ -55,6 +56,9 @@ class Plan:
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         offload_helps: whether slots have memory of their own, which offloading relieves.
         nvme_path: where offloading to NVMe may write.
+        finals: how many trials there may be after the search to decide between its leaders and the
+            user's own configuration; None for a share of `max_trials`.
+        indifference: the gain, as a fraction, that a larger global batch is not worth.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
             are comparable only while it stays the same.
     """
@@ -82,6 +86,8 @@ class Plan:
     memory_model: str = BY_FORMULA
     offload_helps: bool = False
     nvme_path: str | None = None
+    finals: int | None = 0
+    indifference: float = 0.02
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -143,10 +149,10 @@ class Plan:
 
     def difference(self, earlier: Plan) -> str | None:
         """In what an earlier plan would decide differently: `FIELD was X, now Y`; None if in
-        nothing. The number of trials may differ, since it only ends a run."""
+        nothing. What only ends a run may differ: the number of trials, and the finals."""
         mine, theirs = self.to_json(), earlier.to_json()
         for name, value in mine.items():
-            if name == "max_trials" or value == theirs[name]:
+            if name in _MAY_DIFFER or value == theirs[name]:
                 continue
             own = option_of_plan_field(name)
             if own is not None:

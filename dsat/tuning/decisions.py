@@ -13,6 +13,8 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
+from dsat.tuning import finals
+from dsat.tuning.finals_phase import FinalsPhase
 from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
 from dsat.tuning.run import (
@@ -27,7 +29,7 @@ from dsat.values.trial import Trial, TrialKind
 
 
 class Decisions:
-    """Decides the trials of a run phase by phase: the model profile, then the search.
+    """Decides the trials of a run phase by phase: the model profile, the search, the finals.
 
     Args:
         plan: what to tune.
@@ -42,6 +44,7 @@ class Decisions:
         self._trials = TrialFactory(plan, self.run)
         self._profile = ProfilePhase(plan, self._trials)
         self._search: SearchPhase | None = None
+        self._finals = FinalsPhase(plan, self.run, self._trials)
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
     def next_event(self, *, ignore_budget: bool = False) -> dict[str, Any] | None:
@@ -51,13 +54,18 @@ class Decisions:
             ignore_budget: there may be one trial more than planned.
 
         Returns:
-            A trial proposed, or that there is nothing to try now; None if nothing is decided
-            before another event.
+            A trial proposed, that there is nothing to try now, or that the finals begin; None if
+            nothing is decided before another event.
         """
+        if self.run.finals is not None:
+            trial = self._finals.next_trial()
+            return None if trial is None else _proposed(trial)
         if self._search is None:
             trial = self._profile.next_trial()
             return None if trial is None else _proposed(trial)
-        if self._waiting or self._stop_reason(ignore_budget=ignore_budget) is not None:
+        if self._search_over(ignore_budget=ignore_budget) is not None:
+            return self._next_finals()
+        if self._waiting:
             return None
         trial = self._search.next_trial()
         self._waiting = trial is None
@@ -76,7 +84,9 @@ class Decisions:
     @property
     def stop_reason(self) -> str | None:
         """Why nothing more will be started, or None."""
-        return self._stop_reason(ignore_budget=False)
+        if self.run.finals is not None:
+            return self.run.search_ended if self.run.finals.over else None
+        return None if self._next_finals() else self._search_over(ignore_budget=False)
 
     @property
     def failure(self) -> str | None:
@@ -137,11 +147,22 @@ class Decisions:
             baseline=not self._profile.climbed,
         )
 
-    def _stop_reason(self, *, ignore_budget: bool) -> str | None:
+    def _next_finals(self) -> dict[str, Any] | None:
+        """That the finals begin, if the search is over and there is something to decide."""
+        reason = self._search_over(ignore_budget=False)
+        if reason is None or self.failure is not None or self.run.running:
+            return None
+        return self._finals.begin(reason)
+
+    def _search_over(self, *, ignore_budget: bool) -> str | None:
+        """Why the search, or the profile, starts no more trials; None as long as it may."""
         if self.failure is not None:
             return self.failure
-        if not ignore_budget and len(self.run.trials) >= self.plan.max_trials:
-            return f"all {self.plan.max_trials} trials are done"
+        most = self.plan.max_trials
+        for_search = most - finals.reserved(most - self.run.num_finals, self.plan.finals)
+        if not ignore_budget and len(self.run.trials) >= for_search:
+            rest = " but those of the finals" if for_search < most else ""
+            return f"all {most} trials{rest} are done"
         if self._search is not None and self._search.stop_reason is not None:
             return self._search.stop_reason
         if self.run.hopeless:

@@ -231,6 +231,8 @@ class Finals:
         leaders: in the order of `leaders`; as many as `num_leaders` of them take part.
         trials: how many runs there may be.
         indifference: a gain that is not worth a larger global batch, as a fraction.
+        same_batch: trial ids of the leaders beside which another configuration is to be run, with
+            the user's own global batch, since they have another.
 
     Attributes:
         pick: the leader that is compared with the user's own configuration, once it is chosen; None
@@ -247,6 +249,7 @@ class Finals:
         *,
         trials: int,
         indifference: float = 0.0,
+        same_batch: Collection[int] = (),
     ) -> None:
         self.own = own
         self.pairs: list[tuple[float, float]] = []
@@ -254,8 +257,8 @@ class Finals:
         self.used = 0
         self._trials = trials
         self._indifference = indifference
-        other_batch = any(c.train_batch_size != own.train_batch_size for c in leaders)
-        count = num_leaders(trials, same_batch=other_batch)
+        self._with_same_batch = frozenset(same_batch)
+        count = num_leaders(trials, same_batch=bool(same_batch))
         self._leaders = list(leaders[:count])
         self._values: dict[int, list[float]] = {c.trial_id: [] for c in self._leaders}
         self._own_failures = 0
@@ -372,7 +375,7 @@ class Finals:
         self.pick = _smallest_of_the_fastest(
             self._leaders, lambda c: self._values[c.trial_id], self._indifference
         )
-        self._same_batch_due = self.pick.train_batch_size != self.own.train_batch_size
+        self._same_batch_due = self.pick.trial_id in self._with_same_batch
         self._next_pair()
 
     def _decided(self) -> bool:

@@ -15,9 +15,11 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
+_SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
+
 
 class Phase(abc.ABC):
-    """A part of a run: the model profile, the search.
+    """A part of a run: the model profile, the search, the finals.
 
     A phase knows no clock, no files and no global random numbers, so that the same order of calls
     gives the same trials: a run is resumed by repeating that order.
@@ -83,7 +85,7 @@ class TrialFactory:
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
             predicted_bytes=predicted_bytes,
-            to_beat={} if kind is TrialKind.PROFILE else self._to_beat(),
+            to_beat=self._to_beat() if kind in _SEARCHED else {},
         )
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:
@@ -108,7 +110,9 @@ class TrialFactory:
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
         stem = name_of(strategy, batch)
-        if kind is not TrialKind.SEARCH:
+        if kind is TrialKind.FINAL:
+            stem = f"{kind.value}{self._run.num_finals + 1}_{stem}"
+        elif kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
         name, length = stem, 4
         while name in self._names:

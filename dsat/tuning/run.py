@@ -5,12 +5,14 @@ All that a person looks at is drawn from here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
+from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
@@ -21,6 +23,7 @@ EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
 EVENT_FORESEEN = "foreseen"
+EVENT_FINALS = "finals"
 
 HOPELESS_AFTER = 4
 
@@ -33,7 +36,9 @@ class Run:
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         baseline: the trial of the user's own configuration.
-        best: the trial with the best value so far among those that keep to the plan.
+        leader: the trial with the best value of the search among those that keep to the plan.
+        finals: the runs that decide, once the search is over; None if there are none.
+        search_ended: why the search was over when the finals began.
         foreseen: what the memory model begins with.
         skipped: names of configurations that were not launched since they would not have fitted.
         stop_reason: None while the run goes on or after it was interrupted.
@@ -51,7 +56,11 @@ class Run:
         self._profiled: Outcome | None = None
         self._failures = 0
         self._hopeful = False
-        self.best: Trial | None = None
+        self.leader: Trial | None = None
+        self.finals: Finals | None = None
+        self.search_ended: str | None = None
+        self.num_finals = 0
+        self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.foreseen: Basis | None = None
         self.skipped: list[str] = []
         self.stop_reason: str | None = None
@@ -74,13 +83,19 @@ class Run:
             self.trials[trial.id] = self._running[trial.id] = trial
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
+            elif trial.kind is TrialKind.FINAL:
+                self._enter_final(trial)
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
         elif kind == EVENT_FORESEEN:
             self.foreseen = Basis.from_json(event["basis"])
+        elif kind == EVENT_FINALS:
+            self._begin_finals(event)
         elif kind == EVENT_BUDGET:
             assert self.plan is not None
+            if event["max_trials"] > self.plan.max_trials:
+                self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
             self.stop_reason = None
         elif kind == EVENT_STOPPED:
@@ -96,6 +111,10 @@ class Run:
         if trial.kind is TrialKind.PROFILE:
             self._profiled = outcome
             return
+        if trial.kind is TrialKind.FINAL:
+            if self.finals is not None:
+                self.finals.record(None if value is None else self.log_value(value))
+            return
         if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
             self._failures += not outcome.smaller_may_run
         else:
@@ -105,14 +124,103 @@ class Run:
             and self.plan.admits(trial.batch)
             and self.plan.objective.is_better(value, self.best_value)
         ):
-            self.best = trial
+            self.leader = trial
             self.trials_since_best = 0
         else:
             self.trials_since_best += 1
 
+    def _begin_finals(self, event: Mapping[str, Any]) -> None:
+        assert self.baseline is not None
+        self.search_ended = event["reason"]
+        self._repeated = {}
+        self.finals = Finals(
+            self.contestant(self.baseline),
+            [self.contestant(self.trials[trial_id]) for trial_id in event["leaders"]],
+            trials=event["trials"],
+            indifference=event["indifference"],
+            same_batch=event["same_batch"],
+        )
+
+    def _enter_final(self, trial: Trial) -> None:
+        self.num_finals += 1
+        turn = None if self.finals is None else self.finals.turn
+        assert turn is not None and self.baseline is not None
+        if turn.role is Role.OWN:
+            self._repeated[trial.id] = self.baseline.id
+        elif turn.trial_id is not None:
+            self._repeated[trial.id] = turn.trial_id
+
+    def contestant(self, trial: Trial) -> Contestant:
+        """A trial that ran, as the finals look at it."""
+        assert self.plan is not None
+        outcome, value = self.outcomes[trial.id], self.value(trial)
+        assert value is not None and outcome.metrics is not None
+        memory = outcome.memory
+        return Contestant(
+            trial_id=trial.id,
+            log_value=self.log_value(value),
+            standard_error=outcome.metrics.standard_error,
+            train_batch_size=trial.batch.train_batch_size,
+            memory_bytes=memory.peak if memory is not None and memory.is_exact else None,
+            changes=len(self.changes(trial)),
+        )
+
+    def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
+        """Where a trial's configuration differs from the user's own, but for the batch sizes.
+
+        Returns:
+            Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
+        """
+        assert self.plan is not None
+        own = _flat({**self.plan.config({}), **self.plan.switches})
+        its = _flat(
+            {**self.plan.config(trial.overrides), **self.plan.switches, **trial.script_args}
+        )
+        return {
+            key: (own.get(key), its.get(key))
+            for key in dict.fromkeys([*own, *its])
+            if own.get(key) != its.get(key) and key not in trial.batch.config()
+        }
+
+    def log_value(self, value: float) -> float:
+        """The logarithm of a value of the objective, turned so that larger is better."""
+        assert self.plan is not None
+        return -math.log(value) if self.plan.objective.smaller_is_better else math.log(value)
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial of the configuration that is recommended: the winner of the finals, or as long
+        as there is none the leader of the search."""
+        finals, own = self.finals, self.baseline
+        if finals is None or not finals.over:
+            return self.leader
+        assert self.plan is not None and own is not None
+        if finals.pick is not None and (
+            finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)
+        ):
+            return self.trials[finals.pick.trial_id]
+        return own if self.plan.admits(own.batch) else self.leader
+
+    @property
+    def best_outcome(self) -> Outcome | None:
+        """What the best configuration did: the middle one of its runs in the finals, if any."""
+        best = self.best
+        if best is None:
+            return None
+        again = [
+            (value, self.outcomes[trial_id])
+            for trial_id, repeated in self._repeated.items()
+            if repeated == best.id and (value := self.value(self.trials[trial_id])) is not None
+        ]
+        if not again:
+            return self.outcomes[best.id]
+        return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+
     @property
     def best_value(self) -> float | None:
-        return None if self.best is None else self.value(self.best)
+        assert self.plan is not None
+        outcome = self.best_outcome
+        return None if outcome is None else outcome.value(self.plan.objective)
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -138,3 +246,14 @@ class Run:
     def count(self, kind: OutcomeKind) -> int:
         """How many trials ended so."""
         return sum(outcome.kind is kind for outcome in self.outcomes.values())
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings of nested sections by their path, with a dot between."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

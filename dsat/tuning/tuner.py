@@ -18,6 +18,7 @@ from dsat.tuning.journal import SCHEMA_VERSION
 from dsat.tuning.replay import replay
 from dsat.tuning.run import (
     EVENT_BUDGET,
+    EVENT_FINALS,
     EVENT_FINISHED,
     EVENT_FORESEEN,
     EVENT_PROPOSED,
@@ -36,7 +37,7 @@ class EventSink(Protocol):
 
 
 class Tuner:
-    """Decides the trials of a run: the profile, the user's own configuration, then the search.
+    """Decides the trials of a run: profile, the user's own configuration, search and finals.
 
     Every decision is appended to the journal before it is returned, and every outcome before the
     search hears of it. A tuner made from the events of an earlier one continues as if it were it.
@@ -92,6 +93,8 @@ class Tuner:
             if event is None:
                 break
             self._append(event)
+            if event["event"] == EVENT_FINALS:
+                continue
             if event["event"] != EVENT_PROPOSED:
                 break
             trials.append(self.run.trials[event["trial"]["id"]])

@@ -14,6 +14,7 @@ class TrialKind(str, enum.Enum):
     PROFILE = "profile"
     BASELINE = "baseline"
     SEARCH = "search"
+    FINAL = "final"
 
 
 @dataclass(frozen=True)

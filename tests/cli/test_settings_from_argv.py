@@ -44,6 +44,8 @@ COMMON: dict[str, Any] = {
     "engine": "auto",
     "memory_model": "simulation",
     "cold": False,
+    "finals": None,
+    "indifference": 0.02,
     "run_dir": None,
     "resume": False,
     "dry_run": False,

@@ -1,0 +1,126 @@
+"""Runs the finals: which configurations take part, and the trials of their turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsat.space.plan import Plan
+from dsat.tuning import finals
+from dsat.tuning.finals import Role
+from dsat.tuning.phase import Phase, TrialFactory
+from dsat.tuning.run import EVENT_FINALS, Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+
+
+class FinalsPhase(Phase):
+    """One trial at a time, alone on the machine, as `Run.finals` decides.
+
+    Args:
+        plan: what is tuned.
+        run: the run so far.
+        trials: makes its trials.
+    """
+
+    def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
+        self._plan = plan
+        self._run = run
+        self._trials = trials
+
+    def begin(self, reason: str) -> dict[str, Any] | None:
+        """The event that begins the finals; None if there is nothing to decide, or no room.
+
+        Args:
+            reason: why the search is over.
+        """
+        plan, run = self._plan, self._run
+        searched = len(run.trials) - run.num_finals
+        count = finals.budget(plan.max_trials - run.num_finals, searched, plan.finals)
+        own = run.baseline
+        if not count or run.leader is None or own is None or run.leader is own:
+            return None
+        if run.value(own) is None:
+            return None
+        tried = [
+            run.contestant(trial)
+            for trial in run.trials.values()
+            if trial.kind is TrialKind.SEARCH
+            and run.value(trial) is not None
+            and plan.admits(trial.batch)
+        ]
+        # One more than may be needed: a trial with the own batch takes the place of a leader.
+        most = finals.num_leaders(count)
+        leaders = finals.leaders(tried, most, indifference=plan.indifference)
+        return {
+            "event": EVENT_FINALS,
+            "reason": reason,
+            "trials": count,
+            "indifference": plan.indifference,
+            "leaders": [contestant.trial_id for contestant in leaders],
+            "same_batch": [
+                contestant.trial_id
+                for contestant in leaders
+                if self._with_own_batch(run.trials[contestant.trial_id]) is not None
+            ],
+        }
+
+    def next_trial(self) -> Trial | None:
+        run = self._run
+        assert run.finals is not None and run.baseline is not None
+        turn = run.finals.turn
+        if turn is None or run.running:
+            return None
+        if turn.role is Role.SAME_BATCH:
+            assert run.finals.pick is not None
+            configuration = self._with_own_batch(run.trials[run.finals.pick.trial_id])
+            assert configuration is not None
+            overrides, batch, script_args = configuration
+            return self._trials.make(TrialKind.FINAL, overrides, batch, script_args)
+        again = run.baseline if turn.trial_id is None else run.trials[turn.trial_id]
+        return self._trials.make(
+            TrialKind.FINAL,
+            again.overrides,
+            again.batch,
+            again.script_args,
+            predicted_bytes=again.predicted_bytes,
+        )
+
+    def hear(self, trial: Trial, outcome: Outcome) -> None:
+        """The run has entered the outcome in its finals."""
+
+    def _with_own_batch(
+        self, pick: Trial
+    ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
+        """What to compare with the user's own configuration at its own global batch.
+
+        The best that the search found there; else the pick's settings, with gradient accumulation
+        if need be. None if the pick has that batch, or nothing but the own configuration has.
+        """
+        plan, run = self._plan, self._run
+        own = plan.own_batch
+        if pick.batch.train_batch_size == own.train_batch_size:
+            return None
+        found = [
+            trial
+            for trial in run.trials.values()
+            if trial.kind is TrialKind.SEARCH
+            and trial.batch.train_batch_size == own.train_batch_size
+            and run.value(trial) is not None
+        ]
+        if found:
+            best = max(found, key=lambda trial: run.contestant(trial).log_value)
+            return dict(best.overrides), best.batch, dict(best.script_args)
+        per_slot = own.train_batch_size // plan.slots_per_trial
+        sizes = [m for m in plan.allowed_micro_batches if per_slot % m == 0]
+        smaller = [m for m in sizes if m <= pick.batch.micro_batch]
+        if not smaller:
+            return None
+        micro_batch = max(smaller)
+        batch = BatchTriple(own.train_batch_size, micro_batch, per_slot // micro_batch)
+        overrides = {**pick.overrides, **batch.config()}
+        script_args = dict(pick.script_args)
+        assert run.baseline is not None
+        same = self._trials.fingerprint(overrides, script_args) == self._trials.fingerprint(
+            run.baseline.overrides, run.baseline.script_args
+        )
+        return None if same else (overrides, batch, script_args)
