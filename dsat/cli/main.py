@@ -26,6 +26,7 @@ from dsat.memory import anchors
 from dsat.memory.predictor import Basis
 from dsat.report import autotuner_files, page, summary
 from dsat.report.live_view import LiveView
+from dsat.report.verdict import verdict
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal, read_events
 from dsat.tuning.loop import drive
@@ -137,7 +138,7 @@ def _compare(runs: Sequence[Prepared]) -> None:
     objective = runs[0].plan.objective
     found.sort(key=lambda entry: objective.loss(entry[2]))
     for ready, run, _ in found:
-        print(f"{ready.plan.slots_per_trial} slots: {' '.join(summary.verdict(run)[:1])}")
+        print(f"{ready.plan.slots_per_trial} slots: {' '.join(verdict(run)[:1])}")
     if found:
         ready, run, _ = found[0]
         assert ready.native is not None

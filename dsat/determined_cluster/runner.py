@@ -44,6 +44,7 @@ from dsat.determined_cluster.job import RESULT_MARK, SAID, Job
 from dsat.determined_cluster.retry import patiently
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.report import summary
+from dsat.report.verdict import verdict
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
@@ -350,7 +351,7 @@ def _conclude(runner: Runner, method: Method) -> None:
         say(f"experiment {runner.experiment_id} was ended from outside ({state.lower()})")
     else:
         say(f"ended: {found.stop_reason}")
-    for line in summary.verdict(found):
+    for line in verdict(found):
         say(line)
     if method.search.tuner.failed and found.outcomes:
         detail = list(found.outcomes.values())[-1].detail

@@ -71,7 +71,7 @@ def summary_text(run: Run) -> str:
     tried = [
         trial
         for trial in run.trials.values()
-        if trial.kind is not TrialKind.PROFILE and trial.id in run.outcomes
+        if trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and trial.id in run.outcomes
     ]
     spaces = sorted({trial.strategy for trial in tried})
     rows = []

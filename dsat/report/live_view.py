@@ -15,6 +15,7 @@ from rich.text import Text
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.report import log_lines, summary
+from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -85,7 +86,7 @@ class LiveView:
         for row in summary.stage_cells(run):
             table.add_row(*row)
         self._console.print(table)
-        self.say(*summary.facts(run), *summary.verdict(run))
+        self.say(*summary.facts(run), *verdict(run))
 
 
 def _view(run: Run) -> Group:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dsat.report import format as fmt
 from dsat.report import page_rows, plots, simple_plots, summary
+from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
 from dsat.values.trial import TrialKind
@@ -61,7 +62,7 @@ def html(run: Run, folders: str, train_line: str) -> str:
         name=str(run.info.get("name", "dsat")),
         method=run.plan.method,
         is_over=run.stop_reason is not None,
-        verdict=summary.verdict(run),
+        verdict=verdict(run),
         facts=summary.facts(run),
         info={key: str(value) for key, value in run.info.items()},
         train_line=train_line if run.best is not None else "",

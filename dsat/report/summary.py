@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dsat.report import format as fmt
+from dsat.report.verdict import gain, knee, knee_row, verdict
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -33,7 +34,7 @@ class StageRow:
 
 
 def stage_rows(run: Run) -> list[StageRow]:
-    """A row per stage that was tried; the profile trial does not count."""
+    """A row per stage that was tried; the profile and the finals do not count."""
     assert run.plan is not None
     objective = run.plan.objective
     rows = []
@@ -59,79 +60,13 @@ def write_files(run: Run, folder: Path, train_line: str) -> None:
     """Writes the best configuration, its metrics and `summary.md` into the run's folder."""
     config = best_config(run)
     if run.best is not None and config is not None:
-        outcome = run.outcomes[run.best.id]
-        assert outcome.metrics is not None
+        outcome = run.best_outcome
+        assert outcome is not None and outcome.metrics is not None
         text = json.dumps(config, indent=2) + "\n"
         write_atomically(folder / BEST_CONFIG_FILE, text)
         text = json.dumps({"trial": run.best.name, **outcome.metrics.to_json()}, indent=2) + "\n"
         write_atomically(folder / BEST_METRICS_FILE, text)
     write_atomically(folder / SUMMARY_FILE, markdown(run, train_line))
-
-
-def verdict(run: Run) -> list[str]:
-    """The sentences on the best trial, against the user's own configuration."""
-    assert run.plan is not None
-    name = run.plan.metric
-    baseline = run.baseline
-    if run.best is None:
-        return ["No configuration ran."]
-    value = run.best_value
-    assert value is not None
-    lines = [f"Best: {run.best.name}, {fmt.outcome(run.outcomes[run.best.id], name)}."]
-    own_value = None if baseline is None else run.value(baseline)
-    own = next(iter(run.trials.values()))
-    if baseline is None and run.outcomes[own.id].kind in _OUT_OF_MEMORY:
-        lines.append(
-            f"Your own configuration does not fit: {own.strategy} ran out of memory at micro batch "
-            f"{own.batch.micro_batch}."
-        )
-    elif baseline is None or baseline.id not in run.outcomes:
-        lines.append("Your own configuration was not measured.")
-    elif own_value is None:
-        outcome = run.outcomes[baseline.id]
-        lines.append(f"Your own configuration did not run: {fmt.outcome(outcome, name)}.")
-    elif baseline.id == run.best.id:
-        lines.append("That is your own configuration: nothing faster was found.")
-    else:
-        gain = run.plan.objective.gain(value, own_value)
-        lines.append(
-            f"Your own configuration: {baseline.name}, "
-            f"{fmt.outcome(run.outcomes[baseline.id], name)}. The best is {gain:.2f} times as good."
-        )
-    changed = {k: v for k, v in run.best.script_args.items() if run.plan.switches.get(k) != v}
-    if changed:
-        said = ", ".join(f"{key}={value}" for key, value in changed.items())
-        lines.append(f"The best needs other arguments of the script than yours: {said}.")
-    return lines + learning_rate_advice(run)
-
-
-def learning_rate_advice(run: Run) -> list[str]:
-    """What to do about the learning rate if the best global batch is another than the user's.
-
-    Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
-    for SGD (Goyal et al., arXiv:1706.02677).
-    """
-    assert run.plan is not None
-    if run.best is None:
-        return []
-    old, new = run.plan.own_batch.train_batch_size, run.best.batch.train_batch_size
-    if old == new:
-        return []
-    optimizer = run.plan.base_config.get("optimizer") or {}
-    ratio = new / old
-    root = f"multiply it by sqrt({new}/{old}) = {ratio**0.5:.3g}"
-    linear = f"multiply it by {new}/{old} = {ratio:.3g}"
-    kind = str(optimizer.get("type", "")).lower()
-    if "sgd" in kind:
-        advice = linear
-    elif kind:
-        advice = root
-    else:
-        advice = f"with an Adam-like optimizer {root}, with SGD {linear}"
-    return [
-        f"The global batch size changed from {old} to {new}, so the learning rate should too: "
-        f"{advice}. To keep the batch, use --train-batch-size {old}."
-    ]
 
 
 def markdown(run: Run, train_line: str) -> str:
@@ -143,12 +78,32 @@ def markdown(run: Run, train_line: str) -> str:
     lines += [f"{line}\n" for line in verdict(run)]
     if run.best is not None:
         lines += [f"Train with it: `{train_line}`", ""]
+    lines += _knee_lines(run)
     lines += ["## All trials", ""]
     lines += markdown_table(TRIAL_HEADINGS, _trial_cells(run))
     warnings = all_warnings(run)
     if warnings:
         lines += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
     return "\n".join(lines) + "\n"
+
+
+def _knee_lines(run: Run) -> list[str]:
+    """How the best value rises with the micro batch, and from where on it does so no more."""
+    assert run.plan is not None
+    rows = knee(run)
+    where = knee_row(rows, run.plan.indifference)
+    if where is None:
+        return []
+    cells = [
+        (
+            str(size),
+            fmt.metric(run.plan.metric, value),
+            f"{part:.1%}" + (" (knee)" if size == where else ""),
+        )
+        for size, value, part in rows
+    ]
+    table = markdown_table(("micro batch", run.plan.metric, "of the best"), cells)
+    return ["## The best of each micro batch", "", *table, ""]
 
 
 TRIAL_HEADINGS = (
@@ -236,9 +191,12 @@ def to_json(run: Run, folder: Path) -> dict[str, Any]:
     assert run.plan is not None
     baseline = run.baseline
     own_value = run.value(baseline) if baseline else None
-    gain = None
+    ratio = None
     if run.best_value is not None and own_value is not None:
-        gain = run.plan.objective.gain(run.best_value, own_value)
+        ratio = run.plan.objective.gain(run.best_value, own_value)
+    confirmed = gain(run)
+    if confirmed is not None:
+        ratio = confirmed.ratio if run.best is not baseline else 1.0
     return {
         "run_dir": str(folder),
         "metric": run.plan.metric,
@@ -247,9 +205,26 @@ def to_json(run: Run, folder: Path) -> dict[str, Any]:
         "best": _trial_json(run, run.best),
         "best_ds_config": best_config(run),
         "baseline": _trial_json(run, baseline),
-        "gain": gain,
+        "gain": ratio,
+        "finals": None if run.finals is None or confirmed is None else _finals_json(run),
         "trials": [_trial_json(run, trial) for trial in run.trials.values()],
         "warnings": all_warnings(run),
+    }
+
+
+def _finals_json(run: Run) -> dict[str, Any]:
+    """What the finals compared, and what they found."""
+    finals = run.finals
+    assert finals is not None and finals.comparison is not None and finals.pick is not None
+    same = finals.same_batch_gain
+    return {
+        "compared": run.trials[finals.pick.trial_id].name,
+        "gain": asdict(finals.comparison.gain),
+        "pairs": len(finals.pairs),
+        "significant": finals.is_better,
+        "recommended": finals.is_worth_it,
+        "noise": finals.comparison.noise,
+        "gain_at_own_global_batch": None if same is None else asdict(same),
     }
 
 
@@ -276,7 +251,7 @@ def _tried(run: Run) -> list[Trial]:
     return [
         trial
         for trial in run.trials.values()
-        if trial.kind is not TrialKind.PROFILE and trial.id in run.outcomes
+        if trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and trial.id in run.outcomes
     ]
 
 

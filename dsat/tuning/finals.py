@@ -238,6 +238,7 @@ class Finals:
         pick: the leader that is compared with the user's own configuration, once it is chosen; None
             if all have failed.
         turn: who runs next; None when the finals are over.
+        with_same_batch: `same_batch`.
         pairs: logarithms of what the user's own configuration and the pick reached.
         used: runs so far.
     """
@@ -257,7 +258,7 @@ class Finals:
         self.used = 0
         self._trials = trials
         self._indifference = indifference
-        self._with_same_batch = frozenset(same_batch)
+        self.with_same_batch = frozenset(same_batch)
         count = num_leaders(trials, same_batch=bool(same_batch))
         self._leaders = list(leaders[:count])
         self._values: dict[int, list[float]] = {c.trial_id: [] for c in self._leaders}
@@ -375,7 +376,7 @@ class Finals:
         self.pick = _smallest_of_the_fastest(
             self._leaders, lambda c: self._values[c.trial_id], self._indifference
         )
-        self._same_batch_due = self.pick.trial_id in self._with_same_batch
+        self._same_batch_due = self.pick.trial_id in self.with_same_batch
         self._next_pair()
 
     def _decided(self) -> bool:

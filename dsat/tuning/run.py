@@ -38,6 +38,8 @@ class Run:
         baseline: the trial of the user's own configuration.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
+        num_finals: trials of these and earlier finals.
+        same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
         foreseen: what the memory model begins with.
         skipped: names of configurations that were not launched since they would not have fitted.
@@ -60,6 +62,7 @@ class Run:
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.num_finals = 0
+        self.same_batch_final: Trial | None = None
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.foreseen: Basis | None = None
         self.skipped: list[str] = []
@@ -147,6 +150,8 @@ class Run:
         assert turn is not None and self.baseline is not None
         if turn.role is Role.OWN:
             self._repeated[trial.id] = self.baseline.id
+        elif turn.role is Role.SAME_BATCH:
+            self.same_batch_final = trial
         elif turn.trial_id is not None:
             self._repeated[trial.id] = turn.trial_id
 

@@ -18,7 +18,6 @@ from dsat.tuning.journal import SCHEMA_VERSION
 from dsat.tuning.replay import replay
 from dsat.tuning.run import (
     EVENT_BUDGET,
-    EVENT_FINALS,
     EVENT_FINISHED,
     EVENT_FORESEEN,
     EVENT_PROPOSED,
@@ -93,12 +92,9 @@ class Tuner:
             if event is None:
                 break
             self._append(event)
-            if event["event"] == EVENT_FINALS:
-                continue
-            if event["event"] != EVENT_PROPOSED:
-                break
-            trials.append(self.run.trials[event["trial"]["id"]])
-            free_slots -= self.plan.slots_per_trial
+            if event["event"] == EVENT_PROPOSED:
+                trials.append(self.run.trials[event["trial"]["id"]])
+                free_slots -= self.plan.slots_per_trial
         return trials
 
     def record(self, trial_id: int, outcome: Outcome) -> None:

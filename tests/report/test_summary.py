@@ -84,56 +84,6 @@ def test_a_row_per_stage_without_the_profile() -> None:
     assert run.running_s == 70.0
 
 
-def test_the_best_is_compared_with_the_users_own() -> None:
-    said = " ".join(summary.verdict(run_of((1, 8, ran(150)), baseline=ran(100))))
-    assert "Best: t2, 150 samples/s" in said
-    assert "1.50 times as good" in said
-
-
-def test_smaller_is_better_for_latency() -> None:
-    plan = plan_of(metric="latency")
-    slow, fast = ran(30, "latency"), ran(20, "latency")
-    run = run_of((1, 8, fast), baseline=slow, plan=plan)
-    assert run.best is not None
-    assert run.best.name == "t2"
-    assert "1.50 times as good" in " ".join(summary.verdict(run))
-
-
-def test_the_users_own_may_be_the_best() -> None:
-    said = summary.verdict(run_of((1, 8, ran(50)), baseline=ran(100)))
-    assert "That is your own configuration: nothing faster was found." in said
-
-
-def test_the_users_own_may_not_run_or_not_be_measured() -> None:
-    said = " ".join(summary.verdict(run_of((1, 8, ran(50)), baseline=failed("OOM", "too big"))))
-    assert "Your own configuration did not run: OOM: too big" in said
-    assert "was not measured" in " ".join(summary.verdict(run_of((1, 8, ran(50)))))
-
-
-def test_nothing_ran() -> None:
-    assert summary.verdict(run_of((1, 8, failed("OOM")))) == ["No configuration ran."]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "advice"),
-    [
-        ({"type": "AdamW"}, "sqrt(32/8) = 2."),
-        ({"type": "SGD"}, "multiply it by 32/8 = 4."),
-        (None, "with an Adam-like optimizer multiply it by sqrt(32/8) = 2, with SGD multiply it"),
-    ],
-)
-def test_learning_rate_advice(optimizer: dict[str, str] | None, advice: str) -> None:
-    base = {"optimizer": optimizer} if optimizer else {}
-    said = summary.learning_rate_advice(run_of((1, 16, ran(150)), base=base))
-    assert len(said) == 1
-    assert advice in said[0]
-    assert "from 8 to 32" in said[0]
-
-
-def test_no_learning_rate_advice_for_the_same_batch() -> None:
-    assert summary.learning_rate_advice(run_of((1, 4, ran(150)))) == []
-
-
 def test_the_configuration_is_for_use_as_it_is(tmp_path: Path) -> None:
     run = run_of((1, 16, ran(150)), baseline=ran(100))
     summary.write_files(run, tmp_path, "train it")

@@ -1,0 +1,218 @@
+"""Finals as a part of a run: when they begin, what they cost, that they resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.space.plan import Plan
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import (
+    Event,
+    FakeClock,
+    World,
+    drive,
+    failed,
+    plan_of,
+    profiled,
+    ran,
+    weightless,
+)
+
+OWN_BUCKET = 1
+
+
+class Buckets(World):
+    """Speed depends on the bucket, and a little on chance; a larger micro batch is faster.
+
+    Args:
+        speeds: by bucket size, of what is not 1.0.
+        luck: in the search, by bucket size: what it was measured too fast.
+        spread: of chance.
+    """
+
+    def __init__(
+        self,
+        speeds: Mapping[int, float],
+        luck: Mapping[int, float] | None = None,
+        spread: float = 0.002,
+    ) -> None:
+        self._speeds, self._luck, self._spread = speeds, luck or {}, spread
+
+    def outcome(self, trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return profiled(weightless(64))
+        zero = trial.overrides.get("zero_optimization", {})
+        bucket = zero.get("reduce_bucket_size", OWN_BUCKET)
+        digest = hashlib.sha256(f"{trial.id} {trial.name}".encode()).digest()
+        chance = 1 + self._spread * (digest[0] / 128 - 1)
+        lucky = 1.0 if trial.kind is TrialKind.FINAL else self._luck.get(bucket, 1.0)
+        samples = trial.batch.micro_batch / (trial.batch.micro_batch + 1)
+        return ran(1000 * samples * self._speeds.get(bucket, 1.0) * chance * lucky)
+
+
+def finals_plan(*, batches: bool = False, method: str = "random", **changes: Any) -> Plan:
+    """One stage with ten buckets to choose from; the smallest is the user's own."""
+    base = {"stage": 1, "reduce_bucket_size": OWN_BUCKET, "contiguous_gradients": True}
+    plan = plan_of(
+        method,
+        max_trials=30,
+        zero_stages=(1,),
+        base_config={"zero_optimization": base, "optimizer": {"type": "Adam"}},
+        own_batch=BatchTriple(8, 8, 1),
+        micro_batches=(8, 16, 32) if batches else (8,),
+        choices={"reduce_bucket_size": list(range(1, 11))},
+        memory_model="none",
+        finals=None,
+    )
+    return replace(plan, **changes)
+
+
+def tuner_of(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJournal]:
+    journal = MemoryJournal(events or [])
+    return Tuner(plan, journal, events=list(events or []), clock=FakeClock()), journal
+
+
+def ran_to_the_end(
+    speeds: Mapping[int, float],
+    luck: Mapping[int, float] | None = None,
+    *,
+    slots: int = 1,
+    **changes: Any,
+) -> Run:
+    tuner, _ = tuner_of(finals_plan(**changes))
+    drive(tuner, Buckets(speeds, luck), slots=slots)
+    return tuner.run
+
+
+def finals_of(run: Run) -> list[Trial]:
+    return [trial for trial in run.trials.values() if trial.kind is TrialKind.FINAL]
+
+
+def test_finals_follow_the_search_and_count_as_trials() -> None:
+    for max_trials, finals, most in ((30, None, 6), (16, 9, 9), (30, 0, 0), (8, None, 0)):
+        run = ran_to_the_end({}, {10: 1.01}, max_trials=max_trials, finals=finals)
+        kinds = [trial.kind for trial in run.trials.values()]
+        assert kinds[: len(kinds) - len(finals_of(run))].count(TrialKind.FINAL) == 0
+        assert len(finals_of(run)) <= most and bool(finals_of(run)) == bool(most)
+        assert len(run.trials) <= max_trials
+        assert run.stop_reason is not None
+
+
+def test_a_final_runs_alone_and_to_its_full_length() -> None:
+    tuner, _ = tuner_of(finals_plan(max_trials=13, finals=4))
+    world = Buckets({10: 1.5})
+    while not tuner.finished:
+        for trial in tuner.next_trials(3):
+            if trial.kind is TrialKind.FINAL:
+                assert tuner.run.running == [trial]
+                assert trial.to_beat == {}
+        running = world.next_to_end(tuner.run.running)
+        tuner.record(running.id, world.outcome(running))
+    names = [trial.name for trial in finals_of(tuner.run)]
+    assert [name.split("_")[0] for name in names] == ["final1", "final2", "final3", "final4"]
+    assert len(set(names)) == 4
+
+
+def test_the_configurations_of_the_finals_are_those_of_the_search() -> None:
+    run = ran_to_the_end({10: 1.5})
+    own, best, again, own_again = finals_of(run)
+    assert run.baseline is not None and run.best is not None
+    for trial, of in ((own, run.baseline), (best, run.best), (again, run.best)):
+        assert (trial.overrides, trial.script_args) == (of.overrides, of.script_args)
+    assert own_again.overrides == own.overrides
+    assert run.best_outcome in (run.outcomes[best.id], run.outcomes[again.id])
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_run_cut_off_after_any_event_of_its_finals_continues(slots: int, batches: bool) -> None:
+    plan = finals_plan(batches=batches)
+    world = Buckets({10: 1.1}, spread=0.05)
+    tuner, journal = tuner_of(plan)
+    drive(tuner, world, slots=slots)
+    whole = journal.events
+    begin = next(n for n, event in enumerate(whole) if event["event"] == "finals")
+    assert len(whole) > begin + 8
+    for count in range(begin - 2, len(whole) + 1):
+        resumed, again = tuner_of(plan, json.loads(json.dumps(whole[:count])))
+        drive(resumed, world, slots=slots)
+        assert again.events == whole
+
+
+def test_a_run_without_finals_goes_on_into_them() -> None:
+    tuner, journal = tuner_of(finals_plan(finals=0))
+    drive(tuner, Buckets({10: 1.5}))
+    assert not finals_of(tuner.run)
+    old = [dict(event) for event in journal.events]
+    old[0] = {**old[0], "plan": {**old[0]["plan"]}}
+    for unknown in ("finals", "indifference"):  # written before there were any
+        del old[0]["plan"][unknown]
+    resumed, _ = tuner_of(finals_plan(), old)
+    assert not resumed.finished
+    drive(resumed, Buckets({10: 1.5}))
+    assert len(finals_of(resumed.run)) == 4
+    assert resumed.run.trials.keys() > tuner.run.trials.keys()
+
+
+def test_with_more_trials_the_search_goes_on_and_has_finals_anew() -> None:
+    plan = finals_plan(max_trials=12, finals=4)
+    tuner, journal = tuner_of(plan)
+    drive(tuner, Buckets({10: 1.1}, spread=0.05))
+    before = len(finals_of(tuner.run))
+    resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
+    drive(resumed, Buckets({10: 1.1}, spread=0.05))
+    kinds = [trial.kind for trial in resumed.run.trials.values()]
+    after = kinds[kinds.index(TrialKind.FINAL) + before :]
+    assert TrialKind.SEARCH in after and after[-1] is TrialKind.FINAL
+    assert len(kinds) <= 24
+    names = [trial.name for trial in resumed.run.trials.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_there_is_nothing_to_decide_without_something_to_compare() -> None:
+    assert not finals_of(ran_to_the_end(dict.fromkeys(range(2, 11), 0.5)))
+
+    class OwnFails(Buckets):
+        def outcome(self, trial: Trial) -> Outcome:
+            own = trial.kind is TrialKind.BASELINE
+            return failed("OOM") if own else super().outcome(trial)
+
+    tuner, _ = tuner_of(finals_plan())
+    drive(tuner, OwnFails({}))
+    assert not finals_of(tuner.run)
+    assert tuner.run.best is not None
+
+
+def test_a_winner_that_fails_when_run_again_has_not_won() -> None:
+    class Fragile(Buckets):
+        def outcome(self, trial: Trial) -> Outcome:
+            outcome = super().outcome(trial)
+            bucket = trial.overrides.get("zero_optimization", {}).get("reduce_bucket_size")
+            if trial.kind is TrialKind.FINAL and bucket == 10:
+                return Outcome(OutcomeKind.OOM)
+            return outcome
+
+    tuner, _ = tuner_of(finals_plan(finals=12))
+    drive(tuner, Fragile({10: 1.52, 9: 1.51}))
+    run = tuner.run
+    assert run.leader is not None and run.best is not None
+    assert run.leader.overrides["zero_optimization"]["reduce_bucket_size"] == 10
+    assert run.best.overrides["zero_optimization"]["reduce_bucket_size"] == 9
+
+
+def test_what_was_demanded_of_batches_is_kept_although_nothing_is_gained() -> None:
+    plan = finals_plan(batches=True, train_batch_size=16, micro_batches=(8, 16))
+    tuner, _ = tuner_of(plan)
+    drive(tuner, Buckets({}, spread=0.2))
+    assert tuner.run.best is not None
+    assert tuner.run.best.batch.train_batch_size == 16
