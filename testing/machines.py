@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dsat import memory
 from dsat.space.overrides import GAS
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
@@ -35,8 +34,7 @@ class Machine:
         self.slots = int(rng.choice([1, 2, 8])) if slots is None else slots
         params = int(10 ** rng.uniform(8.0, 9.0))
         slot_memory = int(rng.choice([24, 40, 80])) * _GIB
-        state = memory.model_state(_profile(params, 0, slot_memory), plain(1)[0], self.slots)
-        free = slot_memory - state.resident - state.backward
+        free = slot_memory - _state_bytes(params, 1, self.slots)
         self.profile = _profile(params, max(1, int(free / 2 ** rng.uniform(3, 7.5))), slot_memory)
         self.space = Space(
             strategies=plain(0, 1, 2, 3),
@@ -66,13 +64,13 @@ class Machine:
     def predicted(self, settings: Mapping[str, Any]) -> float:
         """What a memory model says of it, which knows of buckets."""
         stage = settings["stage"]
-        state = memory.model_state(self.profile, plain(stage)[0], self.slots)
         bucket = 0
         if stage > 0:
             copies = 2 if settings.get("overlap_comm") else 1
             wanted = min(settings.get("reduce_bucket_size", 0), self.profile.num_params)
             bucket = 2 * copies * wanted // 4
-        free = self.profile.slot_memory_bytes - state.resident - state.backward - bucket
+        state = _state_bytes(self.profile.num_params, stage, self.slots)
+        free = self.profile.slot_memory_bytes - state - bucket
         return max(0.0, free / self.profile.activation_bytes_per_sample)
 
     def step_s(self, settings: Mapping[str, Any], micro_batch: Any, gas: int = 1) -> Any:
@@ -159,6 +157,12 @@ class Machine:
                     effect = scale * (drawn + 0.3 * float(rng.normal()))
                     effects[branch.strategy.stage, key, _key(value)] = max(effect, -0.03)
         return effects
+
+
+def _state_bytes(params: int, stage: int, slots: int) -> int:
+    """Of Adam in 16 bits: parameters, optimizer state and gradients of a slot."""
+    shard = -(-params // slots)
+    return (18 * params, 4 * params + 12 * shard, 2 * params + 14 * shard, 16 * shard)[stage]
 
 
 def _key(value: Any) -> str:

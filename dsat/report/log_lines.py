@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dsat import memory
+from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
-from dsat.tuning import strategies as ladder
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -25,20 +24,25 @@ def warnings(trial: Trial, outcome: Outcome, said: set[str]) -> list[str]:
 
 def of_profile(run: Run) -> list[str]:
     """What the profile trial found."""
-    assert run.profile is not None
-    return memory.describe(run.profile)
+    profile = run.profile
+    assert profile is not None
+    return [
+        f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
+        f"{profile.param_bytes} bytes each in the forward pass",
+        f"memory per slot {fmt.memory(profile.slot_memory_bytes)}, "
+        f"activations {fmt.memory(profile.activation_bytes_per_sample)} per sample, "
+        f"{profile.flops_per_sample / 1e9:.3f} GFLOP per sample (forward and backward)",
+    ]
 
 
 def of_search(run: Run, forecast: Forecast | None) -> list[str]:
     """What each strategy needs, as the search begins."""
-    assert run.plan is not None and run.profile is not None
+    assert run.plan is not None
     if forecast is not None:
         return forecast.describe()
-    profiled = next(
-        run.trials[i].strategy for i, o in run.outcomes.items() if o.profile is run.profile
-    )
-    strategies = ladder.searched_after(run.plan, profiled)
-    return memory.describe_floors(run.profile, strategies, run.plan.slots_per_trial)
+    if run.plan.memory_model == NO_MEMORY_MODEL:
+        return []
+    return ["memory is not predicted: nothing was predicted to fit, but the profile trial ran"]
 
 
 def of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:

@@ -8,29 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from dsat import memory
 from dsat.search.lineage import Lineage
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Proposal
-from dsat.values.zero_strategy import Strategy
 
 Predict = Callable[[Mapping[str, Any]], float]
 
 _DRAWS = 4096  # settings that are drawn one after the other until some fit
-
-
-def _by_strategy(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
-    """The largest micro batch that model state leaves room for; 0 if there is none."""
-    if memory.required_bytes(profile, strategy, slots, 1) > profile.slot_memory_bytes:
-        return 0
-    return memory.largest_micro_batch(profile, strategy, slots)
-
-
-def _upper_bound(profile: ModelProfile, strategy: Strategy, slots: int) -> int:
-    """The micro batch whose activations alone would fill a slot, if it held nothing else."""
-    return profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
 
 
 class Search(abc.ABC):
@@ -46,10 +32,9 @@ class Search(abc.ABC):
         seed: of every random choice.
         search_range_factor: multiplies the largest micro batch that is predicted to fit, up to
             which is searched.
-        memory_model: begin from the predicted largest micro batch; otherwise from the one whose
-            activations alone would fill a slot, which no strategy can exceed.
         predict: predicts the largest micro batch of some settings, 0 if none fits, and may know
-            better from one call to the next; by default a rough guess by strategy does.
+            better from one call to the next. Without it a search begins from the micro batch whose
+            activations alone would fill a slot, which no strategy can exceed.
         gated: nothing above that is launched, so nothing above it need be proposed.
 
     Attributes:
@@ -66,7 +51,6 @@ class Search(abc.ABC):
         *,
         seed: int,
         search_range_factor: float = 1.0,
-        memory_model: bool = True,
         predict: Predict | None = None,
         gated: bool = False,
     ) -> None:
@@ -76,10 +60,9 @@ class Search(abc.ABC):
         self._draws = 0
         self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
         self._search_range_factor = search_range_factor
-        self._predict = predict if memory_model else None
+        self._predict = predict
         self._gated = gated
-        bound = _by_strategy if memory_model else _upper_bound
-        self._rough = [bound(profile, s, space.slots) for s in space.strategies]
+        self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
         self._lineages: list[Lineage] = []
 
     @abc.abstractmethod
@@ -116,9 +99,9 @@ class Search(abc.ABC):
         self._draws += 1
         return np.random.default_rng([self._seed, self._draws])
 
-    def _largest(self, branch: int, settings: Mapping[str, Any]) -> float:
-        """The largest micro batch that settings of a branch should allow; 0 if none."""
-        found = self._rough[branch] if self._predict is None else self._predict(settings)
+    def _largest(self, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that settings should allow; 0 if none."""
+        found = self._upper_bound if self._predict is None else self._predict(settings)
         return min(found, 2.0 * self.space.micro_batches[-1])
 
     def _draw_lineage(self, branches: Sequence[int] | None = None) -> Lineage | None:
@@ -141,7 +124,7 @@ class Search(abc.ABC):
             if new:
                 number = new[0]  # as listed: what costs least traffic first
             settings = self.space.branches[number].settings(self._undrawn[number].take(rng))
-            largest = self._largest(number, settings)
+            largest = self._largest(settings)
             if self._predict is not None and largest < self.space.micro_batches[0]:
                 continue
             lineage = Lineage(

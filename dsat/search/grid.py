@@ -76,7 +76,7 @@ class GridSearch(Search):
         ):
             while progress.begun < branch.count and not self._is_over(progress):
                 settings = branch.settings(progress.begun)
-                largest = self._largest(number, settings)
+                largest = self._largest(settings)
                 progress.begun += 1
                 if self._predict is not None and largest < self._sizes[0]:
                     continue

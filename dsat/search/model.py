@@ -61,17 +61,15 @@ class ModelSearch(Search):
         *args: Any,
         stop_when: float = 0.0,
         early_stopping: int | None = None,
-        memory_model: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, memory_model=memory_model, **kwargs)
+        super().__init__(*args, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
         self._belief = Belief(
             self.space,
             self.objective,
             self._largest,
-            memory_model=memory_model,
             predicted=self._predict is not None,
             begin_with=_FIRST_LARGEST,
             rng=self._rng(),

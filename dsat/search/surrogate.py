@@ -46,9 +46,8 @@ class Belief:
     Args:
         space: what may be tried.
         objective: the metric to optimise.
-        largest: predicts the largest micro batch of a branch's settings, 0 if none fits.
-        memory_model: whether that is more than a bound from above.
-        predicted: whether it knows the switches of the script.
+        largest: the largest micro batch that settings should allow, 0 if none.
+        predicted: whether that is a prediction, and no bound from above.
         begin_with: a search begins with at most so many samples in a micro batch.
         rng: decides between knobs that are all alike.
 
@@ -64,9 +63,8 @@ class Belief:
         self,
         space: Space,
         objective: Objective,
-        largest: Callable[[int, Mapping[str, Any]], float],
+        largest: Callable[[Mapping[str, Any]], float],
         *,
-        memory_model: bool,
         predicted: bool,
         begin_with: int,
         rng: np.random.Generator,
@@ -77,7 +75,7 @@ class Belief:
         self.encoding = Encoding(space)
         count = len(space.branches)
         prior = self.encoding.memory_prior(predicted=predicted)
-        self.feasibility = Feasibility(count, memory_model, *prior)
+        self.feasibility = Feasibility(count, predicted, *prior)
         roomiest = max(2.0 ** self.log2_largest(branch, [0])[0] for branch in range(count))
         layout = step_time.Layout(
             strategies=space.strategies,
@@ -129,7 +127,7 @@ class Belief:
         What fits is a whole number: in the middle between it and the next, the edge.
         """
         settings = self._space.branches[branch].settings
-        largest = [self._largest(branch, settings(int(index))) for index in indexes]
+        largest = [self._largest(settings(int(index))) for index in indexes]
         edges: Array = np.log2(np.floor(largest) + 0.5)
         return edges
 

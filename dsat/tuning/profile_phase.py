@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
-from dsat.space.space import Space, smallest_buckets
+from dsat.space.space import Space
 from dsat.tuning import strategies
 from dsat.tuning.phase import Phase, TrialFactory
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -76,14 +75,8 @@ class ProfilePhase(Phase):
         return self._plan.allowed_micro_batches[0]
 
     def _trial(self, micro_batch: int) -> Trial:
-        plan, base = self._plan, self._plan.base_config
-        strategy = self._ladder[self._rung] if self.climbed else of_config(base)
-        settings = strategy_settings(strategy, base, plan.nvme_path)
-        if self.climbed:
-            settings["stage"] = strategy.stage
-        if strategy.stage > 0:
-            # Default buckets take gigabytes whatever the model: small ones let more models fit.
-            settings |= smallest_buckets(fixed=plan.fixed, stage=strategy.stage)
+        plan = self._plan
+        strategy = self._ladder[self._rung] if self.climbed else of_config(plan.base_config)
+        overrides = strategies.profile_overrides(plan, strategy, micro_batch)
         batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
-        overrides = overrides_for(settings, batch)
         return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)

@@ -60,7 +60,6 @@ class SearchPhase(Phase):
             plan.objective,
             space,
             seed=plan.seed,
-            memory_model=basis is not None,
             predict=None if self.forecast is None else self.forecast.largest,
             gated=self.forecast is not None,
             **plan.search_options,

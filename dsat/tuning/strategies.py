@@ -1,16 +1,22 @@
 """What a run searches, and in which order it looks for a strategy that fits at all.
 
 The ladder is the one that practitioners walk: stage 1, 2, 2 with the optimizer on the host, 3, 3
-with offloading, NVMe. A rung that needs as much memory as the one before it is left out.
+with offloading, NVMe. A rung is predicted to need less than all before it: of strategies that need
+the same, the lower stage moves less.
 """
 
 from __future__ import annotations
 
-from dsat import memory
+from typing import Any
+
 from dsat.inputs import ds_config
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space
+from dsat.space.space import Freedom, Space, smallest_buckets
 from dsat.values.outcome import ModelProfile
+from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
 
 LADDER = (
@@ -24,14 +30,15 @@ LADDER = (
     Strategy(3, NVME, NVME),
 )
 _SECTIONS = ("offload_optimizer", "offload_param")
-# Of no particular model: only the order of what strategies need counts.
-_SOME_MODEL = ModelProfile(
-    num_params=10**9,
-    trainable_params=10**9,
-    param_bytes=2,
-    activation_bytes_per_sample=0,
-    flops_per_sample=0.0,
-    slot_memory_bytes=0,
+# Of no particular model, but a large one beside any bucket: only the order of what strategies need
+# counts.
+_SOME_MODEL = ModelFacts(
+    num_params=10**11,
+    trainable_params=10**11,
+    largest_param=0,
+    forward_bytes_per_sample=0.0,
+    backward_bytes_per_sample=0.0,
+    first_gradient_bytes_per_sample=0.0,
 )
 
 
@@ -49,12 +56,12 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 def rescue(plan: Plan) -> tuple[Strategy, ...]:
     """What to try, one after the other, when the user's own strategy does not fit."""
-    least = _bytes(plan, of_config(plan.base_config))
+    least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in LADDER:
         if not _may_use(plan, strategy):
             continue
-        needed = _bytes(plan, strategy)
+        needed = _needed_bytes(plan, strategy)
         # NVMe saves memory of the host, not of the slot.
         if needed < least or strategy.offload_optimizer == NVME:
             found.append(strategy)
@@ -62,17 +69,23 @@ def rescue(plan: Plan) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
+def profile_overrides(plan: Plan, strategy: Strategy, micro_batch: int) -> dict[str, Any]:
+    """What the profile trial with a strategy lays over the user's configuration."""
+    base = plan.base_config
+    settings = strategy_settings(strategy, base, plan.nvme_path)
+    if strategy != of_config(base):
+        settings["stage"] = strategy.stage
+    if strategy.stage > 0:
+        # Default buckets take gigabytes whatever the model: small ones let more models fit.
+        settings |= smallest_buckets(fixed=plan.fixed, stage=strategy.stage)
+    batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
+    return overrides_for(settings, batch)
+
+
 def searched_from(plan: Plan, rung: int) -> tuple[Strategy, ...]:
     """The strategies to search when rung number `rung` of `rescue` was the first that fitted."""
     rungs = rescue(plan)
     return tuple(s for s in rungs[rung:] if s.offload_optimizer != NVME or s is rungs[rung])
-
-
-def searched_after(plan: Plan, fitted: str) -> tuple[Strategy, ...]:
-    """The strategies to search when the profile trial ran with the strategy of this name."""
-    if fitted == of_config(plan.base_config).name:
-        return searched(plan)
-    return searched_from(plan, [strategy.name for strategy in rescue(plan)].index(fitted))
 
 
 def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
@@ -139,7 +152,9 @@ def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
     ) and (strategy.offload_param in (NONE, own.offload_param) or _asked_for(plan, "offload_param"))
 
 
-def _bytes(plan: Plan, strategy: Strategy) -> int:
-    """What the backward pass and the step need, together: a model may fail to fit in either."""
-    state = memory.model_state(_SOME_MODEL, strategy, plan.slots_per_trial)
-    return 2 * state.resident + state.backward + state.step
+def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
+    """The peak, and that of training alone: a model may also fail to fit with its activations,
+    of which there are none while DeepSpeed initializes."""
+    config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
+    needed = closed_form.estimate(_SOME_MODEL, config, slots=plan.slots_per_trial, micro_batch=1)
+    return needed.peak, max(needed.forward, needed.backward, needed.step)

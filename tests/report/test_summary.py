@@ -135,7 +135,7 @@ def test_plain_progress_lines() -> None:
         view.show_result(run)
     said = stream.getvalue()
     assert "memory per slot" in said
-    assert "approximate largest micro batch" in said
+    assert "memory is not predicted" in said
     assert "t2: 150 samples/s" in said
     assert "\x1b" not in said
 

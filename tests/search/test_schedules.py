@@ -14,8 +14,7 @@ from dsat.search import SEARCHES, RandomSearch
 from dsat.search.asha import _Rung
 from dsat.search.base import _Undrawn
 from dsat.space.space import Freedom, Space
-from dsat.values.objective import Objective
-from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
@@ -246,25 +245,15 @@ def test_search_range_factor_scales_where_a_search_begins(
 
 
 def test_each_stage_begins_from_what_fits_in_it() -> None:
-    profile = ModelProfile(
-        num_params=1000,
-        trainable_params=1000,
-        param_bytes=2,
-        activation_bytes_per_sample=1000,
-        flops_per_sample=1.0,
-        slot_memory_bytes=23_500,
-    )
-    space = Space(
-        strategies=plain(1, 3), micro_batches=range(1, 100), slots=4, gas=1, num_params=1000
-    )
-    search = SEARCHES["binary"](profile, Objective("throughput"), space, seed=0)
+    space = Space(strategies=plain(1, 3), micro_batches=range(1, 100), slots=4, num_params=1000)
+    fit = {1: 16, 3: 19}
+    search = search_of("binary", space, predict=lambda settings: fit[settings["stage"]])
     first = {}
     for _ in range(12):
         proposal = search.ask()
         if proposal is None:
             break
         first[proposal.settings["stage"]] = proposal.micro_batch
-    # Stage 1: 2000 + 12 * 250 resident, 2000 of gradients: 16 fit. Stage 3: 500 + 3000, 500: 19.
     assert first == {1: 8, 3: 10}
 
 

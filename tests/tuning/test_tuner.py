@@ -263,17 +263,17 @@ def test_a_model_that_does_not_fit_climbs_the_ladder() -> None:
     (last,) = tuner.next_trials(2)
     assert [trial.kind for trial in [*profiles, last]] == [TrialKind.PROFILE] * 4
     climbed = [trial.strategy for trial in [*profiles, last]]
-    assert climbed == ["z1", "z2", "z2_offload", "z2_offload"]
+    assert climbed == ["z1", "z2_offload", "z3_offload", "z3_offload"]
     assert [trial.batch.micro_batch for trial in [*profiles, last]] == [1, 1, 1, 4]
-    buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    buckets = {"reduce_bucket_size": 10**6}
     offload = {"offload_optimizer": {"device": "cpu"}}
-    assert last.overrides["zero_optimization"] == {"stage": 2, **offload, **buckets}
+    assert last.overrides["zero_optimization"] == {"stage": 3, **offload, **buckets}
     tuner.record(last.id, profiled(weightless(15)))
     drive(tuner, World(), slots=2)
     kinds = [trial.kind for trial in tuner.run.trials.values()]
     assert TrialKind.BASELINE not in kinds, "it is known not to fit"
     searched = {t.strategy for t in tuner.run.trials.values() if t.kind is TrialKind.SEARCH}
-    assert searched == {"z2_offload", "z3_offload", "z3_offload_param"}
+    assert searched == {"z3_offload", "z3_offload_param"}
     assert tuner.run.best is not None
     resumed, _ = _tuner(tuner.plan, journal.events)
     assert resumed.run.trials.keys() == tuner.run.trials.keys()
@@ -284,7 +284,7 @@ def test_the_top_of_the_ladder_ends_the_run() -> None:
     while trials := tuner.next_trials(2):
         tuner.record(trials[0].id, failed("OOM", "too large"))
     assert [trial.strategy for trial in tuner.run.trials.values()] == [
-        *("z1", "z2", "z2_offload", "z3_offload", "z3_offload_param")
+        *("z1", "z2_offload", "z3_offload", "z3_offload_param")
     ]
     assert tuner.failed
     assert tuner.stop_reason == "the profile trial failed: OOM: too large"
