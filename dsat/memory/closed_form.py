@@ -37,7 +37,8 @@ class ModelFacts:
             among them.
         backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
             not counted.
-        first_gradient_bytes_per_sample: those that are left when the first gradient is there.
+        first_gradient_bytes_per_sample: those that are left when the first gradient is there; by
+            default all of the forward pass.
         param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
             script ("auto").
     """
@@ -47,14 +48,13 @@ class ModelFacts:
     largest_param: int
     forward_bytes_per_sample: float
     backward_bytes_per_sample: float
-    first_gradient_bytes_per_sample: float
+    first_gradient_bytes_per_sample: float = math.nan
     param_bytes: int = 2
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelFacts:
-        """From a journal; older ones do not tell the activations at the first gradient."""
-        first = data.get("first_gradient_bytes_per_sample", data["forward_bytes_per_sample"])
-        return cls(**{**data, "first_gradient_bytes_per_sample": first})
+    def __post_init__(self) -> None:
+        if math.isnan(self.first_gradient_bytes_per_sample):
+            forward = self.forward_bytes_per_sample
+            object.__setattr__(self, "first_gradient_bytes_per_sample", forward)
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:

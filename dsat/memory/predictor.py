@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate
 from dsat.memory.closed_form import Line, ModelFacts
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
+from dsat.values.codec import Recorded
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
 
@@ -39,11 +40,6 @@ class Anchor:
     micro_batch: int
     estimate: MemoryEstimate
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Anchor:
-        estimate = MemoryEstimate.from_json(data["estimate"])
-        return cls(data["config"], data["micro_batch"], estimate)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -59,14 +55,9 @@ class Variant:
     facts: ModelFacts
     anchors: tuple[Anchor, ...] = ()
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Variant:
-        anchors = tuple(Anchor.from_json(anchor) for anchor in data["anchors"])
-        return cls(data["script_args"], ModelFacts.from_json(data["facts"]), anchors)
-
 
 @dataclass(frozen=True)
-class Basis:
+class Basis(Recorded):
     """What is known before a search begins; the first variant is the user's own.
 
     Attributes:
@@ -86,13 +77,6 @@ class Basis:
     @property
     def simulated(self) -> bool:
         return any(variant.anchors for variant in self.variants)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Basis:
-        return cls(tuple(Variant.from_json(v) for v in data["variants"]), data["note"])
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
 from dsat.inputs.settings import BY_FORMULA, option_of_plan_field
 from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
+from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 
@@ -29,11 +30,9 @@ _LABELS = {
 _ABSENT = "not given"
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
-_TUPLES = ("zero_stages", "micro_batches", "tune", "fix")
-
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Recorded):
     """What a tuner needs to know; plain values only.
 
     Attributes:
@@ -134,18 +133,6 @@ class Plan:
         if largest is not None and batch.train_batch_size > largest:
             return False
         return batch.micro_batch % self.divisible_by == 0
-
-    def to_json(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in _TUPLES}
-        return {**asdict(self), **lists}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        # What an earlier version did not know of has its default.
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        values.update({name: tuple(values[name]) for name in _TUPLES})
-        values["own_batch"] = BatchTriple(**values["own_batch"])
-        return cls(**values)
 
     def difference(self, earlier: Plan) -> str | None:
         """In what an earlier plan would decide differently: `FIELD was X, now Y`; None if in

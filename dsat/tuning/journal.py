@@ -15,7 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
+from dsat.tuning.run import EVENT_FINISHED, EVENT_START, VALUES_OF, VALUES_OF_ALL
+from dsat.values.codec import DecodeError, decode
 from dsat.values.files import sync_folder
+from dsat.values.trial import Trial
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
@@ -110,10 +113,12 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
         The events, and how many bytes of the content hold them.
 
     Raises:
-        JournalError: a line before the last is damaged, or the schema is newer than ours.
+        JournalError: a line before the last is damaged or holds a value that is none, or the
+            schema is newer than ours.
     """
     events: list[dict[str, Any]] = []
     intact = 0
+    proposed: set[int] = set()
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -124,14 +129,49 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             raise JournalError(
                 f"{name}: line {number} is damaged. Start a new run, or restore the file."
             ) from None
-        if number == 1 and event.get("schema", 0) > SCHEMA_VERSION:
+        try:
+            schema = decode(int, event.get("schema", SCHEMA_VERSION), "schema")
+            if schema > SCHEMA_VERSION:
+                raise JournalError(
+                    f"{name}: written by a newer dsat (schema {schema}, this one reads up to "
+                    f"{SCHEMA_VERSION}). Update dsat, or start a new run."
+                )
+            _check(event, proposed, is_first=number == 1)
+        except DecodeError as error:
             raise JournalError(
-                f"{name}: written by a newer dsat (schema {event['schema']}, this one reads up to "
-                f"{SCHEMA_VERSION}). Update dsat, or start a new run."
-            )
+                f"{name}: line {number}: {error}. Start a new run, or restore the file."
+            ) from None
         events.append(event)
         intact += len(line) + 1
     return events, intact
+
+
+def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> None:
+    """Raise DecodeError for an event that a run cannot be folded from.
+
+    Args:
+        proposed: numbers of the trials before it; those of this event are added.
+        is_first: whether it is the first of all.
+    """
+    kind = event.get("event")
+    if not isinstance(kind, str):  # of another kind of journal
+        return
+    wanted = VALUES_OF.get(kind, {})
+    for key, value_kind in wanted.items():
+        if key not in event:
+            raise DecodeError(key, "is missing")
+        value = decode(value_kind, event[key], key)
+        if isinstance(value, Trial):
+            proposed.add(value.id)
+    for key, value_kind in VALUES_OF_ALL.items():
+        if key in event:
+            decode(value_kind, event[key], key)
+    if wanted and (kind == EVENT_START) != is_first:
+        raise DecodeError(
+            "event", f"is {kind!r} where a run " + ("begins" if is_first else "goes on")
+        )
+    if kind == EVENT_FINISHED and event["trial_id"] not in proposed:
+        raise DecodeError("trial_id", f"is {event['trial_id']}, and there is no such trial before")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from dsat.errors import JournalMismatch
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING
+from dsat.values.trial import Trial
 
 
 def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
@@ -39,17 +40,21 @@ def _check_plan(plan: Plan, earlier: Plan) -> None:
 
 
 def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
-    decided = (decisions.next_event(ignore_budget=True) or {}).get("trial")
-    earlier = event.get("trial")
+    decided = _trial_of(decisions.next_event(ignore_budget=True) or {})
+    earlier = _trial_of(event)
     if decided == earlier:
         return
-    said = "nothing" if decided is None else decided["name"]
+    said = "nothing" if decided is None else decided.name
     if earlier is None:
         assert decided is not None
-        began = f"the run waited before trial {decided['id']}"
+        began = f"the run waited before trial {decided.id}"
     else:
-        began = f"trial {earlier['id']} was {earlier['name']}"
+        began = f"trial {earlier.id} was {earlier.name}"
     raise JournalMismatch(
         f"{began}, but this dsat decides {said}. The run was made by another version: start a new "
         "one."
     )
+
+
+def _trial_of(event: Mapping[str, Any]) -> Trial | None:
+    return Trial.from_json(event["trial"]) if "trial" in event else None

@@ -25,6 +25,17 @@ EVENT_BUDGET = "budget"
 EVENT_FORESEEN = "foreseen"
 EVENT_FINALS = "finals"
 
+# What events hold besides; of others nothing is demanded.
+VALUES_OF: Mapping[str, Mapping[str, Any]] = {
+    EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
+    EVENT_PROPOSED: {"trial": Trial},
+    EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
+    EVENT_FORESEEN: {"basis": Basis},
+    EVENT_BUDGET: {"max_trials": int},
+    EVENT_STOPPED: {"reason": str},
+}
+VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str]}  # where they are
+
 HOPELESS_AFTER = 4
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
+from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 
 
@@ -37,7 +37,7 @@ def student_t95(freedom: int) -> float:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Metrics(Recorded):
     """What a trial measured. Times are per optimizer step, the slowest rank's.
 
     Attributes:
@@ -66,13 +66,6 @@ class Metrics:
         """The value of one of `METRIC_NAMES`."""
         number: float | None = getattr(self, metric)
         return number
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Metrics:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class ModelProfile:
+class ModelProfile(Recorded):
     """What trial 0 learns of the model and its slots.
 
     Attributes:
@@ -131,13 +124,6 @@ class ModelProfile:
     activation_bytes_per_sample: int
     flops_per_sample: float
     slot_memory_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelProfile:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -158,13 +144,9 @@ class TrainingCurve:
     grad_norms: tuple[float | None, ...] = ()
     skipped: tuple[int, ...] = ()
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainingCurve:
-        return cls(**{f.name: tuple(data[f.name]) for f in fields(cls)})
-
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Recorded):
     """How a trial ended and what it measured.
 
     Attributes:
@@ -198,24 +180,3 @@ class Outcome:
         if not self.ok or self.metrics is None:
             return None
         return self.metrics.value(objective.metric)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "kind": self.kind.value, "warnings": list(self.warnings)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        metrics, memory, profile = data["metrics"], data["memory"], data["profile"]
-        training = data.get("training")  # not in journals of dsat 0.1
-        return cls(
-            kind=OutcomeKind(data["kind"]),
-            metrics=Metrics.from_json(metrics) if metrics else None,
-            memory=MemoryUse(**memory) if memory else None,
-            profile=ModelProfile.from_json(profile) if profile else None,
-            message=data["message"],
-            detail=data["detail"],
-            duration_s=data["duration_s"],
-            warnings=tuple(data["warnings"]),
-            smaller_may_run=data["smaller_may_run"],
-            step_ms=tuple(data.get("step_ms", ())),
-            training=TrainingCurve.from_json(training) if training else None,
-        )

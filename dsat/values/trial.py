@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from dsat.values.codec import Recorded
 
 
 class TrialKind(str, enum.Enum):
@@ -52,7 +54,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Recorded):
     """One run of the user's script under one configuration.
 
     Attributes:
@@ -84,11 +86,3 @@ class Trial:
     def __post_init__(self) -> None:
         if not self.strategy:
             object.__setattr__(self, "strategy", f"z{self.stage}")
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "kind": self.kind.value}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        values = {**data, "kind": TrialKind(data["kind"]), "batch": BatchTriple(**data["batch"])}
-        return cls(**values)

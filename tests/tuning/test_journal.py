@@ -2,24 +2,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.errors import JournalError, JournalLocked
+from dsat.report import summary
 from dsat.space.plan import Plan
-from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events
+from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal, read_events
+from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.files import write_atomically
 from testing.helpers import FakeClock, World, drive, plan_of
 
 EVENTS: list[dict[str, Any]] = [
-    {"event": "start", "schema": SCHEMA_VERSION, "info": {"name": "Größe\n"}},
-    {"event": "proposed", "n": 1, "values": [1.5, None, True]},
-    {"event": "finished", "message": 'a "quoted" {brace}'},
+    {"event": "any", "schema": SCHEMA_VERSION, "info": {"name": "Größe\n"}},
+    {"event": "other", "n": 1, "values": [1.5, None, True]},
+    {"event": "third", "message": 'a "quoted" {brace}'},
 ]
 
 
@@ -124,7 +128,7 @@ def test_what_json_cannot_hold_is_refused_and_leaves_no_trace(path: Path) -> Non
     content = _write(path)
     with Journal(path) as journal:
         with pytest.raises(ValueError, match="JSON"):
-            journal.append({"event": "finished", "value": float("nan")})
+            journal.append({"event": "third", "value": float("nan")})
         journal.append({"event": "next"})
     assert path.read_bytes() == content + b'{"event":"next"}\n'
 
@@ -239,3 +243,86 @@ def test_write_atomically_shows_a_reader_the_old_text_until_the_new_is_on_the_di
     assert seen == [("old", "new")]
     assert synced == [target.stat().st_ino, tmp_path.stat().st_ino]
     assert target.read_text() == "new"
+
+
+# -- journals of earlier versions, made by them with the plan and the world of `testing.helpers`
+
+JOURNALS = Path(__file__).parent / "journals"
+
+
+def test_a_journal_without_fields_that_came_later_is_read() -> None:
+    """Of the version before `Outcome.smaller_may_run`, `Trial.strategy` and half of `Plan`."""
+    events = read_events(JOURNALS / "before_smaller_may_run.jsonl")
+    assert "smaller_may_run" not in json.dumps(events)
+    run = Run(events)
+    assert run.plan is not None and run.plan.max_trials == len(run.outcomes) == 12
+    assert run.stop_reason == "all 12 trials are done" and run.best is not None
+    assert run.outcomes[run.best.id].smaller_may_run is False
+    assert run.best.strategy == f"z{run.best.stage}"
+    assert "all 12 trials are done" in summary.markdown(run, "train")
+
+
+def test_a_run_of_the_last_version_is_resumed_from_any_event() -> None:
+    events = read_events(JOURNALS / "before_moves.jsonl")
+    plan = plan_of("asha", max_trials=12)
+    ids = [event["trial"]["id"] for event in events if event["event"] == "proposed"]
+    for count in range(1, len(events) + 1):
+        journal = MemoryJournal(events[:count])
+        tuner = Tuner(plan, journal, events=events[:count], clock=FakeClock())
+        drive(tuner, World(), slots=2)
+        assert list(tuner.run.trials) == ids
+        assert tuner.run.trials == Run(events).trials
+        assert tuner.run.outcomes == Run(events).outcomes
+    more = Tuner(replace(plan, max_trials=14), MemoryJournal(), events=events, clock=FakeClock())
+    drive(more, World(), slots=2)
+    assert len(more.run.outcomes) == 14
+
+
+@pytest.mark.parametrize(
+    ("line", "keys", "value", "problem"),
+    [
+        (1, ("plan", "max_trials"), "12", "plan.max_trials must be a whole number, not '12'"),
+        (1, ("plan", "own_batch", "gas"), None, "plan.own_batch.gas must be a whole number"),
+        (1, ("plan",), ..., "plan is missing"),
+        (1, ("schema",), "1", "schema must be a whole number, not '1'"),
+        (2, ("trial", "kind"), "other", "trial.kind must be one of profile, baseline, search"),
+        (2, ("trial", "batch"), [1, 1, 1], "trial.batch must be an object"),
+        (2, ("trial", "stage"), True, "trial.stage must be a whole number, not True"),
+        (2, ("elapsed_s",), "soon", "elapsed_s must be a number"),
+        (3, ("outcome", "kind"), ["OK"], "outcome.kind must be one of OK, OOM"),
+        (3, ("outcome", "kind"), ..., "outcome.kind is missing"),
+        (3, ("outcome", "warnings"), [1], "outcome.warnings[0] must be a text, not 1"),
+        (3, ("outcome", "profile", "num_params"), ..., "outcome.profile.num_params is missing"),
+        (3, ("trial_id",), 99, "trial_id is 99, and there is no such trial before"),
+        (3, ("trial_id",), {}, "trial_id must be a whole number"),
+        (3, ("event",), "start", "plan is missing"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_line(
+    path: Path, line: int, keys: tuple[str, ...], value: Any, problem: str
+) -> None:
+    lines = (JOURNALS / "before_moves.jsonl").read_text().splitlines()
+    event = json.loads(lines[line - 1])
+    *above, last = keys
+    inner = event
+    for key in above:
+        inner = inner[key]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    path.write_text("\n".join([*lines[: line - 1], json.dumps(event), *lines[line:]]) + "\n")
+    with pytest.raises(JournalError, match=re.escape(f"journal.jsonl: line {line}: {problem}")):
+        read_events(path)
+
+
+def test_a_field_that_a_later_version_added_is_ignored(path: Path) -> None:
+    lines = (JOURNALS / "before_moves.jsonl").read_text().splitlines()
+    later = [json.loads(line) for line in lines]
+    for event in later:
+        event["later"] = 1
+        for key in ("plan", "trial", "outcome"):
+            if key in event:
+                event[key]["later"] = {"a": 1}
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in later))
+    assert Run(read_events(path)).outcomes == Run(map(json.loads, lines)).outcomes
