@@ -116,4 +116,4 @@ def test_what_is_left_to_the_trainer_is_not_fixed() -> None:
 
 def test_the_number_of_trials_is_no_difference_between_plans() -> None:
     assert plan_of(max_trials=5).difference(plan_of(max_trials=9)) is None
-    assert plan_of(seed=5).difference(plan_of(seed=9)) == "seed"
+    assert plan_of(seed=5).difference(plan_of(seed=9)) == "random seed was 9, now 5"
