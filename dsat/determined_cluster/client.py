@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.determined_cluster.job import RESULT_MARK, SAID
-from dsat.determined_cluster.retry import patiently
+from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.errors import EngineError, UserInputError
 
 FIRST_WITHOUT = (0, 38)
@@ -107,11 +107,11 @@ class Client:
         """Prints what a search runner says, until its end."""
         shown, state = 0, ""
         while True:
-            new = patiently(lambda: self._state(experiment_id), say)
+            new = retry_while_unreachable(lambda: self._state(experiment_id), say)
             if new != state and new not in ("ACTIVE", *_OVER):
                 say(f"experiment {experiment_id} is {new.lower()}")
             state = new
-            lines = patiently(lambda: self._said(experiment_id), say)
+            lines = retry_while_unreachable(lambda: self._said(experiment_id), say)
             for line in lines[shown:]:
                 if not line.startswith(RESULT_MARK):
                     say(line)

@@ -12,7 +12,7 @@ from typing import Any
 from determined.common.api import errors
 from determined.experimental import client
 
-from dsat.determined_cluster.retry import patiently
+from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.in_trial.cluster_rank import LOG_MARK
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 
@@ -44,18 +44,18 @@ class RemoteCluster:
             trial = self._trial(trial_id)
             return [] if trial is None else list(trial.iter_logs(tail=LOG_LINES))
 
-        lines = patiently(read, self._say)
+        lines = retry_while_unreachable(read, self._say)
         for pause_s in _LATE_LOGS_S:
             if any(LOG_MARK in line for line in lines):
                 break
             self._sleep(pause_s)
-            lines = patiently(read, self._say)
+            lines = retry_while_unreachable(read, self._say)
         return lines
 
     def kill(self, trial_id: int) -> None:
-        trial = patiently(lambda: self._trial(trial_id), self._say)
+        trial = retry_while_unreachable(lambda: self._trial(trial_id), self._say)
         if trial is not None:
-            patiently(trial.kill, self._say)
+            retry_while_unreachable(trial.kill, self._say)
 
     def _trial(self, trial_id: int) -> Any:
         assert self.experiment_id is not None
@@ -100,7 +100,7 @@ def find_or_create(
             made = client.create_experiment(dict(config), str(model_dir), list(map(str, includes)))
         return int(made.id)
 
-    return patiently(attempt, say)
+    return retry_while_unreachable(attempt, say)
 
 
 def _find(tag: str) -> int | None:

@@ -25,7 +25,7 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, OSError)  # requests' own exceptions are such
 
 
-def patiently(
+def retry_while_unreachable(
     call: Callable[[], T],
     say: Callable[[str], None],
     *,

@@ -41,7 +41,7 @@ from dsat.determined_cluster.engine import (
     Operation,
 )
 from dsat.determined_cluster.job import RESULT_MARK, SAID, Job
-from dsat.determined_cluster.retry import patiently
+from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.report import summary
 from dsat.report.verdict import verdict
@@ -219,7 +219,7 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         if self.context.preempt.should_preempt():
             raise Preempted
         ask = super().get_events
-        events = patiently(lambda: ask(session, experiment_id), self._say)
+        events = retry_while_unreachable(lambda: ask(session, experiment_id), self._say)
         inactive = bool(events) and any(event.experimentInactive for event in events)
         if self._paused and not inactive:
             self._say(f"experiment {experiment_id} goes on")
@@ -251,12 +251,12 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
                 if pending():
                     raise
 
-        patiently(attempt, self._say)
+        retry_while_unreachable(attempt, self._say)
 
     def save_state(self, experiment_id: int, operations: Any) -> None:
         state = (experiment_id, len(self._method.search.journal.events))
         if state != self._saved:
-            patiently(lambda: self._store(experiment_id), self._say)
+            retry_while_unreachable(lambda: self._store(experiment_id), self._say)
             self._saved = state
 
     def _store(self, experiment_id: int) -> None:
@@ -285,10 +285,10 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
             return
         self._reported = ended
         progress = self._method.progress(self.state) * jobs.RUNNER_LENGTH
-        patiently(lambda: self._operation.report_progress(progress), self._say)
+        retry_while_unreachable(lambda: self._operation.report_progress(progress), self._say)
         if run.best_value is not None and run.plan is not None:
             values = {f"best {run.plan.metric}": run.best_value}
-            patiently(
+            retry_while_unreachable(
                 lambda: self.context.train.report_training_metrics(
                     steps_completed=ended, metrics=values
                 ),
@@ -311,7 +311,7 @@ def run(job: Job, folder: Path) -> None:
     if info is None or info.task_type != "TRIAL":
         raise SystemExit("dsat: error: the search runner runs as a Determined experiment only.")
     runner_id = info.trial.experiment_id
-    submitted = patiently(lambda: master.submitted_config(runner_id), say)
+    submitted = retry_while_unreachable(lambda: master.submitted_config(runner_id), say)
     config = jobs.custom_config(job, runner_id, submitted)
     with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
         for operation in context.searcher.operations():
@@ -336,18 +336,18 @@ def run(job: Job, folder: Path) -> None:
 
 def _leave(runner: Runner, runner_id: int) -> None:
     """The runner's own experiment is paused, canceled or killed."""
-    if patiently(lambda: master.experiment_state(runner_id), say) == "PAUSED":
+    if retry_while_unreachable(lambda: master.experiment_state(runner_id), say) == "PAUSED":
         say("paused; trials that run go on, and no others are started until this is resumed")
         return
     say(f"canceled, and with it experiment {runner.experiment_id}")
-    patiently(lambda: master.cancel_experiment(runner.experiment_id), say)
+    retry_while_unreachable(lambda: master.cancel_experiment(runner.experiment_id), say)
 
 
 def _conclude(runner: Runner, method: Method) -> None:
     found, plan = method.run, method.run.plan
     assert plan is not None
     if not method.search.over:
-        state = patiently(lambda: master.experiment_state(runner.experiment_id), say)
+        state = retry_while_unreachable(lambda: master.experiment_state(runner.experiment_id), say)
         say(f"experiment {runner.experiment_id} was ended from outside ({state.lower()})")
     else:
         say(f"ended: {found.stop_reason}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster.retry import patiently
+from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.determined_cluster.select_master import auth_file, choose, logins_of
 
 FAR = "http://gpus.example.com:8080"
@@ -86,7 +86,7 @@ class Flaky:
 def test_a_master_that_is_away_is_waited_for() -> None:
     pauses: list[float] = []
     said: list[str] = []
-    assert patiently(Flaky(7), said.append, sleep=pauses.append) == "here"
+    assert retry_while_unreachable(Flaky(7), said.append, sleep=pauses.append) == "here"
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert len(said) == 1 and "refused" in said[0]
 
@@ -94,7 +94,7 @@ def test_a_master_that_is_away_is_waited_for() -> None:
 def test_but_not_for_ever() -> None:
     pauses: list[float] = []
     with pytest.raises(ConnectionError):
-        patiently(Flaky(10**6), lambda line: None, limit_s=100, sleep=pauses.append)
+        retry_while_unreachable(Flaky(10**6), lambda line: None, limit_s=100, sleep=pauses.append)
     assert 100 <= sum(pauses) < 160
 
 
@@ -105,4 +105,4 @@ def test_a_refusal_is_no_absence() -> None:
         raise errors.ForbiddenException("no")
 
     with pytest.raises(errors.ForbiddenException):
-        patiently(refused, lambda line: None, sleep=lambda pause_s: None)
+        retry_while_unreachable(refused, lambda line: None, sleep=lambda pause_s: None)
