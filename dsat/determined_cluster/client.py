@@ -36,6 +36,16 @@ class Ended:
     result: str
 
 
+def check_installed(master: str) -> None:
+    """Raise UserInputError if determined, without which no master can be talked to, is missing."""
+    if importlib.util.find_spec("determined") is None:
+        raise UserInputError(
+            "determined is not installed, and tuning on a cluster needs it",
+            where=master,
+            hint=f"Run pip install 'dsat[determined]'. {LOCAL}",
+        )
+
+
 def connect(master: str) -> Client:
     """Logs in to a master that can run custom searches.
 

@@ -64,6 +64,7 @@ def where(chosen: Settings) -> Choice:
 def tune(chosen: Settings, choice: Choice) -> int:
     """Submits the search and follows it; returns the exit status."""
     assert choice.master is not None
+    clients.check_installed(choice.master)
     stream = sys.stderr if chosen.json else sys.stdout
 
     def say(line: str) -> None:

@@ -1,9 +1,11 @@
 """An unmodified Determined script without a master.
 
-Inside a rank, before the user's script runs: `det.get_cluster_info()` answers with the trial's
-hyperparameters, and `det.core.init()` gives a context whose metrics, checkpoints and searcher
-operations stay in the trial's folder. Works with determined 0.28 to 0.37, whose parts it builds on
-(`determined._info`, `determined.core._context._dummy_init`, the Dummy contexts).
+Installed in a rank before the user's script runs. determined itself is not imported here, and need
+not be there: it is adapted as soon as the script imports it. From then on `det.get_cluster_info()`
+answers with the trial's hyperparameters, and `det.core.init()` gives a context whose metrics,
+checkpoints and searcher operations stay in the trial's folder. Works with determined 0.28 to 0.37,
+whose parts it builds on (`determined._info`, `determined.core._context._dummy_init`, the Dummy
+contexts).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 from dsat.errors import InvalidTrial
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
+_SUPPORTED = ((0, 28), (0, 37))  # first and last
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,17 @@ class LocalTask:
 
 
 def install(task: LocalTask) -> None:
-    """Makes determined, in this process, believe that it runs `task`."""
+    """Makes determined, in this process, believe that it runs `task`; once it is imported."""
+    wrapt.register_post_import_hook(functools.partial(_adapt, task), "determined")
+
+
+def _adapt(task: LocalTask, determined: Any) -> None:
+    """Adapts determined, which has just been imported.
+
+    Raises:
+        InvalidTrial: it is of a version that works otherwise.
+    """
+    _check_version(determined.__version__)
     from determined import _info, core
 
     _info._info = _cluster_info(task)
@@ -58,6 +74,16 @@ def install(task: LocalTask) -> None:
     core.init = init
     core._context.init = init
     _listen_on_loopback(core.DistributedContext, task.ports)
+
+
+def _check_version(version: str) -> None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, last = _SUPPORTED
+    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+        raise InvalidTrial(
+            f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
+            "pip install 'dsat[determined]'"
+        )
 
 
 def _cluster_info(task: LocalTask) -> Any:

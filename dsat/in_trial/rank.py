@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, failures, hf_trainer
+from dsat.in_trial import config_injection, determined_shim, failures, hf_trainer
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.meter import Meter, MeterSpec, TrialComplete, install
 from dsat.in_trial.simulation import server
@@ -55,7 +55,7 @@ class RankSpec:
     Attributes:
         trial: the trial as in the journal, for people.
         program: the entrypoint, its configuration path already the trial's own.
-        task: the fields of `masterless.LocalTask`, its folder left out.
+        task: the fields of `determined_shim.LocalTask`, its folder left out.
         meter: what to measure; None in a full-length run, which is not measured.
         capture: the run is only to tell which configuration the script passes to DeepSpeed.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
@@ -124,8 +124,6 @@ def _prepare(
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
     import numpy
     import torch
-
-    from dsat.in_trial import determined_shim
 
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()

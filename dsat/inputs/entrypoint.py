@@ -6,6 +6,7 @@ and the number of slots matter.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -259,8 +260,10 @@ def _python(words: list[str]) -> Entrypoint:
     if not module:
         raise UserInputError("names no module after -m", where=_WHERE, hint=_FORMS)
     if module[0] == "determined.launch.deepspeed":
+        _check_determined(module[0])
         return _determined(rest)
     if module[0] == "determined.launch.torch_distributed":
+        _check_determined(module[0])
         return replace(_determined_torch(rest), one_thread=True)
     if module[0] in ("torch.distributed.run", "torch.distributed.launch"):
         return _torchrun(rest)
@@ -271,6 +274,15 @@ def _python(words: list[str]) -> Entrypoint:
             f"{module[0]} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
         )
     return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))
+
+
+def _check_determined(launcher: str) -> None:
+    if importlib.util.find_spec("determined") is None:
+        raise UserInputError(
+            f"{launcher} is not installed",
+            where=_WHERE,
+            hint="Run pip install 'dsat[determined]', or leave the launcher out.",
+        )
 
 
 def _determined(words: list[str]) -> Entrypoint:

@@ -37,11 +37,7 @@ WARM_MODULES = (
     "deepspeed.runtime.fp16.unfused_optimizer",
     "deepspeed.ops.adam",
     "deepspeed.ops.op_builder",
-    "determined",
-    "determined.core",
-    "determined.ipc",
     "dsat.in_trial.rank",
-    "dsat.in_trial.determined_shim",
 )
 _WARM_UP_LIMIT_S = 300.0
 _CLOSE_LIMIT_S = 20.0
