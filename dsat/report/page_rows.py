@@ -80,6 +80,8 @@ def _row(run: Run, trial: Trial, folders: str) -> dict[str, Any]:
         "best": trial is run.best,
         "own": trial.kind is TrialKind.BASELINE,
         "predicted_gib": _gib(trial.predicted_bytes),
+        "used_gib": None,
+        "took_s": None,
         "folder": f"{folders}/{trial.name}",
         "changes": _changes_text(run, trial),
     }

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,17 @@ class Measured(World):
 
 
 def run_of_world(world: World | None = None, *, method: str = "random", trials: int = 40) -> Run:
+    return Run(events_of_world(world, method=method, trials=trials))
+
+
+def events_of_world(
+    world: World | None = None, *, method: str = "random", trials: int = 40
+) -> list[dict[str, Any]]:
     journal = MemoryJournal()
     plan = plan_of(method, max_trials=trials)
     info = {"name": f"model {HOSTILE}", "machine": "8 devices"}
     drive(Tuner(plan, journal, info=info, clock=FakeClock()), world or Measured(), slots=2)
-    return Run(journal.events)
+    return journal.events
 
 
 class Parts(HTMLParser):
@@ -119,6 +126,15 @@ def test_without_vl_convert_the_page_is_plain(monkeypatch: pytest.MonkeyPatch) -
     assert "vegaEmbed(" not in text.split("<script>")[0]
     assert "dsat[report]" in text
     assert len(text) < 200_000
+
+
+def test_a_page_is_drawn_while_trials_run() -> None:
+    events = events_of_world(trials=6)
+    for end in range(1, len(events) + 1):
+        run = Run(events[:end])
+        if run.trials:
+            html = page.html(run, "trials", "")
+            assert html.count(">running<") == len(run.trials) - len(run.outcomes)
 
 
 def test_a_run_of_which_nothing_ran_has_a_page_too() -> None:
