@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.determined_cluster.job import RESULT_MARK, SAID
+from dsat.determined_cluster.job import RESULT_MARK, SAID, state_in_words
 from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.errors import EngineError, UserInputError
 
@@ -119,7 +119,7 @@ class Client:
         while True:
             new = retry_while_unreachable(lambda: self._state(experiment_id), say)
             if new != state and new not in ("ACTIVE", *_OVER):
-                say(f"experiment {experiment_id} is {new.lower()}")
+                say(f"experiment {experiment_id} is {state_in_words(new)}")
             state = new
             lines = retry_while_unreachable(lambda: self._said(experiment_id), say)
             for line in lines[shown:]:

@@ -35,6 +35,13 @@ _OF_TRAINING = (
     "perform_initial_validation pbs profiling records_per_epoch scheduling_unit slurm"
 ).split()
 
+_STATES = {
+    "STOPPING_CANCELED": "being canceled",
+    "STOPPING_COMPLETED": "about to complete",
+    "STOPPING_ERROR": "about to fail",
+    "STOPPING_KILLED": "being killed",
+}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -153,6 +160,11 @@ def runner_config(
         max_restarts=max_restarts,
     )
     return ds_config.merge(config, changes)
+
+
+def state_in_words(state: str) -> str:
+    """A master's name for an experiment's state, for people."""
+    return _STATES.get(state, state.lower())
 
 
 def search_tag(runner_id: int) -> str:

@@ -147,3 +147,11 @@ def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -
     assert "_use_dsat_mode" not in config["hyperparameters"]
     assert config["description"].startswith(jobs.full_run_tag(17))
     assert not jobs.full_run_tag(17).startswith(jobs.search_tag(17))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("PAUSED", "paused"), ("STOPPING_CANCELED", "being canceled"), ("ACTIVE", "active")],
+)
+def test_an_experiments_state_is_said_in_words(state: str, words: str) -> None:
+    assert jobs.state_in_words(state) == words
