@@ -347,10 +347,9 @@ def _conclude(runner: Runner, method: Method) -> None:
     found, plan = method.run, method.run.plan
     assert plan is not None
     if not method.search.over:
-        state = retry_while_unreachable(lambda: master.experiment_state(runner.experiment_id), say)
-        say(
-            f"experiment {runner.experiment_id} was ended from outside ({jobs.state_in_words(state)})"
-        )
+        number = runner.experiment_id
+        state = retry_while_unreachable(lambda: master.experiment_state(number), say)
+        say(f"experiment {number} was ended from outside ({jobs.state_in_words(state)})")
     else:
         say(f"ended: {found.stop_reason}")
     for line in verdict(found):
