@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import signal
 import sys
@@ -39,6 +40,8 @@ from dsat.values.trial import Trial
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has a ±
     chosen = settings_from_argv.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -12,7 +12,7 @@ from dsat.app.prepare import Prepared
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.tuning.run import Run
-from dsat.tuning.strategies import make_space, rescue
+from dsat.tuning.strategies import make_space, rungs
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
@@ -39,7 +39,7 @@ def print_plan(ready: Prepared) -> None:
     fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
         print(f"fixed by your configuration: {', '.join(fixed)}")
-    ladder = [strategy.label for strategy in rescue(plan)]
+    ladder = [strategy.label for strategy in rungs(plan)]
     if ladder:
         print(f"if that does not fit, one after the other: {'; '.join(ladder)}")
     print(

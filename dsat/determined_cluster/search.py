@@ -22,16 +22,15 @@ Request ids derive from the search and the trial's number, so that an answer nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsat.determined_cluster.engine import ClusterEngine, Operation
-from dsat.report import log_lines
+from dsat.report.log_lines import Narrator
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.trial import TrialKind
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
@@ -64,7 +63,7 @@ class ClusterSearch:
         self.journal = MemoryJournal(events)
         self.tuner = Tuner(plan, self.journal, info=info, events=[dict(event) for event in events])
         self._say = say
-        self._said: set[str] = set()
+        self._narrator = Narrator()
         self._answers = {
             event["id"]: [Operation(**data) for data in event["operations"]]
             for event in events
@@ -122,20 +121,18 @@ class ClusterSearch:
     def _decide(self) -> None:
         tuner, run = self.tuner, self.run
         for trial_id, outcome in self.engine.poll(0):
+            searched = tuner.search_began
             tuner.record(trial_id, outcome)
-            trial = run.trials[trial_id]
-            for line in log_lines.warnings(trial, outcome, self._said):
-                self._say(line)
-            self._say(log_lines.of_trial(run, trial, outcome))
-            if trial.kind is TrialKind.PROFILE and run.profile is not None:
-                for line in log_lines.of_profile(run):
-                    self._say(line)
-                for line in log_lines.of_search(run, tuner.forecast):
-                    self._say(line)
+            self._tell(self._narrator.ended(run, run.trials[trial_id], outcome))
+            if tuner.search_began and not searched:
+                self._tell(self._narrator.search_began(run, tuner.forecast))
         for trial in tuner.next_trials(self.engine.free_slots):
             self.engine.launch(trial)
-            if trial.kind is TrialKind.PROFILE:
-                self._say(log_lines.of_start(trial))
+            self._tell(self._narrator.started(trial))
         if tuner.finished:
             tuner.stop()
             self.engine.close(failure=tuner.failed)
+
+    def _tell(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._say(line)

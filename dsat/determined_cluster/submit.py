@@ -25,6 +25,7 @@ from dsat.inputs import experiment, script_args
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 from dsat.tuning.strategies import make_space
+from dsat.values import memory_size
 
 # What has a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
@@ -162,7 +163,7 @@ def _print_plan(ready: Submission, size_bytes: int) -> None:
     for line in make_space(plan).describe():
         print(f"  {line}")
     print(f"the search runner's entrypoint: {shlex.join(ready.config['entrypoint'])}")
-    print(f"to upload: {len(ready.entries)} files and folders, {size_bytes / 2**20:.1f} MiB")
+    print(f"to upload: {len(ready.entries)} files and folders, {memory_size.readable(size_bytes)}")
 
 
 def _hints(client: Client, number: int) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
+from dsat.values.memory_size import readable
 
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
@@ -109,10 +110,10 @@ def check_size(found: Sequence[Entry], limit_bytes: int = LIMIT_BYTES) -> int:
     total = sum(size for size, _ in files) + sum(entry.size_bytes or 0 for entry in _package())
     if total > limit_bytes:
         files.sort(key=lambda pair: (-pair[0], str(pair[1].target)))
-        largest = ", ".join(f"{entry.target} ({_mib(size)})" for size, entry in files[:_SHOWN])
+        largest = ", ".join(f"{entry.target} ({readable(size)})" for size, entry in files[:_SHOWN])
         raise UserInputError(
-            f"the model folder and the includes have {_mib(total)}, and a Determined master takes "
-            f"{_mib(limit_bytes)}. The largest files: {largest}",
+            f"the model folder and the includes have {readable(total)}, and a Determined master "
+            f"takes {readable(limit_bytes)}. The largest files: {largest}",
             where="context",
             hint="Name what trials do not need in a .detignore beside the script.",
         )
@@ -189,7 +190,3 @@ def detignore() -> Callable[[Path], Ignore]:
         return found
 
     return ignore
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

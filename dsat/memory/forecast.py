@@ -12,6 +12,7 @@ from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import LARGEST_MICRO_BATCH, Space
+from dsat.values.memory_size import readable
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
 
@@ -62,11 +63,11 @@ class Forecast:
             largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
             smallest = self._space.micro_batches[0]
             shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
-            needed = self.model.predicted_bytes(shape, smallest) / 2**30
+            needed = self.model.predicted_bytes(shape, smallest)
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
             lines.append(
-                f"{branch.strategy.label}: {needed:.2f} GiB per slot at micro batch {smallest}, "
-                f"{ending} ({shape.source})"
+                f"{branch.strategy.label}: {readable(needed)} per slot at micro batch "
+                f"{smallest}, {ending} ({shape.source})"
             )
         note = self.model.basis.note
         return [*lines, f"memory is predicted by formula: {note}"] if note else lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsat.values import memory_size
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Outcome
 
@@ -30,11 +31,12 @@ def metric(name: str, value: float | None) -> str:
 
 def memory(size_bytes: float | None) -> str:
     """`1.23 GiB`; a dash for None."""
-    if size_bytes is None:
-        return "-"
-    if size_bytes < 2**30:
-        return f"{size_bytes / 2**20:.1f} MiB"
-    return f"{size_bytes / 2**30:.2f} GiB"
+    return "-" if size_bytes is None else memory_size.readable(size_bytes)
+
+
+def percent(fraction: float) -> str:
+    """`1.7 %`."""
+    return f"{100 * fraction:.1f} %"
 
 
 def duration(seconds: float) -> str:
@@ -53,7 +55,7 @@ def outcome(result: Outcome, metric_name: str) -> str:
         message = shortened(result.message)
         return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))
-    spread = f"+-{result.metrics.ci95:.1%} over {result.metrics.num_steps} steps"
+    spread = f"±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps"
     return f"{value} ({spread})"
 
 

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
-from dsat.report import log_lines, summary
+from dsat.report import summary
+from dsat.report.log_lines import Narrator
 from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial
 
 _LAST_TRIALS = 12
 _PLAIN_WIDTH = 140
@@ -37,7 +38,7 @@ class LiveView:
             file=stream, highlight=False, soft_wrap=width is not None, width=width
         )
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
-        self._warned: set[str] = set()
+        self._narrator = Narrator()
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -59,20 +60,16 @@ class LiveView:
             self._console.print(Text(line))
 
     def started(self, run: Run, trial: Trial) -> None:
-        if self._live is None and trial.kind is TrialKind.PROFILE:
-            self.say(log_lines.of_start(trial))
+        if self._live is None:
+            self.say(*self._narrator.started(trial))
         self.waited(run)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        self.say(*log_lines.warnings(trial, outcome, self._warned))
-        if trial.kind is TrialKind.PROFILE and run.profile is not None:
-            self.say(*log_lines.of_profile(run))
-        elif self._live is None:
-            self.say(log_lines.of_trial(run, trial, outcome))
+        self.say(*self._narrator.ended(run, trial, outcome, result=self._live is None))
         self.waited(run)
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
-        self.say(*log_lines.of_search(run, forecast))
+        self.say(*self._narrator.search_began(run, forecast))
 
     def waited(self, run: Run) -> None:
         if self._live is not None and run.plan is not None:

@@ -6,26 +6,46 @@ from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.tuning.run import Run
-from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
+from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import Trial, TrialKind
 
 
-def of_start(trial: Trial) -> str:
-    """At the beginning of the profile trial."""
-    return f"trial {trial.name}: counting parameters, FLOPs and activations"
+class Narrator:
+    """Says what happens in a run, line by line; every warning once."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def started(self, trial: Trial) -> list[str]:
+        """As a trial begins; the first ones take their time."""
+        if trial.kind is not TrialKind.PROFILE:
+            return []
+        return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome, *, result: bool = True) -> list[str]:
+        """What came of a trial.
+
+        Args:
+            result: with how it ended; otherwise only what a table of the trials does not tell.
+        """
+        new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
+        self._warned.update(new)
+        lines = [f"warning: {trial.name}: {text}" for text in new]
+        if outcome.profile is not None and outcome.ok:
+            return lines + _of_profile(outcome.profile)
+        return [*lines, _of_trial(run, trial, outcome)] if result else lines
+
+    def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
+        """What each strategy needs."""
+        assert run.plan is not None
+        if forecast is not None:
+            return forecast.describe()
+        if run.plan.memory_model == NO_MEMORY_MODEL:
+            return []
+        return ["memory is not predicted: nothing was predicted to fit, but the profile trial ran"]
 
 
-def warnings(trial: Trial, outcome: Outcome, said: set[str]) -> list[str]:
-    """The outcome's warnings that are not among those `said` already, and now are."""
-    new = [text for text in outcome.warnings if text not in said]
-    said.update(new)
-    return [f"warning: {trial.name}: {text}" for text in new]
-
-
-def of_profile(run: Run) -> list[str]:
-    """What the profile trial found."""
-    profile = run.profile
-    assert profile is not None
+def _of_profile(profile: ModelProfile) -> list[str]:
     return [
         f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
         f"{profile.param_bytes} bytes each in the forward pass",
@@ -35,18 +55,7 @@ def of_profile(run: Run) -> list[str]:
     ]
 
 
-def of_search(run: Run, forecast: Forecast | None) -> list[str]:
-    """What each strategy needs, as the search begins."""
-    assert run.plan is not None
-    if forecast is not None:
-        return forecast.describe()
-    if run.plan.memory_model == NO_MEMORY_MODEL:
-        return []
-    return ["memory is not predicted: nothing was predicted to fit, but the profile trial ran"]
-
-
-def of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
-    """What came of a trial, and which is the best so far."""
+def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     assert run.plan is not None
     count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
     line = fmt.outcome(outcome, run.plan.metric)

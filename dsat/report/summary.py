@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,6 @@ from dsat.values.trial import Trial, TrialKind
 BEST_CONFIG_FILE = "best_ds_config.json"
 BEST_METRICS_FILE = "best_ds_metrics.json"
 SUMMARY_FILE = "summary.md"
-
-_OUT_OF_MEMORY = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def stage_rows(run: Run) -> list[StageRow]:
         kinds = [run.outcomes[trial.id].kind for trial in trials]
         ran = [(value, trial) for trial in trials if (value := run.value(trial)) is not None]
         best = min(ran, key=lambda pair: objective.loss(pair[0]))[1] if ran else None
-        lost = sum(kind in _OUT_OF_MEMORY for kind in kinds)
-        other = sum(kind not in _OUT_OF_MEMORY and kind is not OutcomeKind.OK for kind in kinds)
+        lost = sum(kind.is_out_of_memory for kind in kinds)
+        other = sum(not kind.is_out_of_memory and kind is not OutcomeKind.OK for kind in kinds)
         rows.append(StageRow(strategy, len(trials), lost, other, best))
     return rows
 
@@ -154,13 +153,13 @@ def _memory_facts(run: Run) -> list[str]:
     """How memory was predicted, how well where that can be told, and what it saved."""
     lines = []
     if any(trial.predicted_bytes is not None for trial in run.trials.values()):
-        simulated = run.foreseen is not None and run.foreseen.simulated
+        simulated = run.memory_basis is not None and run.memory_basis.simulated
         lines.append(f"memory: predicted by {'simulation' if simulated else 'formula'}")
     errors = sorted(_memory_errors(run))
     if errors:
         lines[0] += (
-            f", off by {errors[len(errors) // 2]:.1%} in the middle and {errors[-1]:.1%} at most "
-            f"over {len(errors)} trials that ran"
+            f", median error {fmt.percent(statistics.median(errors))}, largest "
+            f"{fmt.percent(errors[-1])} over {len(errors)} trials that ran"
         )
     if run.skipped:
         lines.append(f"not launched: {len(run.skipped)} that were predicted not to fit")

@@ -11,10 +11,8 @@ import math
 from dsat.report import format as fmt
 from dsat.tuning.finals import Finals, Gain
 from dsat.tuning.run import Run
-from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
-_OUT_OF_MEMORY = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 _KEEP = "keep your own configuration"
 
 
@@ -129,7 +127,7 @@ def _of_search(run: Run, best: Trial) -> list[str]:
     """Without finals."""
     assert run.plan is not None
     baseline, first = run.baseline, next(iter(run.trials.values()))
-    if baseline is None and run.outcomes[first.id].kind in _OUT_OF_MEMORY:
+    if baseline is None and run.outcomes[first.id].kind.is_out_of_memory:
         return [
             f"Your own configuration does not fit: {first.strategy} ran out of memory at micro "
             f"batch {first.batch.micro_batch}."

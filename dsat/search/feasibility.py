@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from dsat.search.normal import Array, hazard, log_cdf
+from dsat.search.normal import Array, inverse_mills_ratio, log_cdf
 
 # How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
 # bad one, and how likely it is good; of all strategies alike, and of each by itself.
@@ -20,20 +20,20 @@ _SOUND, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB = 2.4, 1.0, 0.4
 class _Probit:
     """Bayesian probit regression: whether x @ theta + noise exceeds a threshold.
 
-    Each outcome corrects the normal belief in theta by matching moments, in closed form (assumed
-    density filtering; Minka, MIT thesis 2001, chapter 3).
+    Each outcome corrects the normal distribution of theta by matching moments, in closed form
+    (assumed density filtering; Minka, MIT thesis 2001, chapter 3).
     """
 
     def __init__(self, mean: Array, sd: Array, noise: float) -> None:
         self._mean, self._covariance, self._noise = mean.copy(), np.diag(sd**2), noise
 
     def learn(self, features: Array, threshold: float, above: bool) -> float:
-        """Corrects the belief; returns the logarithm of how likely the outcome had been."""
+        """Takes in an outcome; returns the logarithm of how likely the outcome had been."""
         towards = self._covariance @ features
         sd = math.sqrt(float(features @ towards) + self._noise**2)
         sign = 1.0 if above else -1.0
         z = sign * (float(features @ self._mean) - threshold) / sd
-        slope = hazard(z)
+        slope = inverse_mills_ratio(z)
         self._mean = self._mean + sign * slope / sd * towards
         self._covariance = self._covariance - slope * (z + slope) / sd**2 * np.outer(
             towards, towards
@@ -56,8 +56,8 @@ class Feasibility:
     """The chance that a configuration has enough memory, and that it runs for all else.
 
     The largest micro batch of a configuration is the predicted one, times an error that all
-    strategies share, one of each and one of each setting. Two beliefs are kept, that predictions
-    are good and that they are not; what happens decides between them.
+    strategies share, one of each and one of each setting. Two hypotheses are kept, that
+    predictions are good and that they are not; what happens decides between them.
 
     Predictions come with each question, as binary logarithms of largest micro batches.
 
@@ -70,13 +70,13 @@ class Feasibility:
     def __init__(self, count: int, trusted: bool, knob_mean: Array, knob_sd: Array) -> None:
         self._count = count
         mean = np.concatenate((np.zeros(1 + count), knob_mean))
-        self._beliefs = []
+        self._memory = []
         for shared, own in (_GOOD, _BAD):
             sd = np.concatenate(((shared,), np.full(count, own), knob_sd))
-            self._beliefs.append(_Probit(mean, sd, _BLUR))
+            self._memory.append(_Probit(mean, sd, _BLUR))
         self._log_weights = np.log([_CHANCE_OF_GOOD, 1 - _CHANCE_OF_GOOD])
         if not trusted:
-            self._beliefs, self._log_weights = self._beliefs[1:], np.zeros(1)
+            self._memory, self._log_weights = self._memory[1:], np.zeros(1)
         sound = np.concatenate(((_SOUND,), np.zeros(count + len(knob_sd))))
         spread = np.repeat((0.2, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB), (1, count, len(knob_sd)))
         self._soundness = _Probit(sound, spread, 1.0)
@@ -84,7 +84,7 @@ class Feasibility:
     def learn_memory(
         self, branch: int, knobs: Array, log2_largest: float, micro_batch: int, fits: bool
     ) -> None:
-        """Corrects the beliefs in memory by a trial that had enough of it, or not.
+        """Takes in whether a trial had enough memory.
 
         Args:
             branch: the number of its branch.
@@ -95,12 +95,12 @@ class Feasibility:
         """
         features = self._features(branch, knobs[None, :])[0]
         threshold = math.log2(micro_batch) - log2_largest
-        likely = [belief.learn(features, threshold, fits) for belief in self._beliefs]
+        likely = [model.learn(features, threshold, fits) for model in self._memory]
         self._log_weights = self._log_weights + likely
         self._log_weights -= np.logaddexp.reduce(self._log_weights)
 
     def learn_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
-        """Corrects the belief in failures: whether settings (k,) of a branch ran but for memory."""
+        """Takes in whether settings (k,) of a branch ran but for memory."""
         self._soundness.learn(self._features(branch, knobs[None, :])[0], 0.0, sound)
 
     def log_fits(
@@ -110,8 +110,8 @@ class Feasibility:
         features = self._features(branch, knobs)
         thresholds = np.log2(micro_batches)[:, None] - log2_largest[None, :]
         chances = [
-            weight + belief.log_chance(features, thresholds)
-            for weight, belief in zip(self._log_weights, self._beliefs, strict=True)
+            weight + model.log_chance(features, thresholds)
+            for weight, model in zip(self._log_weights, self._memory, strict=True)
         ]
         total: Array = np.logaddexp.reduce(chances)
         return np.minimum(total, 0.0)
@@ -124,9 +124,9 @@ class Feasibility:
         return chance
 
     def expected_largest(self, branch: int, knobs: Array, log2_largest: Array) -> Array:
-        """The largest micro batch of (s, k) knobs by the likelier of the beliefs: (s,)."""
-        belief = self._beliefs[int(np.argmax(self._log_weights))]
-        largest: Array = np.exp2(log2_largest + belief.mean(self._features(branch, knobs)))
+        """The largest micro batch of (s, k) knobs by the likelier of the hypotheses: (s,)."""
+        model = self._memory[int(np.argmax(self._log_weights))]
+        largest: Array = np.exp2(log2_largest + model.mean(self._features(branch, knobs)))
         return largest
 
     def _features(self, branch: int, knobs: Array) -> Array:

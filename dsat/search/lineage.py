@@ -10,8 +10,6 @@ from typing import Any
 from dsat.values.objective import Objective
 from dsat.values.outcome import OutcomeKind
 
-_SHRINKING = (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
-
 
 @dataclass
 class Lineage:
@@ -84,8 +82,8 @@ class Lineage:
             self.lo = max(self.lo, position + 1)
             if value is not None and objective.is_better(value, self.best):
                 self.best = value
-        elif kind in _SHRINKING or smaller_may_run:
-            self.out_of_memory |= kind in _SHRINKING
+        elif kind.is_out_of_memory or smaller_may_run:
+            self.out_of_memory |= kind.is_out_of_memory
             self.hi = min(self.hi, position - 1)
         elif kind is OutcomeKind.TIMEOUT:
             self.timeouts += 1

@@ -15,7 +15,7 @@ from dsat.search.base import Search
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
-from dsat.search.surrogate import Belief, Configuration, points_of
+from dsat.search.surrogate import Configuration, Surrogate, points_of
 from dsat.space.overrides import GAS
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -66,7 +66,7 @@ class ModelSearch(Search):
         super().__init__(*args, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
-        self._belief = Belief(
+        self._surrogate = Surrogate(
             self.space,
             self.objective,
             self._largest,
@@ -94,7 +94,7 @@ class ModelSearch(Search):
         self._first = self._first or found
         self._asked[lineage.id].add(position)
         proposal = self._propose(lineage, position)
-        self._running[lineage.id, proposal.micro_batch] = self._belief.configuration(
+        self._running[lineage.id, proposal.micro_batch] = self._surrogate.configuration(
             *self._keys[lineage.id], proposal.micro_batch
         )
         return proposal
@@ -103,7 +103,7 @@ class ModelSearch(Search):
         del self._running[proposal.lineage, proposal.micro_batch]
         self._assessed = None
         lineage = self._told(proposal, outcome)
-        self._belief.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
+        self._surrogate.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
 
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         self._assessed = None
@@ -117,11 +117,11 @@ class ModelSearch(Search):
             lineage.record(
                 micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
             )
-        self._belief.learn(branch, 0, micro_batch, outcome)
+        self._surrogate.learn(branch, 0, micro_batch, outcome)
 
     @property
     def stop_reason(self) -> str | None:
-        if not self._stop_when or len(self._belief.measured) < _LEAST_MEASURED:
+        if not self._stop_when or len(self._surrogate.measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
         if choice is None or choice.chance >= self._stop_when:
@@ -153,17 +153,17 @@ class ModelSearch(Search):
 
     def _begin(self) -> tuple[Lineage, int] | None:
         """The defaults that promise most samples a second, with a micro batch that fits safely."""
-        belief, best = self._belief, None
+        surrogate, best = self._surrogate, None
         sizes = np.array([size for size in self._sizes.ladder if size <= _FIRST_LARGEST])
         for branch in range(len(self.space.branches)):
-            knobs = belief.encoding.rows(branch, np.zeros(1, int))
-            edges = belief.log2_largest(branch, [0])
-            fits = belief.feasibility.log_fits(branch, knobs, edges, sizes)[:, 0]
+            knobs = surrogate.encoding.rows(branch, np.zeros(1, int))
+            edges = surrogate.log2_largest(branch, [0])
+            fits = surrogate.feasibility.log_fits(branch, knobs, edges, sizes)[:, 0]
             safe = sizes[fits >= _SAFE]
             if not len(safe):
                 continue
             size = int(safe[-1])
-            candidate = belief.configuration(branch, 0, size)
+            candidate = surrogate.configuration(branch, 0, size)
             promise = math.log(size * candidate.gas) - candidate.log_s
             if best is None or promise > best[0] + 1e-9:
                 best = promise, branch, size
@@ -180,7 +180,7 @@ class ModelSearch(Search):
         self._second_is_due = False
         lineage, position = self._first
         sizes = lineage.micro_batches
-        known = [m.micro_batch for m in self._belief.measured if m.branch == lineage.branch]
+        known = [m.micro_batch for m in self._surrogate.measured if m.branch == lineage.branch]
         if lineage.abandoned or any(2 * size <= sizes[position] for size in known):
             return None
         smaller = bisect.bisect_right(sizes, max(sizes[position] // 4, sizes[0])) - 1
@@ -191,12 +191,14 @@ class ModelSearch(Search):
     def _assess(self) -> _Choice | None:
         """The best choice by what was told; what runs is left out, and not taken into account."""
         if self._assessed is None:
-            self._assessed = (self._choose(self._belief.fit, self._belief.measured),)
+            self._assessed = (self._choose(self._surrogate.fit, self._surrogate.measured),)
         return self._assessed[0]
 
     def _choose_beside_running(self) -> _Choice | None:
         running = list(self._running.values())
-        return self._choose(self._belief.fit_beside(running), self._belief.measured or running)
+        return self._choose(
+            self._surrogate.fit_beside(running), self._surrogate.measured or running
+        )
 
     def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
         """The best of all branches.
@@ -204,7 +206,7 @@ class ModelSearch(Search):
         Args:
             known: where the best so far is among.
         """
-        best_gain, reference = self._belief.incumbent(fit, known)
+        best_gain, reference = self._surrogate.incumbent(fit, known)
         choices = [
             choice
             for branch in range(len(self.space.branches))
@@ -220,29 +222,29 @@ class ModelSearch(Search):
         self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
     ) -> Iterator[_Choice]:
         """The best of a branch for each number of accumulation steps."""
-        belief, indexes = self._belief, self._promising(fit, branch)
-        knobs = belief.encoding.rows(branch, indexes)
+        surrogate, indexes = self._surrogate, self._promising(fit, branch)
+        knobs = surrogate.encoding.rows(branch, indexes)
         at = None if reference is None else points_of([reference])
-        edges = belief.log2_largest(branch, indexes)
-        largest = belief.feasibility.expected_largest(branch, knobs, edges)
+        edges = surrogate.log2_largest(branch, indexes)
+        largest = surrogate.feasibility.expected_largest(branch, knobs, edges)
         near = [largest[0], largest.max(), *([reference.micro_batch] if reference else [])]
         positions = self._sizes.positions(edges=near[:2], best=near[2:])
         sizes = np.array([self.space.micro_batches[p] for p in positions], float)
         if not len(sizes):
             return
-        log_sound = belief.feasibility.log_sound(branch, knobs)
+        log_sound = surrogate.feasibility.log_sound(branch, knobs)
         for offset in self._accumulations(branch):
-            gas = np.array([belief.gas(branch, offset, int(size)) for size in sizes])
+            gas = np.array([surrogate.gas(branch, offset, int(size)) for size in sizes])
             if offset:
-                edges = belief.log2_largest(branch, indexes + offset)
-            fits = belief.feasibility.log_fits(branch, knobs, edges, sizes)
+                edges = surrogate.log2_largest(branch, indexes + offset)
+            fits = surrogate.feasibility.log_fits(branch, knobs, edges, sizes)
             is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
             if self._gated:
                 is_open &= np.log2(sizes)[:, None] <= edges[None, :]
             if not is_open.any():
                 continue
             log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
-            gain = np.asarray(belief.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
+            gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
             runs = _CAUTION * fits + log_sound
             if at is None:
                 score, chance = gain + runs, 1.0
@@ -268,7 +270,7 @@ class ModelSearch(Search):
         """Which of (m, s) configurations may be tried; what is known to fit is entered."""
         is_open = np.ones((len(positions), len(indexes)), bool)
         where = np.asarray(positions)
-        for micro_batch, steps in self._belief.starved:
+        for micro_batch, steps in self._surrogate.starved:
             is_open[(sizes >= micro_batch) & (gas >= steps)] = False
         for column, index in enumerate(indexes):
             lineage = self._lineage_of.get((branch, int(index)))
@@ -281,7 +283,7 @@ class ModelSearch(Search):
 
     def _promising(self, fit: step_time.Fit, branch: int) -> Array:
         """Numbers of settings: the first, those that should be best and those that might be."""
-        tables, space = self._belief.encoding.tables[branch], self.space.branches[branch]
+        tables, space = self._surrogate.encoding.tables[branch], self.space.branches[branch]
         closed = sum(
             1
             for lineage in self._lineages

@@ -34,8 +34,8 @@ def log_expected_gain(mean: Array, sd: Array) -> Array:
     return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain + _beyond(z))
 
 
-def hazard(z: float) -> float:
-    """pdf(z) / cdf(z)."""
+def inverse_mills_ratio(z: float) -> float:
+    """The inverse Mills ratio, pdf(z) / cdf(z)."""
     if z < -_REACH:
         return -z
     pdf = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)

@@ -1,4 +1,4 @@
-"""What is believed of every configuration, whether it runs and how long it takes."""
+"""A surrogate of every configuration: whether it runs, and how long it takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Configuration:
     ci95: float
 
 
-class Belief:
+class Surrogate:
     """Models of memory, of failures and of time, which every outcome corrects.
 
     Args:
@@ -91,7 +91,7 @@ class Belief:
         """Takes in what came of a trial."""
         gas, kind = self.gas(branch, index, micro_batch), outcome.kind
         knobs = self.encoding.row(branch, index)
-        short_of_memory = kind in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+        short_of_memory = kind.is_out_of_memory
         if outcome.ok or short_of_memory or outcome.smaller_may_run:
             # A want of data bounds the micro batch like one of memory does.
             edge = float(self.log2_largest(branch, [index])[0])

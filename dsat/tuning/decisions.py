@@ -19,7 +19,7 @@ from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
 from dsat.tuning.run import (
     EVENT_FINISHED,
-    EVENT_FORESEEN,
+    EVENT_MEMORY_BASIS,
     EVENT_PROPOSED,
     EVENT_WAITING,
     Run,
@@ -78,8 +78,8 @@ class Decisions:
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._hear(event["trial_id"])
-        elif event["event"] == EVENT_FORESEEN:
-            self._begin_search(self.run.foreseen)
+        elif event["event"] == EVENT_MEMORY_BASIS:
+            self._begin_search(self.run.memory_basis)
 
     @property
     def stop_reason(self) -> str | None:
@@ -166,7 +166,7 @@ class Decisions:
         if self._search is not None and self._search.stop_reason is not None:
             return self._search.stop_reason
         if self.run.hopeless:
-            return "every trial failed, and none for want of memory"
+            return "every trial failed, and none ran out of memory"
         if self._waiting and not self.run.running:
             return "nothing is left to try"
         return None

@@ -28,7 +28,7 @@ class ProfilePhase(Phase):
         self.failure: str | None = None
         self._plan = plan
         self._trials = trials
-        self._ladder = strategies.rescue(plan)
+        self._ladder = strategies.rungs(plan)
         self._rung = -1  # of the ladder; -1: the user's own strategy
         self._next_micro_batch: int | None = self._smallest_micro_batch
 
@@ -60,9 +60,8 @@ class ProfilePhase(Phase):
             # Some models cannot train on so few samples (batch normalisation, say).
             self._next_micro_batch = own
             return
-        out_of_memory = outcome.kind in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
         on_the_ladder = self.climbed and outcome.kind is OutcomeKind.ERROR
-        if (out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
+        if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
             self._rung += 1
             self._next_micro_batch = smallest
             return

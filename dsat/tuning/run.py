@@ -22,7 +22,7 @@ EVENT_WAITING = "waiting"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
-EVENT_FORESEEN = "foreseen"
+EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
 EVENT_FINALS = "finals"
 
 # What events hold besides; of others nothing is demanded.
@@ -52,7 +52,7 @@ class Run:
         num_finals: trials of these and earlier finals.
         same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
-        foreseen: what the memory model begins with.
+        memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses left out.
@@ -75,7 +75,7 @@ class Run:
         self.num_finals = 0
         self.same_batch_final: Trial | None = None
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
-        self.foreseen: Basis | None = None
+        self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
         self.stop_reason: str | None = None
         self.trials_since_best = 0
@@ -102,8 +102,8 @@ class Run:
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
             self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
-        elif kind == EVENT_FORESEEN:
-            self.foreseen = Basis.from_json(event["basis"])
+        elif kind == EVENT_MEMORY_BASIS:
+            self.memory_basis = Basis.from_json(event["basis"])
         elif kind == EVENT_FINALS:
             self._begin_finals(event)
         elif kind == EVENT_BUDGET:

@@ -54,7 +54,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     return tuple(dict.fromkeys(strategies))
 
 
-def rescue(plan: Plan) -> tuple[Strategy, ...]:
+def rungs(plan: Plan) -> tuple[Strategy, ...]:
     """What to try, one after the other, when the user's own strategy does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
@@ -83,9 +83,9 @@ def profile_overrides(plan: Plan, strategy: Strategy, micro_batch: int) -> dict[
 
 
 def searched_from(plan: Plan, rung: int) -> tuple[Strategy, ...]:
-    """The strategies to search when rung number `rung` of `rescue` was the first that fitted."""
-    rungs = rescue(plan)
-    return tuple(s for s in rungs[rung:] if s.offload_optimizer != NVME or s is rungs[rung])
+    """The strategies to search when rung number `rung` of `rungs` was the first that fitted."""
+    found = rungs(plan)
+    return tuple(s for s in found[rung:] if s.offload_optimizer != NVME or s is found[rung])
 
 
 def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:

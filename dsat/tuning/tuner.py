@@ -19,7 +19,7 @@ from dsat.tuning.replay import replay
 from dsat.tuning.run import (
     EVENT_BUDGET,
     EVENT_FINISHED,
-    EVENT_FORESEEN,
+    EVENT_MEMORY_BASIS,
     EVENT_PROPOSED,
     EVENT_START,
     EVENT_STOPPED,
@@ -112,7 +112,7 @@ class Tuner:
     def set_memory_basis(self, basis: Basis) -> None:
         """Enters what memory is predicted from, and begins the search."""
         assert self.needs_memory_basis
-        self._append({"event": EVENT_FORESEEN, "basis": basis.to_json()})
+        self._append({"event": EVENT_MEMORY_BASIS, "basis": basis.to_json()})
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Of each strategy that is searched its first configuration."""

@@ -22,6 +22,11 @@ class OutcomeKind(str, enum.Enum):
     DIVERGED = "DIVERGED"
     CANCELED = "CANCELED"
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out, the device's or the host's."""
+        return self in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+
 
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
 _T95 = (

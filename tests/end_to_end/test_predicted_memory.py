@@ -101,8 +101,10 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     told = dsat("model", "tiny", run_dir, *options, config=config)
     assert told.status == 0, told
     run = run_of(run_dir)
-    assert run.foreseen is not None and run.foreseen.note == ""
-    assert {a.estimate.source for v in run.foreseen.variants for a in v.anchors} == {"simulated"}
+    assert run.memory_basis is not None and run.memory_basis.note == ""
+    assert {a.estimate.source for v in run.memory_basis.variants for a in v.anchors} == {
+        "simulated"
+    }
     for stage in range(4):
         assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.out)
     assert run.count(OutcomeKind.OOM) <= 1
@@ -112,5 +114,5 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     text = (run_dir / "summary.md").read_text()
     assert "memory predicted" in text
     # With a limit, what counts against it is known.
-    said = re.search(r"memory: predicted by simulation, off by [\d.]+% in the middle", text)
+    said = re.search(r"memory: predicted by simulation, median error [\d.]+ %", text)
     assert said is not None, text

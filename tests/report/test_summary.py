@@ -157,12 +157,12 @@ def test_a_warning_is_told_once() -> None:
         (
             True,
             MemoryUse(allocated_bytes={"step": 100}, context_bytes=50),
-            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+            ", median error 2.0 %, largest 2.0 % over 1 trials that ran",
         ),
         (
             False,
             MemoryUse(allocated_bytes={"step": 70}, context_bytes=30),
-            ", off by 2.0% in the middle and 2.0% at most over 1 trials that ran",
+            ", median error 2.0 %, largest 2.0 % over 1 trials that ran",
         ),
         # A CPU's resident set is a lower bound.
         (True, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), ""),

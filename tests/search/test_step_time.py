@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsat.search import step_time
-from dsat.search.normal import Array, hazard, log_cdf, log_expected_gain
+from dsat.search.normal import Array, inverse_mills_ratio, log_cdf, log_expected_gain
 from dsat.values.zero_strategy import CPU, NVME, Strategy, plain
 
 KNOBS = 6
@@ -286,5 +286,5 @@ def test_tails_of_the_normal_distribution() -> None:
     assert gains[4:] == pytest.approx([math.log(0.3989423), math.log(3.0003822)], abs=1e-4)
     assert (np.diff(gains) > 0).all()
     assert log_expected_gain(np.array([50.0]), np.array([2.0]))[0] == pytest.approx(math.log(50))
-    assert hazard(0.0) == pytest.approx(0.7978846)
-    assert hazard(-50.0) == 50.0
+    assert inverse_mills_ratio(0.0) == pytest.approx(0.7978846)
+    assert inverse_mills_ratio(-50.0) == 50.0

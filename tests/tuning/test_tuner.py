@@ -767,7 +767,7 @@ def test_a_run_in_which_everything_fails_ends_early(kind: str) -> None:
     while trials := tuner.next_trials(1):
         tuner.record(trials[0].id, failed(kind, "a bug in the fourth step"))
     assert len(tuner.run.trials) == 1 + HOPELESS_AFTER
-    assert tuner.stop_reason == "every trial failed, and none for want of memory"
+    assert tuner.stop_reason == "every trial failed, and none ran out of memory"
 
 
 @pytest.mark.parametrize("hope", [ran(1.0), failed("OOM"), failed("TIMEOUT")])

@@ -89,7 +89,7 @@ def test_a_strategy_burdens_more_the_more_it_moves() -> None:
 def test_the_ladder_of_several_slots(precision: dict[str, Any]) -> None:
     def rungs(slots: int, stage: int) -> list[str]:
         base = {"zero_optimization": {"stage": stage}, **precision}
-        return names(ladder.rescue(offloading(slots=slots, base_config=base)))
+        return names(ladder.rungs(offloading(slots=slots, base_config=base)))
 
     # In stage 2 a single micro step needs what it needs in stage 1, so stage 2 is no rung.
     assert rungs(8, stage=1) == ["z2_offload", "z3", "z3_offload", "z3_offload_param"]
@@ -105,41 +105,41 @@ def test_stage_2_is_a_rung_where_gradients_are_kept_in_fp32() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     plan = offloading(slots=8, base_config=base)
-    assert names(ladder.rescue(plan))[:2] == ["z2", "z2_offload"]
+    assert names(ladder.rungs(plan))[:2] == ["z2", "z2_offload"]
 
 
 def test_one_slot_has_nothing_to_share_a_model_with() -> None:
-    assert names(ladder.rescue(offloading(slots=1))) == ["z2_offload", "z3_offload_param"]
+    assert names(ladder.rungs(offloading(slots=1))) == ["z2_offload", "z3_offload_param"]
 
 
 def test_the_ladder_keeps_to_the_stages_asked_for() -> None:
-    assert names(ladder.rescue(offloading(slots=4, zero_stages=(1, 2)))) == ["z2_offload"]
-    assert names(ladder.rescue(offloading(slots=4, zero_stages=(1,)))) == []
+    assert names(ladder.rungs(offloading(slots=4, zero_stages=(1, 2)))) == ["z2_offload"]
+    assert names(ladder.rungs(offloading(slots=4, zero_stages=(1,)))) == []
 
 
 def test_the_ladder_begins_where_the_user_is() -> None:
     own = {"stage": 3, "offload_optimizer": ON_CPU}
-    assert names(ladder.rescue(offloading(slots=8, zero=own))) == ["z3_offload_param"]
+    assert names(ladder.rungs(offloading(slots=8, zero=own))) == ["z3_offload_param"]
     both = {**own, "offload_param": ON_CPU}
-    assert names(ladder.rescue(offloading(slots=8, zero=both))) == []
+    assert names(ladder.rungs(offloading(slots=8, zero=both))) == []
 
 
 def test_the_last_resort_is_nvme_if_there_is_a_path() -> None:
-    *above, last = names(ladder.rescue(offloading(slots=1, nvme_path="/nvme")))
+    *above, last = names(ladder.rungs(offloading(slots=1, nvme_path="/nvme")))
     assert above == ["z2_offload", "z3_offload_param"]
     assert last == "z3_nvme_param"
 
 
 def test_a_slot_that_is_the_host_is_not_relieved_by_offloading() -> None:
     plan = offloading(slots=2, zero={"stage": 0}, offload_helps=False)
-    assert names(ladder.rescue(plan)) == ["z1", "z3"]
+    assert names(ladder.rungs(plan)) == ["z1", "z3"]
 
 
 def test_what_the_user_fixed_stays_on_every_rung() -> None:
     plan = offloading(slots=1, zero={"offload_optimizer": {"device": "none"}})
     # The step of stage 3 takes the optimizer's state group by group.
-    assert names(ladder.rescue(plan)) == ["z3"]
-    assert names(ladder.rescue(offloading(fix=("offload_optimizer", "offload_param")))) == ["z3"]
+    assert names(ladder.rungs(plan)) == ["z3"]
+    assert names(ladder.rungs(offloading(fix=("offload_optimizer", "offload_param")))) == ["z3"]
 
 
 # -- what is searched
