@@ -30,7 +30,7 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
     EVENT_PROPOSED: {"trial": Trial},
     EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
-    EVENT_FORESEEN: {"basis": Basis},
+    EVENT_MEMORY_BASIS: {"basis": Basis},
     EVENT_BUDGET: {"max_trials": int},
     EVENT_STOPPED: {"reason": str},
 }
