@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.space import space
+from dsat.space import knobs
 from dsat.space.overrides import overrides_for
 from dsat.tuning.journal import parse
 from dsat.values.objective import Objective
@@ -227,7 +227,7 @@ class Table:
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
         strategy = of_config(config)
-        zero = {**space.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
+        zero = {**knobs.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
         if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:

@@ -17,7 +17,7 @@ from dsat.app.estimate import estimate as _estimate
 from dsat.errors import UserInputError
 from dsat.inputs.option import Option, options_of
 from dsat.inputs.settings import EstimateSettings
-from dsat.space.space import KNOB_NAMES
+from dsat.space.knobs import KNOB_NAMES
 
 __all__ = ["Estimate", "estimate"]
 

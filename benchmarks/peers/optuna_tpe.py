@@ -9,7 +9,8 @@ from __future__ import annotations
 import optuna
 
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from dsat.space.space import KNOB_NAMES, Freedom, Space
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.space import Freedom, Space
 from dsat.values.zero_strategy import plain
 
 

@@ -9,8 +9,8 @@ from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, default_search_options
 from dsat.memory.predictor import Basis
+from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
-from dsat.space.space import KNOB_NAMES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner

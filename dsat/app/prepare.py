@@ -29,9 +29,9 @@ from dsat.inputs.settings import (
 )
 from dsat.inputs.value_lists import STAGES
 from dsat.memory import anchors
+from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
-from dsat.space.space import KNOB_NAMES
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 

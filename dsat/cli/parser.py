@@ -20,7 +20,7 @@ from dsat.inputs.settings import (
     Settings,
     Target,
 )
-from dsat.space.space import KNOB_NAMES
+from dsat.space.knobs import KNOB_NAMES
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
 # with one.

@@ -10,7 +10,7 @@ from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import ESTIMATE, RUN, SEARCH_OPTIONS, TUNE, EstimateSettings, Settings
-from dsat.space.space import KNOB_NAMES
+from dsat.space.knobs import KNOB_NAMES
 
 
 def parse(argv: Sequence[str]) -> Settings | EstimateSettings:

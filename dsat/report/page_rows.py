@@ -11,7 +11,7 @@ from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.report import format as fmt
-from dsat.space.space import KNOBS
+from dsat.space.knobs import KNOBS
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind

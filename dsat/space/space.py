@@ -1,216 +1,19 @@
-"""What may be tried: the knobs of each strategy, their conditions, and the micro batches."""
+"""What may be tried: strategies, the values of their knobs, and micro batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.space.overrides import GAS, SCRIPT_SWITCHES, strategy_settings
+from dsat.space.knobs import BUCKETS, IF_ASKED_FOR, KNOBS, Knob, Situation
+from dsat.space.overrides import GAS, strategy_settings
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import CPU, NONE, Strategy
+from dsat.values.zero_strategy import Strategy
 
 LARGEST_MICRO_BATCH = 2**20
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What decides whether a knob can matter.
-
-    Attributes:
-        cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
-    """
-
-    strategy: Strategy
-    slots: int
-    cpu_adam: bool = False
-
-
-@dataclass(frozen=True)
-class Condition:
-    """When a knob can matter."""
-
-    text: str
-    holds: Callable[[Situation], bool]
-
-
-_ALWAYS = Condition("always", lambda s: True)
-_SEVERAL_SLOTS = Condition("more than one slot", lambda s: s.slots > 1)
-_FETCHES = Condition(
-    "more than one slot, or offloaded parameters",
-    lambda s: s.slots > 1 or s.strategy.offload_param != NONE,
-)
-_OPTIMIZER_OFFLOADED = Condition(
-    "an offloaded optimizer", lambda s: s.strategy.offload_optimizer != NONE
-)
-_PARTLY_OFFLOADED = Condition(
-    "DeepSpeedCPUAdam on the cpu",
-    lambda s: s.strategy.offload_optimizer == CPU and s.cpu_adam,
-)
-_COPIES_TO_HOST = Condition(
-    "more than one slot and an offloaded optimizer",
-    lambda s: s.slots > 1 and s.strategy.offload_optimizer != NONE,
-)
-_PARAMETERS_OFFLOADED = Condition(
-    "offloaded parameters", lambda s: s.strategy.offload_param != NONE
-)
-_IF_ASKED_FOR = Condition("only with --tune", lambda s: False)
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One setting that a search may choose.
-
-    Attributes:
-        key: in `zero_optimization`; a dot leads into a section of it.
-        values: DeepSpeed's default first.
-        stages: the ZeRO stages that read it.
-        condition: when it can matter in them.
-        reason: why it is worth trying, in one line.
-        elements: whether the values count parameters, so that any beyond the model's are alike.
-    """
-
-    key: str
-    values: tuple[Any, ...]
-    stages: tuple[int, ...]
-    condition: Condition
-    reason: str
-    elements: bool = False
-
-
-_BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
-_BUCKETS += (10**9, 5 * 10**9)
-
-# Where a setting is read, and that it does nothing on one slot, was seen in deepspeed 0.19.8:
-# runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
-# runtime/zero/parameter_offload.py, runtime/zero/partition_parameters.py:74,1559. The buckets' and
-# switches' values are those of Determined's DeepSpeed Autotune 0.37 (DEFAULT_ZERO_SEARCH_SPACE).
-KNOBS = (
-    Knob(
-        "reduce_bucket_size",
-        _BUCKETS,
-        (1, 2, 3),
-        _ALWAYS,
-        "small buckets save memory, large ones need fewer reductions",
-        elements=True,
-    ),
-    Knob(
-        "allgather_bucket_size",
-        _BUCKETS,
-        (1, 2),
-        _SEVERAL_SLOTS,
-        "small buckets save memory, large ones need fewer gathers",
-        elements=True,
-    ),
-    Knob(
-        "overlap_comm",
-        (False, True),
-        (1, 2),
-        _SEVERAL_SLOTS,
-        "hides reductions behind the backward pass, for a second bucket",
-    ),
-    Knob(
-        "overlap_comm",  # zero/config.py:382: on by default in stage 3 alone
-        (True, False),
-        (3,),
-        _SEVERAL_SLOTS,
-        "hides reductions behind the backward pass, for a second bucket",
-    ),
-    Knob(
-        "reduce_scatter",
-        (True, False),
-        (1, 2, 3),
-        _SEVERAL_SLOTS,
-        "reduce-scatter moves less than all-reduce, in more operations",
-    ),
-    Knob(
-        "contiguous_gradients",
-        (True, False),
-        (1, 2, 3),
-        _ALWAYS,
-        "avoids fragmentation at the price of a copy",
-    ),
-    Knob(
-        "round_robin_gradients",
-        (False, True),
-        (1, 2),
-        _COPIES_TO_HOST,
-        "spreads the copies of gradients to the host over the ranks",
-    ),
-    Knob(
-        "allgather_partitions",
-        (True, False),
-        (1, 2, 3),
-        _IF_ASKED_FOR,
-        "one gather against several broadcasts; nothing in deepspeed 0.19.8 reads it",
-    ),
-    Knob(
-        "stage3_max_live_parameters",
-        (10**9, 10**8, 10**10),
-        (3,),
-        _FETCHES,
-        "more parameters kept after use need fewer gathers",
-        elements=True,
-    ),
-    Knob(
-        "stage3_max_reuse_distance",
-        (10**9, 10**8, 10**10),
-        (3,),
-        _FETCHES,
-        "keeps parameters that are soon used again",
-        elements=True,
-    ),
-    Knob(
-        "stage3_prefetch_bucket_size",
-        (5 * 10**7, 5 * 10**6, 5 * 10**8),
-        (3,),
-        _FETCHES,
-        "fetching further ahead hides gathers",
-        elements=True,
-    ),
-    Knob(
-        "stage3_param_persistence_threshold",
-        (10**5, 10**4, 10**6),
-        (3,),
-        _FETCHES,
-        "small parameters are cheaper kept than gathered",
-        elements=True,
-    ),
-    Knob(
-        "sub_group_size",
-        (10**9, 10**8, 10**7),
-        (3,),
-        _ALWAYS,
-        "small groups need smaller copies in the optimizer step, and more of them",
-        elements=True,
-    ),
-    Knob(
-        "offload_optimizer.pin_memory",
-        (True, False),
-        (1, 2, 3),
-        _OPTIMIZER_OFFLOADED,
-        "pinned memory is copied faster, and is not to be had for anything else",
-    ),
-    Knob(
-        "offload_optimizer.ratio",
-        (1.0, 0.75, 0.5),
-        (3,),
-        _PARTLY_OFFLOADED,
-        "the rest of the optimizer's step is made on the accelerator",
-    ),
-    Knob(
-        "offload_param.pin_memory",
-        (True, False),
-        (3,),
-        _PARAMETERS_OFFLOADED,
-        "pinned memory is copied faster, and is not to be had for anything else",
-    ),
-)
-# What `--tune` and `--fix` may name besides the knobs: whole sections, and the script's switches.
-SECTIONS = ("offload_optimizer", "offload_param")
-KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
 
 
 def allowed_micro_batches(
@@ -367,20 +170,6 @@ class Space:
         ]
 
 
-def defaults(stage: int) -> dict[str, Any]:
-    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given."""
-    return {k.key: k.values[0] for k in KNOBS if stage in k.stages and "." not in k.key}
-
-
-def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
-    """The bucket sizes that need the least memory, but for those the user chose."""
-    return {
-        knob.key: min(knob.values)
-        for knob in KNOBS
-        if knob.values is _BUCKETS and stage in knob.stages and knob.key not in fixed
-    }
-
-
 def _branch(
     strategy: Strategy,
     slots: int,
@@ -395,7 +184,7 @@ def _branch(
     for knob in KNOBS:
         if strategy.stage not in knob.stages or not _is_free(knob.key, freedom):
             continue
-        asked_for = knob.condition is _IF_ASKED_FOR and (
+        asked_for = knob.condition is IF_ASKED_FOR and (
             knob.key in freedom.tune or knob.key in freedom.choices
         )
         if not (asked_for or knob.condition.holds(situation)):
@@ -439,7 +228,7 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
 def _useful_values(knob: Knob, num_params: int | None, roomy_bucket: int | None) -> tuple[Any, ...]:
     """A size beyond the model is like any other beyond it: the smallest of them is enough."""
     values = knob.values if num_params is None else _within_model(knob, num_params)
-    if knob.values is _BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
+    if knob.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
         first = max(roomy) if roomy else min(values)
         values = (first, *(value for value in values if value != first))

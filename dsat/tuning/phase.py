@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.inputs import ds_config
+from dsat.space.knobs import defaults
 from dsat.space.plan import Plan
-from dsat.space.space import defaults
 from dsat.tuning.run import Run
 from dsat.values.objective import KNOWN_TO_CI95
 from dsat.values.outcome import Outcome

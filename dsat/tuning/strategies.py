@@ -12,9 +12,10 @@ from typing import Any
 from dsat.inputs import ds_config
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
+from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space, smallest_buckets
+from dsat.space.space import Freedom, Space
 from dsat.values.outcome import ModelProfile
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config

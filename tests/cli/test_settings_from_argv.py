@@ -10,7 +10,7 @@ import pytest
 from dsat.cli import settings_from_argv
 from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
 from dsat.search import SEARCHES
-from dsat.space.space import KNOB_NAMES
+from dsat.space.knobs import KNOB_NAMES
 
 COMMON: dict[str, Any] = {
     "command": (),

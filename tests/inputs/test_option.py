@@ -15,8 +15,8 @@ from dsat.inputs.option import (
     write_memory_size,
 )
 from dsat.inputs.settings import EstimateSettings, Settings, plan_values
+from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
-from dsat.space.space import KNOB_NAMES
 from dsat.values.trial import BatchTriple
 
 OPTIONS = {own.name: own for own in options_of(Settings)}

@@ -8,16 +8,9 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.inputs.settings import DEFAULT_STAGES
+from dsat.space.knobs import KNOBS, SECTIONS, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
-from dsat.space.space import (
-    KNOBS,
-    LARGEST_MICRO_BATCH,
-    SECTIONS,
-    Freedom,
-    Space,
-    allowed_micro_batches,
-    defaults,
-)
+from dsat.space.space import LARGEST_MICRO_BATCH, Freedom, Space, allowed_micro_batches
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NVME, Strategy, of_config, plain
 
