@@ -16,17 +16,30 @@ from dsat.in_trial.script_api import (
 
 __version__ = "0.1.0"
 
-_API = ("Estimate", "estimate")
+_API = (
+    "Estimate",
+    "Result",
+    "estimate",
+    "load_run",
+    "register_engine",
+    "register_search",
+    "tune",
+)
 
 __all__ = [
     "DsatError",
     "Estimate",
+    "Result",
     "UserInputError",
     "__version__",
     "dsat_reporting_context",
     "estimate",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
+    "load_run",
+    "register_engine",
+    "register_search",
+    "tune",
 ]
 
 

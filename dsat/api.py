@@ -6,28 +6,207 @@ handler is installed, nothing exits: messages go to the logger `dsat`, errors ar
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dsat.app import keywords, local, train_command
 from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
-from dsat.errors import UserInputError
-from dsat.inputs.option import Option, options_of
-from dsat.inputs.settings import EstimateSettings
-from dsat.space.knobs import KNOB_NAMES
+from dsat.app.keywords import PathLike, Target
+from dsat.app.local import EngineFactory, LocalSearch
+from dsat.app.prepare import Prepared, prepare
+from dsat.determined_cluster import submit
+from dsat.determined_cluster.select_master import Choice
+from dsat.errors import DsatError, UserInputError
+from dsat.inputs.settings import ENGINES, RUN, TUNE, Settings
+from dsat.memory.forecast import Forecast
+from dsat.report import summary
+from dsat.report.verdict import verdict
+from dsat.search import SEARCHES, Search
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
-__all__ = ["Estimate", "estimate"]
+if TYPE_CHECKING:
+    import pandas
 
-_EXPERIMENT_SUFFIXES = (".yaml", ".yml")
-Target = str | os.PathLike[str] | Sequence[str]
+__all__ = [
+    "Estimate",
+    "Result",
+    "estimate",
+    "load_run",
+    "register_engine",
+    "register_search",
+    "tune",
+]
+
+logging.getLogger("dsat").addHandler(logging.NullHandler())
+
+Row = Mapping[str, Any]
+Callback = Callable[[Row], object]
 
 
-def estimate(
-    target: Target, model_dir: str | os.PathLike[str] | None = None, **options: Any
-) -> Estimate:
+@dataclass(frozen=True)
+class Result:
+    """What a search found, or has found so far; `str` of it says so in words.
+
+    A row is a trial as a plain mapping: `name`, `kind` ("profile", "baseline" or "search"),
+    `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`, `outcome`
+    ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and `used_bytes` of a slot's
+    memory, and `metrics`.
+
+    Attributes:
+        run_dir: the folder of the run; None if it is on a Determined cluster.
+        metric: what was optimised.
+        best: the row of the best trial; None if there is none.
+        best_value: of the metric.
+        best_config: the DeepSpeed configuration to train with.
+        baseline: the row of the user's own configuration.
+        gain: how many times as good the best is as the user's own configuration.
+        trials: all rows, in the order in which they were begun.
+        warnings: each once.
+        stop_reason: why the search ended; None if it was interrupted, or goes on.
+        interrupted: Ctrl-C ended it: this is the best so far.
+        wall_s: seconds that it took, pauses left out.
+        train_command: what to type to train with the best configuration.
+        experiment_id: on a Determined cluster, of the search runner.
+        url: of that experiment's page.
+        verdict: what `str` says.
+    """
+
+    run_dir: Path | None
+    metric: str
+    best: Row | None = None
+    best_value: float | None = None
+    best_config: dict[str, Any] | None = None
+    baseline: Row | None = None
+    gain: float | None = None
+    trials: tuple[Row, ...] = ()
+    warnings: tuple[str, ...] = ()
+    stop_reason: str | None = None
+    interrupted: bool = False
+    wall_s: float = 0.0
+    train_command: str | None = None
+    experiment_id: int | None = None
+    url: str | None = None
+    verdict: str = ""
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The trials as a table; each metric is a column (`metrics.throughput`, ..).
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        rows = [{**row, "metrics": row["metrics"] or {}} for row in self.trials]
+        return pandas.DataFrame([_flat(row) for row in rows])
+
+
+def tune(
+    target: Target,
+    model_dir: PathLike | None = None,
+    *,
+    method: str = "model",
+    callbacks: Iterable[Callback] = (),
+    search_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Finds the DeepSpeed configuration with which a training script runs fastest.
+
+    Blocks until the search is over; Ctrl-C (the main thread's) ends it with the best so far. Other
+    threads may call it too.
+
+    Args:
+        target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",
+            "ds.json"]`), or an experiment configuration (`"deepspeed.yaml"`).
+        model_dir: the folder of an experiment's script; by default the configuration's own.
+        method: "model", "asha", "binary", "random" or "gridsearch"; "tune" or "run" to do as the
+            configuration's `autotuning` section says; or a name given to `register_search`.
+        callbacks: called after each trial with its row (see `Result`). What one raises ends the
+            search, and is raised here.
+        search_options: keyword arguments of a search that was registered.
+        options: the options of the command line, by their names and with their defaults.
+
+    Returns:
+        What was found.
+
+    Raises:
+        UserInputError: something of the arguments or the files is wrong.
+        SearchFailed: no configuration could be measured; `detail` holds the script's traceback.
+        DsatError: anything else, see `dsat.errors`.
+    """
+    settings = keywords.search_settings(
+        target, model_dir, method, search_options, options, engines=local.ENGINES
+    )
+    try:
+        choice = submit.where(settings) if settings.engine not in local.ENGINES else None
+        if choice is not None and choice.master is not None:
+            return _tune_on_cluster(settings, choice)
+        return _tune_here(prepare(settings), list(callbacks))
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise DsatError(f"{name}{error.strerror or error}") from error
+
+
+def load_run(path: PathLike) -> Result:
+    """What a run found, or has found so far, from the journal in its folder.
+
+    Args:
+        path: the run's folder, or its journal.
+
+    Raises:
+        UserInputError: there is no run.
+        JournalError: the journal cannot be read.
+    """
+    folder = Path(path)
+    if folder.name == FILE_NAME:
+        folder = folder.parent
+    if not (folder / FILE_NAME).is_file():
+        raise UserInputError("holds no run", where=str(path))
+    run = Run(read_events(folder / FILE_NAME))
+    if run.plan is None:
+        raise UserInputError("holds a run that has not begun", where=str(path))
+    return _result(run, folder)
+
+
+def register_search(name: str, search: type[Search]) -> None:
+    """Makes an own search known to `tune` as `method=name`.
+
+    Args:
+        search: a subclass of `dsat.search.Search`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in (*SEARCHES, TUNE, RUN):
+        raise ValueError(f"there is a method {name!r} already")
+    SEARCHES[name] = search
+
+
+def register_engine(name: str, make_engine: EngineFactory) -> None:
+    """Makes an own engine known to `tune` as `engine=name`.
+
+    Args:
+        make_engine: makes a `dsat.engines.Engine` from what is tuned (`experiment`, `program`,
+            `plan`, `settings`) and the folder of the run. Trials' memory is predicted by formula.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in (*local.ENGINES, *ENGINES):
+        raise ValueError(f"there is an engine {name!r} already")
+    local.ENGINES[name] = make_engine
+
+
+def estimate(target: Target, model_dir: PathLike | None = None, **options: Any) -> Estimate:
     """Tells what memory each ZeRO stage and offloading needs, without running a trial.
 
     Args:
@@ -43,73 +222,92 @@ def estimate(
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    declared = _for_python(options_of(EstimateSettings))
-    return _estimate(
-        EstimateSettings(**_target(target, model_dir), **_settings(declared, options, "estimate"))
+    return _estimate(keywords.estimate_settings(target, model_dir, options))
+
+
+def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
+    ready = submit.prepare(settings, choice)
+    submitted = submit.submit(ready, detach=settings.detach)
+    return Result(
+        None,
+        settings.metric,
+        best_value=submitted.result.get("best"),
+        interrupted=submitted.interrupted,
+        stop_reason=submitted.state,
+        experiment_id=submitted.experiment_id,
+        url=submitted.url,
     )
 
 
-def _target(target: Target, model_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """What is tuned, as the settings have it."""
-    if isinstance(target, (str, os.PathLike)):
-        path = Path(target)
-        if model_dir is None and path.suffix not in _EXPERIMENT_SUFFIXES:
-            return {"command": (str(path),)}
-        return {"config": path, "model_dir": path.parent if model_dir is None else Path(model_dir)}
-    if model_dir is not None:
-        raise UserInputError("is for an experiment configuration, not a command", where="model_dir")
-    is_command = isinstance(target, Sequence) and all(isinstance(word, str) for word in target)
-    if not is_command or not target:
-        raise UserInputError(
-            "is neither a path nor a list of words",
-            where=f"target {target!r}",
-            hint='Give a script, an experiment configuration, or a command such as ["train.py"].',
-        )
-    return {"command": tuple(target)}
+def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Result:
+    done = []
+    for ready in runs:
+        with LocalSearch(ready) as search:
+            search.search(_Calls(callbacks))
+            done.append(search)
+            if search.interrupted:
+                break
+            if search.failure is None:
+                try:
+                    search.train()
+                except KeyboardInterrupt:
+                    search.interrupted = True
+                    break
+    best = next(iter(local.compare(done)), done[-1])
+    failure = best.failure
+    if failure is not None:
+        raise failure
+    line = None
+    if best.run.best is not None:
+        line = train_command.line(best.ready, best.run, best.folder)
+    interrupted = any(search.interrupted for search in done)
+    return replace(_result(best.run, best.folder), train_command=line, interrupted=interrupted)
 
 
-def _for_python(options: Iterable[Option]) -> dict[str, Option]:
-    """The options by their keywords, without what means something to a shell only."""
-    return {own.keyword: own for own in options if not own.shell_only}
+def _result(run: Run, folder: Path) -> Result:
+    told = summary.to_json(run, folder)
+    return Result(
+        run_dir=folder,
+        metric=told["metric"],
+        best=told["best"],
+        best_value=run.best_value,
+        best_config=told["best_ds_config"],
+        baseline=told["baseline"],
+        gain=told["gain"],
+        trials=tuple(told["trials"]),
+        warnings=tuple(told["warnings"]),
+        stop_reason=told["stop_reason"],
+        wall_s=told["wall_s"],
+        verdict="\n".join(verdict(run)),
+    )
 
 
-def _settings(
-    declared: Mapping[str, Option], given: Mapping[str, Any], function: str
-) -> dict[str, Any]:
-    """The settings that keyword arguments mean.
+class _Calls:
+    """Calls back after each trial; an `Observer` of the loop."""
 
-    Raises:
-        UserInputError: a value is wrong.
-        TypeError: there is no such keyword, as for any function.
-    """
-    found = {}
-    for keyword, value in given.items():
-        if keyword not in declared:
-            raise TypeError(f"{function}() got an unexpected keyword argument {keyword!r}")
-        own = declared[keyword]
-        try:
-            found[own.name] = own.from_python(value, KNOB_NAMES)
-        except ValueError as error:
-            raise UserInputError(str(error), where=keyword) from None
-    return found
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
 
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        row = summary.trial_row(run, trial)
+        for callback in self._callbacks:
+            callback(row)
 
-def _document(function: Any, options: Mapping[str, Option]) -> None:
-    """Gives a function the keywords, defaults and help of options, for `help()` and editors."""
-    signature = inspect.signature(function)
-    known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keywords = [
-        inspect.Parameter(keyword, inspect.Parameter.KEYWORD_ONLY, default=own.default)
-        for keyword, own in options.items()
-        if keyword not in signature.parameters
-    ]
-    function.__signature__ = signature.replace(parameters=[*known, *keywords])
-    said = [
-        f"    {keyword}: {own.help.replace('%%', '%').replace('{knobs}', ', '.join(KNOB_NAMES))}"
-        for keyword, own in options.items()
-    ]
-    assert function.__doc__ is not None
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__), "", "Options:", *said])
+    def started(self, run: Run, trial: Trial) -> None:
+        pass
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        pass
+
+    def waited(self, run: Run) -> None:
+        pass
 
 
-_document(estimate, _for_python(options_of(EstimateSettings)))
+def _flat(row: Row) -> dict[str, Any]:
+    """A row with its metrics as entries of their own."""
+    found = {key: value for key, value in row.items() if key != "metrics"}
+    return {**found, **{f"metrics.{key}": value for key, value in row["metrics"].items()}}
+
+
+keywords.document(tune, keywords.of_tune())
+keywords.document(estimate, keywords.of_estimate())

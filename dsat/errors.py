@@ -5,6 +5,7 @@
     |-- JournalError          a run's journal cannot be read or written
     |   |-- JournalLocked     another process is working on the run
     |   `-- JournalMismatch   a replay did not decide what the journal says was decided
+    |-- SearchFailed          no configuration of a run could be measured, or trained
     |-- EngineError           trials cannot be run on this machine at all
     |   `-- ScriptFailed      the user's script failed where there is no trial to say so
     |-- InvalidTrial          a trial's script did not do what its configuration says
@@ -46,6 +47,19 @@ class JournalLocked(JournalError):
 
 class JournalMismatch(JournalError):
     """A replay decided something else than the journal records."""
+
+
+class SearchFailed(DsatError):
+    """No configuration of a run could be measured, or the full-length training failed.
+
+    Args:
+        message: what happened, in one line.
+        detail: the script's own traceback or the end of its log; may be empty.
+    """
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class EngineError(DsatError):

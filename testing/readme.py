@@ -30,6 +30,12 @@ def with_table(text: str) -> str:
     return found
 
 
+def python_examples() -> list[str]:
+    """The blocks of Python in the section on Python, in their order."""
+    section = PATH.read_text(encoding="utf-8").split("\n## From Python\n")[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M)
+
+
 def _row(own: Option) -> str:
     *short, long = own.flags
     flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.metavar or ''}".strip()])

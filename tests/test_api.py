@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,18 @@ import pytest
 
 import dsat
 from dsat import api
-from dsat.errors import UserInputError
+from dsat.app import keywords, local, prepare
+from dsat.app.prepare import Prepared
+from dsat.engines.simulated import SimulatedEngine
+from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.option import options_of
-from dsat.inputs.settings import EstimateSettings
-
-
-class Seen(Exception):
-    """The settings came through."""
+from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
+from dsat.search import SEARCHES, RandomSearch
+from dsat.tuning import search_phase
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
+from testing.helpers import World
+from testing.local import PROGRAMS, cpu_machine
 
 
 @pytest.fixture
@@ -87,3 +97,177 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
 def test_a_target_is_a_path_or_a_command(target: Any) -> None:
     with pytest.raises((UserInputError, TypeError), match="target"):
         dsat.estimate(target)
+
+
+# -- tune, on an engine of its own that takes no time
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
+    """An engine called "pretend", in a folder that is the current one; what it was made for."""
+    monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(local, "ENGINES", {})
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def make(ready: Prepared, folder: Path) -> SimulatedEngine:
+        made.append(ready)
+        assert folder.is_dir()
+        slots = ready.plan.slots_per_trial
+        return SimulatedEngine(World().outcome, num_slots=slots, slots_per_trial=slots)
+
+    dsat.register_engine("pretend", make)
+    return made
+
+
+TINY = PROGRAMS / "tiny" / "deepspeed.yaml"
+SMALL: dict[str, Any] = {"engine": "pretend", "metric": "throughput", "max_trials": 6}
+
+
+def test_a_search_from_python(
+    pretend: list[Prepared],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="dsat")
+    rows: list[api.Row] = []
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    result = dsat.tune(TINY, method="random", callbacks=[rows.append], **SMALL)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert capsys.readouterr() == ("", "")
+    assert result.run_dir == Path("dsat_runs/tiny-1")
+    assert len(result.trials) == 6 == len(rows)
+    assert {row["name"] for row in rows} == {row["name"] for row in result.trials}
+    assert result.best is not None and result.best_config is not None
+    assert result.best_value == result.best["metrics"]["throughput"]
+    assert result.stop_reason == "all 6 trials are done" and not result.interrupted
+    assert str(result).startswith(f"Best: {result.best['name']}")
+    assert (tmp_path / result.run_dir / "best_ds_config.json").is_file()
+    assert f"run folder {result.run_dir}" in caplog.text
+    assert sum(record.name == "dsat.trials" for record in caplog.records) == 6
+    [ready] = pretend
+    assert ready.settings.search_options == {"trials_per_config": 5, "early_stopping": None}
+    assert result.train_command is not None
+    assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
+
+
+def test_a_table_for_pandas(pretend: list[Prepared]) -> None:
+    pytest.importorskip("pandas")
+    result = dsat.tune(TINY, **SMALL)
+    table = result.to_pandas()
+    assert list(table["name"]) == [row["name"] for row in result.trials]
+    assert table["metrics.throughput"].max() == result.best_value
+
+
+def test_in_another_thread(pretend: list[Prepared]) -> None:
+    with ThreadPoolExecutor() as pool:
+        result = pool.submit(dsat.tune, TINY, **SMALL).result()
+    assert result.best is not None
+
+
+def test_ctrl_c_returns_the_best_so_far_and_the_run_can_go_on(pretend: list[Prepared]) -> None:
+    heard: list[api.Row] = []
+
+    def press(row: api.Row) -> None:
+        heard.append(row)
+        if len(heard) == 3:
+            raise KeyboardInterrupt
+
+    part = dsat.tune(TINY, callbacks=[press], **SMALL)
+    assert part.interrupted and part.stop_reason is None
+    assert part.best is not None and len(part.trials) == 3
+    whole = dsat.tune(TINY, run_dir=part.run_dir, resume=True, **SMALL)
+    assert not whole.interrupted and len(whole.trials) == 6
+    assert whole.trials[:3] == part.trials
+
+
+def test_what_a_callback_raises_is_raised(pretend: list[Prepared]) -> None:
+    def fail(row: api.Row) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        dsat.tune(TINY, callbacks=[fail], **SMALL)
+
+
+def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = dict(SEARCHES)
+    for module in (api, keywords, search_phase):
+        monkeypatch.setattr(module, "SEARCHES", searches)
+
+    class Mine(RandomSearch):
+        def __init__(self, *args: Any, times: int, **options: Any) -> None:
+            super().__init__(*args, trials_per_config=times, early_stopping=None, **options)
+
+    dsat.register_search("mine", Mine)
+    result = dsat.tune(TINY, method="mine", search_options={"times": 2}, **SMALL)
+    assert len(result.trials) == 6
+    assert pretend[0].plan.search_options == {"times": 2}
+    with pytest.raises(ValueError, match="there is a method 'mine' already"):
+        dsat.register_search("mine", Mine)
+
+
+def _never(trial: Trial) -> Outcome:
+    raise AssertionError("nothing is run")
+
+
+@pytest.mark.parametrize("name", ["local", "auto", "pretend"])
+def test_a_name_of_an_engine_is_given_once(pretend: list[Prepared], name: str) -> None:
+    with pytest.raises(ValueError, match="already"):
+        dsat.register_engine(name, lambda ready, folder: SimulatedEngine(_never, num_slots=1))
+
+
+def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> None:
+    result = dsat.tune(TINY, **SMALL)
+    again = {**SMALL, "run_dir": result.run_dir, "resume": True}
+    with pytest.raises(JournalMismatch, match="Cannot resume: metric was throughput, now latency"):
+        dsat.tune(TINY, **{**again, "metric": "latency"})
+    with pytest.raises(UserInputError, match="holds no run"):
+        dsat.load_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DsatError, match="Not a directory"):
+        dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
+    with pytest.raises(UserInputError, match="method: invalid choice: 'guess'"):
+        dsat.tune(TINY, method="guess", **SMALL)
+    with pytest.raises(UserInputError, match="engine: invalid choice: 'nowhere'"):
+        dsat.tune(TINY, engine="nowhere")
+    with pytest.raises(UserInputError, match="end-profile-step 2 is before"):
+        dsat.tune(TINY, end_profile_step=2, **SMALL)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_rungs'"):
+        dsat.tune(TINY, method="random", max_rungs=3, **SMALL)
+
+
+def test_a_search_that_found_nothing_raises_the_scripts_own_error(
+    pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash = Outcome(OutcomeKind.ERROR, message="it broke", detail="Traceback: it broke")
+    monkeypatch.setattr(World, "outcome", lambda self, trial: crash)
+    with pytest.raises(SearchFailed, match="the profile trial failed: ERROR: it broke") as found:
+        dsat.tune(TINY, **SMALL)
+    assert found.value.detail == "Traceback: it broke"
+
+
+def test_every_option_of_a_search_is_a_keyword_with_its_default() -> None:
+    parameters = inspect.signature(dsat.tune).parameters
+    for own in options_of(Settings):
+        assert (own.keyword in parameters) is not own.shell_only
+        if not own.shell_only:
+            assert parameters[own.keyword].default == own.default
+    for owns in SEARCH_OPTIONS.values():
+        assert {own.keyword for own in owns.values()} <= set(parameters)
+
+
+def test_the_autotuning_section_from_python(pretend: list[Prepared], tmp_path: Path) -> None:
+    for path in (PROGRAMS / "tiny").iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    section = {"enabled": True, "num_gpus": [1, 2], "tuner_num_trials": 3, "metric": "throughput"}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "autotuning": section}))
+    command = ["train.py", "--deepspeed_config", "ds_config.json"]
+    result = dsat.tune(command, method="tune", engine="pretend")
+    assert [ready.plan.slots_per_trial for ready in pretend] == [1, 2]
+    assert result.best is not None
+    assert (tmp_path / "autotuning_results" / "ds_config_optimal.json").is_file()
+    with pytest.raises(UserInputError, match="takes a script or a command"):
+        dsat.tune("deepspeed.yaml", method="tune", engine="pretend")

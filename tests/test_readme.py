@@ -1,10 +1,46 @@
-"""What the README repeats from the code is what the code says."""
+"""What the README repeats from the code is what the code says, and its examples run."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.search import SEARCHES, RandomSearch
 from testing import readme
+from testing.local import PROGRAMS, processes_of
 
 
 def test_the_table_of_options_is_the_declared_one() -> None:
     text = readme.PATH.read_text(encoding="utf-8")
     assert readme.with_table(text) == text, "run `python -m testing.readme`"
+
+
+@pytest.mark.slow
+def test_the_examples_in_python_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path / "tiny")
+    names: dict[str, Any] = {"__name__": "readme"}
+    try:
+        for number, example in enumerate(readme.python_examples()):
+            exec(compile(example, f"README example {number}", "exec"), names)
+    finally:
+        SEARCHES.pop("patient", None)
+    result, again, run = names["result"], names["again"], names["run"]
+    assert result.run_dir == Path("dsat_runs/tiny-1")
+    assert [trial["kind"] for trial in result.trials[:2]] == ["profile", "baseline"]
+    assert len(result.trials) == 6 and result.best["outcome"] == "OK"
+    assert names["config"] == result.best_config
+    assert "train_micro_batch_size_per_gpu" in result.best_config
+    assert [row["name"] for row in names["rows"]] == [again.trials[-1]["name"]]
+    assert again.trials[:6] == result.trials
+    assert (run.best, run.trials) == (again.best, again.trials)
+    assert issubclass(names["Patient"], RandomSearch)
+    said = capsys.readouterr().out
+    assert said.startswith("Best: ")
+    assert "stage 1" in said
+    assert processes_of(tmp_path) == []

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.app import prepare
-from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.app import source as sources
+from dsat.engines.local import LocalEngine, LocalOptions, find_machine
 from dsat.errors import DsatError
 from dsat.inputs import ds_config, script_args
 from dsat.inputs.settings import EstimateSettings
@@ -84,7 +84,9 @@ def estimate(settings: EstimateSettings) -> Estimate:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    experiment, program, machine = prepare.prepare_estimate(settings)
+    machine = find_machine()
+    source = sources.read(settings).with_known_config(machine, 1, survey.TIMEOUT_S)
+    experiment, program = source.experiment, source.program
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(
         experiment,

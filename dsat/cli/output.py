@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import shlex
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
-from dsat.app.exit_status import EXIT_FAILED, EXIT_USAGE
+from dsat.app import train_command
+from dsat.app.local import TRIALS, LocalSearch
 from dsat.app.prepare import Prepared
+from dsat.cli.exit_status import EXIT_FAILED, EXIT_USAGE
+from dsat.determined_cluster.submit import Submission
+from dsat.errors import DsatError, UserInputError
 from dsat.report import summary
 from dsat.report.live_view import LiveView
-from dsat.tuning.run import Run
 from dsat.tuning.strategies import make_space, rungs
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import TrialKind
+from dsat.values import memory_size
+
+
+class _Handler(logging.Handler):
+    """Messages of dsat above the table, as lines."""
+
+    def __init__(self, view: LiveView) -> None:
+        super().__init__()
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == TRIALS and self._view.shows_trials:
+            return  # they are in the table
+        said = record.getMessage()
+        self._view.say(f"warning: {said}" if record.levelno >= logging.WARNING else said)
+
+
+@contextlib.contextmanager
+def messages_to(view: LiveView) -> Iterator[None]:
+    """Shows what dsat logs."""
+    log, handler = logging.getLogger("dsat"), _Handler(view)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def print_plan(ready: Prepared) -> None:
@@ -25,7 +57,7 @@ def print_plan(ready: Prepared) -> None:
     first = tuner.next_trials(ready.machine.num_slots)[0]
     stages = make_space(plan).describe()
     command = program.command()
-    if ready.chosen.json:
+    if ready.settings.json:
         plan_json = {**plan.to_json(), "machine": ready.machine.describe(), "space": stages}
         text = {"plan": plan_json, "first_trial": first.to_json(), "command": command}
         print(json.dumps(text, indent=2))
@@ -50,20 +82,6 @@ def print_plan(ready: Prepared) -> None:
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
 
 
-def notes(ready: Prepared) -> list[str]:
-    """What a person should know before the run begins."""
-    plan, found = ready.plan, []
-    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
-    if plan.objective.smaller_is_better and any_batch:
-        found.append(
-            f"{plan.metric} is a time per optimizer step, which small batches make short; add "
-            "--train-batch-size to compare like with like"
-        )
-    if ready.native is not None:
-        found += ready.native.notes
-    return found
-
-
 class _Nowhere:
     """A journal for decisions that nobody will act on."""
 
@@ -71,90 +89,33 @@ class _Nowhere:
         pass
 
 
-def train_command(ready: Prepared, run: Run, config: Path) -> list[str] | None:
-    """The command that trains with the best configuration, which is in the file `config`.
-
-    None if its script cannot be told the file, or runs as a Determined task only.
-    """
-    program, slots = ready.program, ready.plan.slots_per_trial
-    given = ready.experiment.entrypoint
-    needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
-    if program.config_path is None or needs_task or run.best is None:
-        return None
-    launcher = ["torchrun", "--standalone", f"--nproc-per-node={slots}"]
-    if program.passes_local_rank:
-        launcher = ["deepspeed", "--num_gpus", str(slots)]
-    script = ["--module", program.module] if program.module else [program.script]
-    found = program.for_config(
-        str(config.resolve()),
-        summary.best_config(run) or {},
-        run.best.script_args,
-        ready.experiment.arg_mappings,
-    )
-    return [*launcher, *script, *found.args]
+def say_where_to(search: LocalSearch, view: LiveView) -> None:
+    """Where the result is, and what to do with it."""
+    if search.run.best is not None:
+        view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
+        line = train_command.line(search.ready, search.run, search.folder)
+        view.say(f"Train with it: {line}")
+    if search.interrupted:
+        view.say(f"Continue with the same command and: --run-dir {search.folder} --resume")
 
 
-def train_line(ready: Prepared, run: Run, folder: Path) -> str:
-    """What to type to train with the best configuration."""
-    command = train_command(ready, run, folder / summary.BEST_CONFIG_FILE)
-    if command is not None:
-        # The user's own variables may be credentials: named, not written down.
-        words = [*(f'{name}="${name}"' for name in ready.program.env), shlex.join(command)]
-        return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
-    words, again = list(ready.words), ["--resume", "--run-full-experiment"]
-    if "--run-dir" in words:
-        position = words.index("--run-dir")
-        del words[position : position + 2]
-    again += ["--run-dir", str(folder)]
-    end = words.index("--") if "--" in words else len(words)
-    kept = [word for word in words[:end] if word not in again]
-    return shlex.join(["python3", "-m", "dsat", *kept, *again, *words[end:]])
+def report(error: DsatError) -> int:
+    """Shows an error, below what the user's own script said of it; returns the exit status."""
+    detail = getattr(error, "detail", "")
+    if detail:
+        print(detail.rstrip(), file=sys.stderr)
+    print(f"dsat: error: {error}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, UserInputError) else EXIT_FAILED
 
 
-def print_where_to(
-    ready: Prepared, run: Run, view: LiveView, folder: Path, interrupted: bool
-) -> None:
-    if run.best is not None:
-        view.say(f"Configuration: {folder / summary.BEST_CONFIG_FILE}")
-        view.say(f"Train with it: {train_line(ready, run, folder)}")
-    if interrupted:
-        view.say(f"Continue with the same command and: --run-dir {folder} --resume")
-
-
-def _does_not_fit(run: Run) -> str:
-    tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
-    allowed = "" if run.plan is None or 3 in run.plan.zero_stages else ", higher --zero-stages"
-    return (
-        f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
-        f"more slots{allowed}, or --nvme-path."
-    )
-
-
-def report_failure(run: Run, trials: Path) -> int:
-    """Nothing ran: shows the user's own error, not a guess about it."""
-    failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
-    if not failures:
-        print(f"dsat: error: {run.stop_reason}", file=sys.stderr)
-        return EXIT_FAILED
-    if run.profile is None:
-        trial = failures[-1]
-    else:  # profile trials may have failed before one ran
-        trial = next((t for t in failures if t.kind is not TrialKind.PROFILE), failures[-1])
-    outcome = run.outcomes[trial.id]
-    if outcome.kind is OutcomeKind.INVALID:
-        print(f"dsat: error: {outcome.message}", file=sys.stderr)
-        return EXIT_USAGE
-    if outcome.detail and outcome.kind is not OutcomeKind.OOM:
-        print(outcome.detail.rstrip(), file=sys.stderr)
-    hints = {
-        OutcomeKind.OOM: _does_not_fit(run),
-        OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
-    }
-    hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
-    which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
-    print(
-        f"dsat: error: {which} failed: {outcome.kind.value}: {outcome.message}.{hint} "
-        f"Its logs are in {trials / trial.name}.",
-        file=sys.stderr,
-    )
-    return EXIT_FAILED
+def print_submission(ready: Submission) -> None:
+    """What `--dry-run` shows of a search on a cluster."""
+    plan, at_once = ready.job.plan, ready.job.num_slots
+    print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
+    print(f"{plan.slots_per_trial} slots per trial, at most {at_once} slots at a time")
+    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
+    for line in make_space(plan).describe():
+        print(f"  {line}")
+    print(f"the search runner's entrypoint: {shlex.join(ready.config['entrypoint'])}")
+    readable = memory_size.readable(ready.size_bytes)
+    print(f"to upload: {len(ready.entries)} files and folders, {readable}")

@@ -1,31 +1,33 @@
-"""The command on a Determined cluster: prepares the search here, has it run there."""
+"""A search on a Determined cluster: prepared here, run there."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import shlex
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from dsat.app.prepare import check_config_path, check_max_slots, check_ranks, plan_of
+from dsat.app import source
+from dsat.app.plans import plan_of
+from dsat.app.prepare import check_max_slots
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
-from dsat.determined_cluster.client import Client, Ended
+from dsat.determined_cluster.client import Client
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.select_master import Choice, auth_file, choose, logins_of
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
-from dsat.inputs import experiment, script_args
+from dsat.inputs import experiment as experiments
+from dsat.inputs import script_args
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
-from dsat.tuning.strategies import make_space
-from dsat.values import memory_size
+
+_log = logging.getLogger(__name__)
 
 # What has a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
@@ -36,20 +38,62 @@ class Submission:
     """Everything that is sent to the master.
 
     Attributes:
+        master: its address.
+        reason: why trials run there, for people.
         config: of the search runner's experiment.
         entries: the trials' files.
+        size_bytes: of these files.
     """
 
-    user: Experiment
+    master: str
+    reason: str
+    experiment: Experiment
     job: Job
     config: dict[str, Any]
     entries: list[upload.Entry]
+    size_bytes: int
+
+    @property
+    def where(self) -> str:
+        return (
+            f"tuning on the Determined cluster {self.master} ({self.reason}; --engine local tunes "
+            "on this machine)"
+        )
 
 
-def where(chosen: Settings) -> Choice:
+@dataclass(frozen=True)
+class Submitted:
+    """A search that was handed to the master.
+
+    Attributes:
+        experiment_id, url: of the search runner.
+        state: how it ended, as the master calls it; None while it goes on.
+        result: what it found, if it came to an end: whether the search is `over`, and the `best`
+            value of the metric.
+        interrupted: Ctrl-C ended the following of its log, not the search.
+    """
+
+    experiment_id: int
+    url: str
+    state: str | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+    @property
+    def found(self) -> bool:
+        """Whether the search came to its end and found something."""
+        is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
+        return is_over and self.result.get("best") is not None
+
+    def to_json(self) -> dict[str, Any]:
+        where = {"experiment_id": self.experiment_id, "url": self.url, "state": self.state}
+        return {**where, **self.result}
+
+
+def where(settings: Settings) -> Choice:
     """Whether trials run on a cluster; says so, if nobody asked for it."""
-    local_only = [name for name in _LOCAL_ONLY if getattr(chosen, name)]
-    found = choose(chosen.engine, os.environ, logins_of(auth_file()), fits=not local_only)
+    local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
+    found = choose(settings.engine, os.environ, logins_of(auth_file()), fits=not local_only)
     if found.master is not None and local_only:
         [flag, *_] = local_only
         raise UserInputError(
@@ -62,127 +106,96 @@ def where(chosen: Settings) -> Choice:
     return found
 
 
-def tune(chosen: Settings, choice: Choice) -> int:
-    """Submits the search and follows it; returns the exit status."""
-    assert choice.master is not None
-    clients.check_installed(choice.master)
-    stream = sys.stderr if chosen.json else sys.stdout
+def submit(ready: Submission, *, detach: bool) -> Submitted:
+    """Submits the search, and follows it to its end unless it is to be left alone.
 
-    def say(line: str) -> None:
-        print(line, file=stream, flush=True)
-
-    where_to = (
-        f"tuning on the Determined cluster {choice.master} ({choice.reason}; --engine local tunes "
-        "on this machine)"
-    )
-    ready = prepare(chosen, choice.master)
-    size = upload.check_size(ready.entries)
-    if chosen.dry_run:
-        say(where_to)
-        _print_plan(ready, size)
-        return EXIT_OK
-    client = clients.connect(choice.master)
-    say(where_to)
+    Raises:
+        DsatError: the master cannot be reached, or refuses it.
+    """
+    client = clients.connect(ready.master)
+    _log.info(ready.where)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
         upload.stage(ready.entries, ready.job.to_text(), Path(folder))
         number = client.submit(ready.config, Path(folder))
-    say(f"Created experiment {number}: {client.url(number)}")
-    hints = _hints(client, number)
-    if chosen.detach:
-        for line in hints:
-            say(line)
-        return _result(chosen, client, number, None)
+    submitted = Submitted(number, client.url(number))
+    _log.info("Created experiment %d: %s", number, submitted.url)
+    if detach:
+        _tell_how_to_go_on(client, number)
+        return submitted
     try:
-        ended = client.follow(number, say)
+        ended = client.follow(number, _log.info)
     except KeyboardInterrupt:
-        say("detached: the search goes on")
-        for line in hints:
-            say(line)
-        return EXIT_INTERRUPTED
+        _log.info("detached: the search goes on")
+        _tell_how_to_go_on(client, number)
+        return replace(submitted, interrupted=True)
     if ended.state != "COMPLETED":
-        say(f"experiment {number} ended: {ended.state.lower()}; see {client.url(number)}")
-    return _result(chosen, client, number, ended)
+        said = job.state_in_words(ended.state)
+        _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
+    result = json.loads(ended.result) if ended.result else {}
+    return replace(submitted, state=ended.state, result=result)
 
 
-def prepare(chosen: Settings, master: str) -> Submission:
+def prepare(settings: Settings, choice: Choice) -> Submission:
     """Reads and checks everything the user gave.
 
     Raises:
         UserInputError: something of it is wrong.
     """
-    assert chosen.config is not None and chosen.model_dir is not None
-    user = experiment.read(chosen.config, chosen.model_dir, chosen.include)
-    slots = chosen.slots or user.slots_per_trial
+    assert choice.master is not None
+    clients.check_installed(choice.master)
+    experiment = source.read_experiment(settings)
+    slots = settings.slots or experiment.slots_per_trial
     try:
-        program = entrypoints.parse(user.entrypoint, user.model_dir)
+        program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
     except UserInputError:  # a cluster runs more than this machine could
         args: tuple[str, ...] = ()
     else:
-        check_config_path(user, program)
-        check_ranks(program, slots)
+        source.check_config_path(experiment, program)
+        source.check_ranks(program, slots)
         args = program.args
-    user = replace(user, arg_mappings=script_args.checked({}, args, where="--arg-mapping"))
-    check_max_slots(chosen, slots)
-    if chosen.memory_model == BY_SIMULATION:
-        chosen = replace(chosen, memory_model=BY_FORMULA)  # the runner has no model to simulate
-    plan = plan_of(chosen, user, slots, args=args, switches={}, offload_helps=True)
+    experiment = replace(
+        experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
+    )
+    check_max_slots(settings, slots)
+    if settings.memory_model == BY_SIMULATION:
+        settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
+    plan = plan_of(settings, experiment, slots, args=args, switches={}, offload_helps=True)
     changes = (
         {}
-        if chosen.search_runner_config is None
-        else experiment.read_mapping(chosen.search_runner_config)
+        if settings.search_runner_config is None
+        else experiments.read_mapping(settings.search_runner_config)
     )
-    found = upload.entries(user.model_dir, user.includes, upload.detignore())
-    upload.check_script(found, user.model_dir)
+    found = upload.entries(experiment.model_dir, experiment.includes, upload.detignore())
+    upload.check_script(found, experiment.model_dir)
     told = Job(
         plan=plan,
         info={
-            "name": user.name,
+            "name": experiment.name,
             "dsat": __version__,
-            "machine": f"Determined cluster {master}, {slots} slots per trial",
+            "machine": f"Determined cluster {choice.master}, {slots} slots per trial",
         },
-        config=job.without_secrets(user.config),
-        hparams=user.hparams,
-        steps=(chosen.start_profile_step, chosen.end_profile_step, chosen.max_profile_steps),
-        trial_timeout_s=chosen.trial_timeout_s,
-        max_concurrent_trials=chosen.max_concurrent_trials,
-        max_slots=chosen.max_slots,
-        slot_memory_bytes=chosen.slot_memory_bytes,
-        run_full_experiment=chosen.run_full_experiment,
+        config=job.without_secrets(experiment.config),
+        hparams=experiment.hparams,
+        steps=(settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps),
+        trial_timeout_s=settings.trial_timeout_s,
+        max_concurrent_trials=settings.max_concurrent_trials,
+        max_slots=settings.max_slots,
+        slot_memory_bytes=settings.slot_memory_bytes,
+        run_full_experiment=settings.run_full_experiment,
     )
     config = job.runner_config(
-        user, plan, max_restarts=chosen.max_search_runner_restarts, changes=changes
+        experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    return Submission(user, told, config, found)
+    return Submission(
+        choice.master, choice.reason, experiment, told, config, found, upload.check_size(found)
+    )
 
 
-def _print_plan(ready: Submission, size_bytes: int) -> None:
-    plan = ready.job.plan
-    print(f"{ready.user.name}: {plan.method} search for the best {plan.metric}")
-    print(f"{plan.slots_per_trial} slots per trial, {ready.job.num_slots} at once")
-    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
-    for line in make_space(plan).describe():
-        print(f"  {line}")
-    print(f"the search runner's entrypoint: {shlex.join(ready.config['entrypoint'])}")
-    print(f"to upload: {len(ready.entries)} files and folders, {memory_size.readable(size_bytes)}")
-
-
-def _hints(client: Client, number: int) -> list[str]:
+def _tell_how_to_go_on(client: Client, number: int) -> None:
     det = f"det -m {client.address}"
-    return [
-        f"Follow it: {det} experiment logs --follow {number}, or {client.url(number)}",
-        f"End it, and its trials: {det} experiment cancel {number}",
-        f"Its result: best_ds_config.json and summary.md in the latest checkpoint of experiment "
-        f"{number}",
-    ]
-
-
-def _result(chosen: Settings, client: Client, number: int, ended: Ended | None) -> int:
-    result = json.loads(ended.result) if ended is not None and ended.result else {}
-    if chosen.json:
-        state = None if ended is None else asdict(ended)["state"]
-        told = {"experiment_id": number, "url": client.url(number), "state": state, **result}
-        print(json.dumps(told, indent=2), flush=True)
-    if ended is None:
-        return EXIT_OK
-    good = ended.state == "COMPLETED" and result.get("over") and result.get("best") is not None
-    return EXIT_OK if good else EXIT_FAILED
+    _log.info("Follow it: %s experiment logs --follow %d, or %s", det, number, client.url(number))
+    _log.info("End it, and its trials: %s experiment cancel %d", det, number)
+    _log.info(
+        "Its result: best_ds_config.json and summary.md in the latest checkpoint of experiment %d",
+        number,
+    )

@@ -35,6 +35,7 @@ from dsat.values.objective import METRIC_NAMES
 TUNE, RUN = "tune", "run"
 ESTIMATE = "estimate"
 
+ENGINES = ("auto", "local", "determined")
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
@@ -267,7 +268,7 @@ class Settings(Target):
     engine: str = option(
         "--engine",
         kind=WORD,
-        choices=("auto", "local", "determined"),
+        choices=ENGINES,
         default="auto",
         help="where trials run: on this machine, or on a Determined cluster (auto: there if "
         "DET_MASTER is set or `det user login` was used)",

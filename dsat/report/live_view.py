@@ -1,4 +1,4 @@
-"""The progress of a run: a table on a terminal, plain lines anywhere else."""
+"""The terminal: lines, and below them a table of the trials that run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rich.text import Text
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.report import summary
-from dsat.report.log_lines import Narrator
 from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
@@ -26,7 +25,7 @@ _PLAIN_WIDTH = 140
 
 
 class LiveView:
-    """Shows a run while it goes on; an `Observer` of the loop.
+    """Prints lines, and shows a run in a table while it goes on; an `Observer` of the loop.
 
     Args:
         stream: where to; a table only if it is a terminal.
@@ -38,7 +37,11 @@ class LiveView:
             file=stream, highlight=False, soft_wrap=width is not None, width=width
         )
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
-        self._narrator = Narrator()
+
+    @property
+    def shows_trials(self) -> bool:
+        """Whether there is a table."""
+        return self._live is not None
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -60,16 +63,13 @@ class LiveView:
             self._console.print(Text(line))
 
     def started(self, run: Run, trial: Trial) -> None:
-        if self._live is None:
-            self.say(*self._narrator.started(trial))
         self.waited(run)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        self.say(*self._narrator.ended(run, trial, outcome, result=self._live is None))
         self.waited(run)
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
-        self.say(*self._narrator.search_began(run, forecast))
+        self.waited(run)
 
     def waited(self, run: Run) -> None:
         if self._live is not None and run.plan is not None:

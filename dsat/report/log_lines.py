@@ -22,18 +22,22 @@ class Narrator:
             return []
         return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
 
-    def ended(self, run: Run, trial: Trial, outcome: Outcome, *, result: bool = True) -> list[str]:
-        """What came of a trial.
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
+        """What came of a trial, below its warnings."""
+        warnings = [f"warning: {text}" for text in self.new_warnings(trial, outcome)]
+        return [*warnings, *self.result(run, trial, outcome)]
 
-        Args:
-            result: with how it ended; otherwise only what a table of the trials does not tell.
-        """
+    def new_warnings(self, trial: Trial, outcome: Outcome) -> list[str]:
+        """The outcome's warnings that no earlier outcome had."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
-        lines = [f"warning: {trial.name}: {text}" for text in new]
+        return [f"{trial.name}: {text}" for text in new]
+
+    def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
+        """How a trial ended; of a profile trial, what it has found."""
         if outcome.profile is not None and outcome.ok:
-            return lines + _of_profile(outcome.profile)
-        return [*lines, _of_trial(run, trial, outcome)] if result else lines
+            return _of_profile(outcome.profile)
+        return [_of_trial(run, trial, outcome)]
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """What each strategy needs."""

@@ -201,12 +201,12 @@ def to_json(run: Run, folder: Path) -> dict[str, Any]:
         "metric": run.plan.metric,
         "stop_reason": run.stop_reason,
         "wall_s": round(run.running_s, 3),
-        "best": _trial_json(run, run.best),
+        "best": run.best and trial_row(run, run.best),
         "best_ds_config": best_config(run),
-        "baseline": _trial_json(run, baseline),
+        "baseline": baseline and trial_row(run, baseline),
         "gain": ratio,
         "finals": None if run.finals is None or confirmed is None else _finals_json(run),
-        "trials": [_trial_json(run, trial) for trial in run.trials.values()],
+        "trials": [trial_row(run, trial) for trial in run.trials.values()],
         "warnings": all_warnings(run),
     }
 
@@ -227,9 +227,8 @@ def _finals_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _trial_json(run: Run, trial: Trial | None) -> dict[str, Any] | None:
-    if trial is None:
-        return None
+def trial_row(run: Run, trial: Trial) -> dict[str, Any]:
+    """A trial for programs."""
     outcome = run.outcomes.get(trial.id)
     return {
         "name": trial.name,

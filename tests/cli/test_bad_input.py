@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.app import prepare
+from dsat.app import local, prepare, source
 from dsat.cli import main
 from testing.local import PROGRAMS, cpu_machine
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
-    for module in (main, prepare):  # nothing is ever run
+    for module in (local, source):  # nothing is ever run
         monkeypatch.setattr(module, "LocalEngine", _no_engine)
     return tmp_path
 

@@ -14,6 +14,7 @@ import pytest
 from dsat.report import format as fmt
 from dsat.report import summary
 from dsat.report.live_view import LiveView
+from dsat.report.log_lines import Narrator
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import MemoryUse, Outcome
@@ -124,31 +125,40 @@ def test_the_result_for_programs(tmp_path: Path) -> None:
     assert len(told["trials"]) == 4
 
 
-def test_plain_progress_lines() -> None:
+def test_a_run_is_told_line_by_line() -> None:
+    run = run_of((1, 8, ran(150)), baseline=ran(100))
+    narrator, lines = Narrator(), []
+    for trial in run.trials.values():
+        lines += narrator.started(trial)
+        lines += narrator.ended(run, trial, run.outcomes[trial.id])
+    lines += narrator.search_began(run, None)
+    said = "\n".join(lines)
+    assert "memory per slot" in said
+    assert "memory is not predicted" in said
+    assert "t2: 150 samples/s" in said
+
+
+def test_a_view_that_is_no_terminal_prints_the_result_without_colours() -> None:
     stream = io.StringIO()
     run = run_of((1, 8, ran(150)), baseline=ran(100))
     with LiveView(stream) as view:
         for trial in run.trials.values():
-            view.started(run, trial)
             view.ended(run, trial, run.outcomes[trial.id])
-        view.began(run, None)
+        assert stream.getvalue() == ""
         view.show_result(run)
     said = stream.getvalue()
-    assert "memory per slot" in said
-    assert "memory is not predicted" in said
-    assert "t2: 150 samples/s" in said
+    assert "Best: t2" in said
     assert "\x1b" not in said
 
 
 def test_a_warning_is_told_once() -> None:
-    stream = io.StringIO()
     warned = replace(ran(150), warnings=("look",))
     run = run_of((1, 8, warned), (1, 9, replace(warned, warnings=("look", "again"))))
-    view = LiveView(stream)
+    narrator, lines = Narrator(), []
     for trial in run.trials.values():
-        view.ended(run, trial, run.outcomes[trial.id])
-    lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
-    assert [line.rpartition(": ")[2] for line in lines] == ["look", "again"]
+        lines += narrator.ended(run, trial, run.outcomes[trial.id])
+    found = [line for line in lines if line.startswith("warning")]
+    assert [line.rpartition(": ")[2] for line in found] == ["look", "again"]
 
 
 @pytest.mark.parametrize(

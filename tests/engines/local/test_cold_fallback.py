@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.cli import main
+from dsat.app import local
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -37,7 +37,7 @@ def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_resumed_run_remembers() -> None:
     run = Run()
-    assert not main._known_to_need_fresh_processes(run)
+    assert not local.needs_fresh_processes(run)
     for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True)):
         run.outcomes[0] = Outcome(OutcomeKind.OK, warnings=warnings)
-        assert main._known_to_need_fresh_processes(run) is remembers
+        assert local.needs_fresh_processes(run) is remembers

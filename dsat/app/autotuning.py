@@ -1,0 +1,103 @@
+"""What `dsat tune` and `dsat run` mean: the `autotuning` section of DeepSpeed's own autotuner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dsat.app.plans import check_micro_batches
+from dsat.app.source import Source
+from dsat.engines.local import Machine
+from dsat.errors import UserInputError
+from dsat.inputs import autotuning_section, script_args
+from dsat.inputs.autotuning_section import Autotuning
+from dsat.inputs.experiment import Experiment
+from dsat.inputs.settings import Settings
+from dsat.inputs.value_lists import STAGES
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.plan import Plan
+
+
+def read(source: Source, method: str) -> Autotuning:
+    """The section of the configuration that the script's arguments name.
+
+    Raises:
+        UserInputError: they name none, or something of the section is wrong.
+    """
+    if source.program.config_path is None:
+        raise UserInputError(
+            "no DeepSpeed configuration is among the script's arguments",
+            where=method,
+            hint="Add --deepspeed_config FILE.json (or --deepspeed FILE.json).",
+        )
+    return autotuning_section.read(source.experiment.ds_config, where=source.program.config_path)
+
+
+def arg_mappings(source: Source, section: Autotuning) -> Mapping[str, str]:
+    """The script's flags that follow settings.
+
+    Raises:
+        UserInputError: the script does not get such a flag.
+    """
+    where = f"{source.program.config_path}: autotuning.arg_mappings"
+    return script_args.checked(section.arg_mappings, source.program.args, where=where)
+
+
+def slot_counts(source: Source, machine: Machine) -> Sequence[int]:
+    """The numbers of slots, each of which gets a search.
+
+    Raises:
+        UserInputError: there are not so many.
+    """
+    return autotuning_section.slots(
+        source.experiment.ds_config,
+        where=str(source.program.config_path),
+        available=source.program.slots or machine.num_slots,
+    )
+
+
+def below(section: Autotuning, folder: str) -> Autotuning:
+    """The section with its results in a folder below the one that it names."""
+    return replace(
+        section, results_dir=section.results_dir / folder, exps_dir=section.exps_dir / folder
+    )
+
+
+def settings_of(settings: Settings, section: Autotuning, experiment: Experiment) -> Settings:
+    options: dict[str, Any] = {"early_stopping": section.early_stopping}
+    if section.method == "gridsearch":
+        options["num_micro_batches"] = section.num_micro_batches
+    zero = experiment.ds_config.get("zero_optimization") or {}
+    # Without a stage all are meant (deepspeed/autotuning/README.md).
+    own_stage = (zero["stage"],) if "stage" in zero else STAGES
+    stages = tuple(experiment.choices.get("stage", own_stage))
+    largest = section.max_micro_batch
+    return replace(
+        settings,
+        method=section.method,
+        search_options=options,
+        metric=section.metric,
+        max_trials=section.max_trials + 2,  # and the profile, and the user's own
+        zero_stages=stages,
+        fix=KNOB_NAMES if section.fast else (),
+        start_profile_step=section.start_profile_step,
+        end_profile_step=section.end_profile_step,
+        max_profile_steps=max(
+            settings.max_profile_steps, section.end_profile_step - section.start_profile_step + 1
+        ),
+        max_train_batch_size=None if settings.train_batch_size else section.max_train_batch_size,
+        min_micro_batch=section.min_micro_batch,
+        max_micro_batch=largest,
+    )
+
+
+def with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
+    """The plan without micro batches whose global batch would be smaller than asked for."""
+    if plan.max_train_batch_size is not None or plan.train_batch_size is not None:
+        return plan  # the global batch is filled
+    step = plan.own_batch.gas * plan.slots_per_trial
+    smallest = max(plan.min_micro_batch, -(-min_train_batch_size // step))
+    plan = replace(plan, min_micro_batch=smallest)
+    check_micro_batches(plan)
+    return plan

@@ -1,0 +1,376 @@
+"""Runs one search on this machine, from an opened journal to the files of its result."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from dsat.app import run_folders, train_command
+from dsat.app.prepare import Prepared
+from dsat.engines import Engine, cached
+from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
+from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.memory import anchors
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.report import autotuner_files, page, summary
+from dsat.report.log_lines import Narrator
+from dsat.tuning import history
+from dsat.tuning.journal import FILE_NAME, Journal
+from dsat.tuning.loop import Observer, drive
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
+
+_log = logging.getLogger(__name__)
+TRIALS = "dsat.trials"
+_log_of_trials = logging.getLogger(TRIALS)
+
+# Makes an engine for a run, whose files are in the folder.
+EngineFactory = Callable[[Prepared, Path], Engine]
+# Engines besides dsat's own, by the names that `Settings.engine` may have.
+ENGINES: dict[str, EngineFactory] = {}
+
+
+class LocalSearch:
+    """A search whose decisions are taken in this process; a context manager.
+
+    Opening it makes or finds the run's folder and reads its journal; closing it ends whatever runs.
+
+    Args:
+        ready: what to tune; its `settings.engine` says where trials run.
+
+    Attributes:
+        run: what is known so far.
+        folder: of the run.
+        interrupted: whether Ctrl-C ended it.
+
+    Raises:
+        UserInputError: the folder holds another run, or none to resume.
+        JournalError: the journal cannot be read, or says something else than is decided now.
+    """
+
+    def __init__(self, ready: Prepared) -> None:
+        self.ready = ready
+        self.interrupted = False
+        self._known: dict[str, Outcome] = {}
+        self._engine: Engine | None = None
+        if ready.native is not None:
+            self.folder = run_folders.of_results(ready.native)
+            earlier = run_folders.earlier_runs(self.folder, ready.plan)
+            self._known = history.known_outcomes(earlier, ready.plan)
+        else:
+            self.folder = run_folders.of_run(ready.settings, ready.experiment.name)
+        self._journal = Journal(self.folder / FILE_NAME)
+        try:
+            self._tuner = Tuner(
+                ready.plan, self._journal, info=ready.info, events=self._journal.events
+            )
+        except BaseException:
+            self._journal.close()
+            raise
+        self.run = self._tuner.run
+
+    def __enter__(self) -> LocalSearch:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self._engine is not None:
+                self._engine.close()
+        finally:
+            self._journal.close()
+
+    @property
+    def trials(self) -> Path:
+        """Where the trials have their folders."""
+        return run_folders.of_trials(self.ready, self.folder)
+
+    def search(self, *observers: Observer) -> None:
+        """Runs the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
+
+        What happens is logged; observers are told besides.
+        """
+        _log.info("%s; run folder %s", self.ready.machine.describe(), self.folder)
+        for note in _notes(self.ready):
+            _log.info("note: %s", note)
+        if self._has_work():
+            make_engine = ENGINES.get(self.ready.settings.engine)
+            if make_engine is None:
+                cold = needs_fresh_processes(self.run)
+                self._engine = local_engine(self.ready, self.folder, cold=cold)
+            else:
+                self._engine = make_engine(self.ready, self.folder)
+            try:
+                drive(
+                    self._tuner,
+                    cached.CachedEngine(self._engine, self._known, self.ready.plan),
+                    _Everyone([_KeepsFiles(self.ready, self.folder), _Logs(), *observers]),
+                    max_slots=self.ready.settings.max_slots,
+                    max_concurrent_trials=self.ready.settings.max_concurrent_trials,
+                    survey=functools.partial(_survey, self.ready, self._engine),
+                )
+            except KeyboardInterrupt:
+                _log.info("interrupted")
+                self._engine.close()
+                self.interrupted = True
+        write_files(self.ready, self.run, self.folder)
+
+    def _has_work(self) -> bool:
+        """Whether anything is to be run; if not, what is known is only shown again."""
+        if not self._tuner.finished:
+            return True
+        self._tuner.stop()
+        return self.ready.settings.run_full_experiment and self.run.best is not None
+
+    @property
+    def profiled(self) -> bool:
+        """Whether the search could begin."""
+        return not self._tuner.failed
+
+    @property
+    def failure(self) -> DsatError | None:
+        """Why nothing was found; None if something was, or if it was interrupted before."""
+        if not self.profiled or (self.run.best is None and not self.interrupted):
+            return _failure(self.run, self.trials)
+        return None
+
+    def train(self) -> Path | None:
+        """Trains in full length with the best configuration, if the user wants that.
+
+        Returns:
+            The folder with checkpoints and reports.
+
+        Raises:
+            DsatError: the training failed.
+        """
+        best = self.run.best
+        if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
+            return None
+        if not isinstance(self._engine, LocalEngine):
+            raise UserInputError("needs the local engine", where="--run-full-experiment")
+        return _train(self._engine, best)
+
+
+class _Logs:
+    """Logs what happens; single trials under a name of their own, since a table may show them."""
+
+    def __init__(self) -> None:
+        self._narrator = Narrator()
+
+    def started(self, run: Run, trial: Trial) -> None:
+        for line in self._narrator.started(trial):
+            _log_of_trials.info(line)
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        for line in self._narrator.new_warnings(trial, outcome):
+            _log.warning(line)
+        log = _log if outcome.profile is not None else _log_of_trials
+        for line in self._narrator.result(run, trial, outcome):
+            log.info(line)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        for line in self._narrator.search_began(run, forecast):
+            _log.info(line)
+
+    def waited(self, run: Run) -> None:
+        pass
+
+
+def _notes(ready: Prepared) -> list[str]:
+    """What a person should know before the run begins."""
+    plan, found = ready.plan, []
+    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
+    if plan.objective.smaller_is_better and any_batch:
+        found.append(
+            f"{plan.metric} is a time per optimizer step, which small batches make short; add "
+            "--train-batch-size to compare like with like"
+        )
+    if ready.native is not None:
+        found += ready.native.notes
+    return found
+
+
+class _Everyone:
+    """Observers as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def started(self, run: Run, trial: Trial) -> None:
+        for observer in self._observers:
+            observer.started(run, trial)
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        for observer in self._observers:
+            observer.ended(run, trial, outcome)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        for observer in self._observers:
+            observer.began(run, forecast)
+
+    def waited(self, run: Run) -> None:
+        for observer in self._observers:
+            observer.waited(run)
+
+
+class _KeepsFiles:
+    """Writes the result's files anew with every new best."""
+
+    def __init__(self, ready: Prepared, folder: Path) -> None:
+        self._ready = ready
+        self._folder = folder
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        if trial is run.best:
+            write_files(self._ready, run, self._folder)
+
+    def started(self, run: Run, trial: Trial) -> None:
+        pass
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        pass
+
+    def waited(self, run: Run) -> None:
+        pass
+
+
+def write_files(ready: Prepared, run: Run, folder: Path) -> None:
+    """What was found so far, for use and for people."""
+    line = train_command.line(ready, run, folder)
+    summary.write_files(run, folder, line)
+    page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
+    if ready.native is not None:
+        best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
+        command = train_command.of_run(ready, run, best)
+        autotuner_files.write_files(run, folder, ready.native.exps_dir, command or [])
+
+
+def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:
+    """The same search on different numbers of slots, the best first; those that found nothing are
+    left out. Writes the files of the best into the folder above."""
+    found = [search for search in searches if search.run.best_value is not None]
+    objective = searches[0].ready.plan.objective
+    found.sort(key=lambda search: objective.loss(search.run.best_value or 0.0))
+    if found and len(searches) > 1:
+        best = found[0]
+        native = best.ready.native
+        assert native is not None
+        above = replace(
+            native, results_dir=native.results_dir.parent, exps_dir=native.exps_dir.parent
+        )
+        write_files(replace(best.ready, native=above), best.run, above.results_dir)
+    return found
+
+
+def local_engine(ready: Prepared, folder: Path, *, cold: bool = False) -> LocalEngine:
+    """This machine's engine.
+
+    Args:
+        folder: of the run.
+        cold: fresh processes are known to be needed, besides what the user asks for.
+    """
+    settings = ready.settings
+    return LocalEngine(
+        ready.experiment,
+        ready.program,
+        ready.machine,
+        folder,
+        LocalOptions(
+            trial_timeout_s=settings.trial_timeout_s,
+            slot_memory_bytes=settings.slot_memory_bytes,
+            cold=settings.cold or cold,
+            start_step=settings.start_profile_step,
+            end_step=settings.end_profile_step,
+            max_steps=settings.max_profile_steps,
+            seed=settings.random_seed,
+            own_micro_batch=ready.plan.own_batch.micro_batch,
+        ),
+        trials=run_folders.of_trials(ready, folder),
+        slots_per_trial=ready.plan.slots_per_trial,
+    )
+
+
+def needs_fresh_processes(run: Run) -> bool:
+    """Whether it was found before the run was interrupted that only fresh processes work."""
+    return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
+
+
+def _survey(ready: Prepared, engine: Engine, tuner: Tuner) -> Basis:
+    assert tuner.run.profile is not None
+    if not isinstance(engine, LocalEngine):
+        note = "only the local engine simulates a script"
+        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
+    return anchors.of_run(
+        engine,
+        ready.plan,
+        tuner.run.profile,
+        tuner.reference_configs(),
+        as_cpu=ready.machine.is_cpu,
+        say=_log.info,
+    )
+
+
+def _train(engine: LocalEngine, best: Trial) -> Path:
+    """The full-length run with the best configuration."""
+    folder = engine.train(best)
+    _log.info("training with %s; output in %s", best.name, folder / "stdout.log")
+    while True:
+        for trial_id, outcome in engine.poll(1.0):
+            if trial_id != FULL_RUN_ID:
+                continue
+            if outcome.kind is OutcomeKind.OK:
+                _log.info("trained; checkpoints and reports in %s", folder)
+                return folder
+            raise SearchFailed(
+                f"the full-length run failed: {outcome.kind.value}: {outcome.message}. Its log is "
+                f"{folder / 'stderr.log'}.",
+                outcome.detail,
+            )
+
+
+def _failure(run: Run, trials: Path) -> DsatError:
+    """Nothing ran: tells the user's own error, not a guess about it."""
+    failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
+    if not failures:
+        return SearchFailed(str(run.stop_reason))
+    if run.profile is None:
+        trial = failures[-1]
+    else:  # profile trials may have failed before one ran
+        trial = next((t for t in failures if t.kind is not TrialKind.PROFILE), failures[-1])
+    outcome = run.outcomes[trial.id]
+    if outcome.kind is OutcomeKind.INVALID:
+        return UserInputError(outcome.message)
+    hints = {
+        OutcomeKind.OOM: _does_not_fit(run),
+        OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
+    }
+    hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
+    which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
+    what = f"{which} failed: {outcome.kind.value}: {outcome.message}"
+    if outcome.kind is OutcomeKind.CANCELED:
+        what = f"{which} was canceled"
+    return SearchFailed(
+        f"{what}.{hint} Its logs are in {trials / trial.name}.",
+        "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
+    )
+
+
+def _does_not_fit(run: Run) -> str:
+    tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    allowed = "" if run.plan is None or 3 in run.plan.zero_stages else ", higher --zero-stages"
+    return (
+        f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
+        f"more slots{allowed}, or --nvme-path."
+    )

@@ -1,0 +1,122 @@
+"""From settings and an experiment to the plan of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs import ds_config, script_args
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment
+from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
+from dsat.space.overrides import GAS
+from dsat.space.plan import Plan
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+def plan_of(
+    settings: Settings,
+    experiment: Experiment,
+    slots: int,
+    *,
+    args: Sequence[str],
+    switches: Mapping[str, bool],
+    offload_helps: bool,
+) -> Plan:
+    """What to tune, as the user has it.
+
+    Args:
+        slots: of a trial.
+        args: of the script, which may hold batch sizes.
+        switches, offload_helps: see `Plan`.
+
+    Raises:
+        UserInputError: nothing is left to tune.
+    """
+    base = experiment.base_config
+    sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
+    own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
+    listed = dict(experiment.choices)
+    stages = listed.pop("stage", DEFAULT_STAGES)
+    micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
+    if settings.train_batch_size is not None or settings.max_train_batch_size is not None:
+        listed.pop(GAS, None)
+    decided = plan_values(settings)
+    decided["zero_stages"] = tuple(settings.zero_stages or stages)
+    decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
+    plan = Plan(
+        **decided,
+        method=settings.method,
+        max_trials=settings.max_trials,
+        finals=settings.finals,
+        indifference=settings.indifference,
+        slots_per_trial=slots,
+        base_config=base,
+        own_batch=own_batch,
+        search_options=settings.search_options,
+        micro_batches=micro_batches,
+        choices=listed,
+        switches=switches,
+        offload_helps=offload_helps,
+        measured={
+            # A digest, because an entrypoint or a hyperparameter may be a credential.
+            "program": ds_config.fingerprint(
+                {
+                    "entrypoint": experiment.entrypoint,
+                    "hparams": _other_hparams(experiment),
+                    "arg_mappings": dict(experiment.arg_mappings),
+                }
+            ),
+            "steps": [
+                settings.start_profile_step,
+                settings.end_profile_step,
+                settings.max_profile_steps,
+            ],
+        },
+    )
+    check_micro_batches(plan)
+    return plan
+
+
+def _other_hparams(experiment: Experiment) -> dict[str, Any]:
+    """The hyperparameters but for the DeepSpeed configuration, which is in the plan by itself."""
+    inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
+    left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
+    return {name: value for name, value in experiment.hparams.items() if name not in left_out}
+
+
+def check_micro_batches(plan: Plan) -> None:
+    if plan.allowed_micro_batches:
+        return
+    if plan.train_batch_size is not None and not plan.micro_batches:
+        raise UserInputError(
+            f"{plan.train_batch_size} cannot be reached with {plan.slots_per_trial} slots and "
+            f"micro batches that are multiples of {plan.divisible_by}",
+            where="--train-batch-size",
+            hint=f"Choose a multiple of {plan.slots_per_trial * plan.divisible_by}.",
+        )
+    raise UserInputError(
+        "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
+        f"micro batch and the global batch exclude each other on {plan.slots_per_trial} slots",
+        where=_MICRO_BATCH,
+    )
+
+
+def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+    """The script's own switches that can be searched, and how the user has them."""
+    flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
+    if flag is None:
+        return {}
+    return {CHECKPOINTING: script_args.is_on(program.args, flag)}
+
+
+def _nvme_path(config: Mapping[str, Any]) -> str | None:
+    zero = config.get("zero_optimization") or {}
+    for section in ("offload_optimizer", "offload_param"):
+        given = zero.get(section)
+        if isinstance(given, Mapping) and given.get("nvme_path"):
+            return str(given["nvme_path"])
+    return None

@@ -1,0 +1,55 @@
+"""How to train with the configuration that was found."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from dsat.app.prepare import Prepared
+from dsat.report import summary
+from dsat.tuning.run import Run
+
+
+def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
+    """The command that trains with the best configuration, which is in the file `config`.
+
+    None if its script cannot be told the file, or runs as a Determined task only.
+    """
+    program, slots = ready.program, ready.plan.slots_per_trial
+    given = ready.experiment.entrypoint
+    needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
+    if program.config_path is None or needs_task or run.best is None:
+        return None
+    launcher = ["torchrun", "--standalone", f"--nproc-per-node={slots}"]
+    if program.passes_local_rank:
+        launcher = ["deepspeed", "--num_gpus", str(slots)]
+    script = ["--module", program.module] if program.module else [program.script]
+    found = program.for_config(
+        str(config.resolve()),
+        summary.best_config(run) or {},
+        run.best.script_args,
+        ready.experiment.arg_mappings,
+    )
+    return [*launcher, *script, *found.args]
+
+
+def line(ready: Prepared, run: Run, folder: Path) -> str:
+    """What to type to train with the best configuration."""
+    command = of_run(ready, run, folder / summary.BEST_CONFIG_FILE)
+    if command is not None:
+        # The user's own variables may be credentials: named, not written down.
+        words = [*(f'{name}="${name}"' for name in ready.program.env), shlex.join(command)]
+        return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
+    if ready.argv is None:
+        return (
+            f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "
+            "rest as before"
+        )
+    argv, again = list(ready.argv), ["--resume", "--run-full-experiment"]
+    if "--run-dir" in argv:
+        position = argv.index("--run-dir")
+        del argv[position : position + 2]
+    again += ["--run-dir", str(folder)]
+    end = argv.index("--") if "--" in argv else len(argv)
+    kept = [word for word in argv[:end] if word not in again]
+    return shlex.join(["python3", "-m", "dsat", *kept, *again, *argv[end:]])
