@@ -22,7 +22,8 @@ from dsat.app.prepare import Prepared
 from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.option import options_of
-from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
+from dsat.inputs.search_options import SEARCH_OPTIONS
+from dsat.inputs.settings import EstimateSettings, Settings
 from dsat.search import SEARCHES, RandomSearch
 from dsat.tuning import search_phase
 from dsat.values.outcome import Outcome, OutcomeKind

@@ -7,7 +7,8 @@ from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.tables import Table
 from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
-from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, default_search_options
+from dsat.inputs.search_options import default_search_options
+from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan

@@ -11,7 +11,8 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import Option, options_of
-from dsat.inputs.settings import RUN, SEARCH_OPTIONS, TUNE, EstimateSettings, Settings
+from dsat.inputs.search_options import SEARCH_OPTIONS
+from dsat.inputs.settings import RUN, TUNE, EstimateSettings, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 

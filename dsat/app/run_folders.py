@@ -17,27 +17,27 @@ from dsat.tuning.run import Run
 RUNS_FOLDER = Path("dsat_runs")
 
 
-def of_run(chosen: Settings, name: str) -> Path:
+def of_run(settings: Settings, name: str) -> Path:
     """The folder of the run: a new one, or the one to continue."""
-    if chosen.run_dir is not None:
-        holds_run = (chosen.run_dir / FILE_NAME).exists()
-        if chosen.resume and not holds_run:
-            raise UserInputError("holds no run to resume", where=str(chosen.run_dir))
-        if holds_run and not chosen.resume:
+    if settings.run_dir is not None:
+        holds_run = (settings.run_dir / FILE_NAME).exists()
+        if settings.resume and not holds_run:
+            raise UserInputError("holds no run to resume", where=str(settings.run_dir))
+        if holds_run and not settings.resume:
             raise UserInputError(
                 "already holds a run",
-                where=str(chosen.run_dir),
+                where=str(settings.run_dir),
                 hint="Add --resume to continue it, or choose another folder.",
             )
-        chosen.run_dir.mkdir(parents=True, exist_ok=True)
-        return chosen.run_dir
+        settings.run_dir.mkdir(parents=True, exist_ok=True)
+        return settings.run_dir
     stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     numbers = [
         int(path.name[len(stem) + 1 :])
         for path in RUNS_FOLDER.glob(f"{stem}-*")
         if path.name[len(stem) + 1 :].isdigit()
     ]
-    if chosen.resume:
+    if settings.resume:
         if not numbers:
             raise UserInputError(
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"

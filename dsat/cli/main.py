@@ -24,10 +24,10 @@ from dsat.report.verdict import verdict
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has a ±
-    settings = settings_from_argv.parse(words)
+    settings = settings_from_argv.parse(given)
     signal.signal(signal.SIGTERM, _interrupt)
     view = LiveView(sys.stderr if settings.json else sys.stdout)
     try:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             choice = submit.where(settings)
             if choice.master is not None:
                 return _tune_on_cluster(settings, choice, view)
-            return _tune_here(settings, words, view)
+            return _tune_here(settings, given, view)
     except DsatError as error:
         return output.report(error)
     except OSError as error:

@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dsat.inputs.option import Option, options_of
-from dsat.inputs.settings import (
-    ESTIMATE,
-    RUN,
-    SEARCH_OPTIONS,
-    TUNE,
-    EstimateSettings,
-    Settings,
-    Target,
-)
+from dsat.inputs.search_options import SEARCH_OPTIONS
+from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings, Target
 from dsat.space.knobs import KNOB_NAMES
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and

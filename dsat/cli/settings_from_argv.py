@@ -9,18 +9,19 @@ from typing import Any
 from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
 from dsat.inputs.option import options_of
-from dsat.inputs.settings import ESTIMATE, RUN, SEARCH_OPTIONS, TUNE, EstimateSettings, Settings
+from dsat.inputs.search_options import SEARCH_OPTIONS
+from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
 from dsat.space.knobs import KNOB_NAMES
 
 
 def parse(argv: Sequence[str]) -> Settings | EstimateSettings:
     """The settings of a command line; leaves with status 2 and one line if it is wrong."""
-    words, command = list(argv), []
-    if "--" in words and words[0] not in (TUNE, RUN):
-        position = words.index("--")
-        words, command = words[:position], words[position + 1 :]
+    own_argv, command = list(argv), []
+    if "--" in own_argv and own_argv[0] not in (TUNE, RUN):
+        position = own_argv.index("--")
+        own_argv, command = own_argv[:position], own_argv[position + 1 :]
     parser = build_parser()
-    values = vars(parser.parse_args(words))
+    values = vars(parser.parse_args(own_argv))
     if values["method"] in (TUNE, RUN):
         command = _launcher_command(values)
         values["run_full_experiment"] = values["method"] == RUN

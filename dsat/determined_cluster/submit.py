@@ -25,6 +25,7 @@ from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
 from dsat.inputs import script_args
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.option import options_of
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 
 _log = logging.getLogger(__name__)
@@ -95,12 +96,13 @@ def where(settings: Settings) -> Choice:
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, os.environ, logins_of(auth_file()), fits=not local_only)
     if found.master is not None and local_only:
-        [flag, *_] = local_only
+        [name, *_] = local_only
         raise UserInputError(
             "is for trials on this machine",
-            where="a command instead of CONFIG MODEL_DIR"
-            if flag == "command"
-            else f"--{flag.removesuffix('s').replace('_', '-')}",
+            where=next(
+                (own.flags[-1] for own in options_of(Settings) if own.name == name),
+                "a command instead of CONFIG MODEL_DIR",
+            ),
             hint="Use --engine local.",
         )
     return found

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dsat.cli import settings_from_argv
-from dsat.inputs.settings import SEARCH_OPTIONS, EstimateSettings, Settings
+from dsat.inputs.search_options import SEARCH_OPTIONS
+from dsat.inputs.settings import EstimateSettings, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 

@@ -1,0 +1,100 @@
+"""Each search method's own options; declared here, and only here, as the others in `settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.inputs.option import POSITIVE_NUMBER, PROBABILITY, Option, at_least
+
+
+def _early_stopping(what: str) -> Option:
+    return Option(
+        ("--early-stopping",), what, at_least(1), metavar="N", plan_field="search_options"
+    )
+
+
+def _own(flag: str, what: str, **attributes: Any) -> Option:
+    return Option((flag,), what, plan_field="search_options", **attributes)
+
+
+_NO_NEW_BEST = _early_stopping("end the search after N trials without a new best")
+_RANGE_FACTOR = _own(
+    "--search-range-factor",
+    "multiplies the largest micro batch that is predicted to fit, up to which is searched",
+    kind=POSITIVE_NUMBER,
+    default=1.0,
+    metavar="X",
+)
+
+# Each method's own options, by the parameter of the search that takes their values.
+SEARCH_OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "model": {
+        "stop_when": _own(
+            "--stop-when",
+            "end the search when no other configuration has a chance over P to be 1 %% better "
+            "than the best so far; 0 for never",
+            kind=PROBABILITY,
+            default=0.05,
+            metavar="P",
+        ),
+        "early_stopping": _NO_NEW_BEST,
+    },
+    "asha": {
+        "max_rungs": _own(
+            "--max-rungs", "number of rungs", kind=at_least(1), default=5, metavar="N"
+        ),
+        "min_trials": _own(
+            "--min-binary-search-trials",
+            "trials that every drawn configuration gets",
+            kind=at_least(1),
+            default=3,
+            metavar="N",
+        ),
+        "early_stopping": _own(
+            "--asha-early-stopping",
+            "smallest rate of early stopping (`s` in arXiv:1810.05934)",
+            kind=at_least(0),
+            default=0,
+            metavar="N",
+        ),
+        "divisor": _own(
+            "--divisor",
+            "1/divisor of the configurations go on to the next rung, with divisor times as many "
+            "trials (`eta` in arXiv:1810.05934)",
+            kind=at_least(2),
+            default=2,
+            metavar="N",
+        ),
+        "search_range_factor": _RANGE_FACTOR,
+    },
+    "binary": {"search_range_factor": _RANGE_FACTOR},
+    "random": {
+        "trials_per_config": _own(
+            "--trials-per-random-config",
+            "the most trials of one drawn configuration",
+            kind=at_least(1),
+            default=5,
+            metavar="N",
+        ),
+        "early_stopping": _NO_NEW_BEST,
+    },
+    "gridsearch": {
+        "num_micro_batches": _own(
+            "--num-micro-batches",
+            "leave a setting after N micro batches that ran: the smallest first where only some "
+            "are allowed, as divisors of --train-batch-size are, else from the largest power of "
+            "two that should fit (default: all)",
+            kind=at_least(1),
+            metavar="N",
+        ),
+        "early_stopping": _early_stopping(
+            "leave a ZeRO stage after N trials without a better one in it"
+        ),
+    },
+}
+
+
+def default_search_options(method: str) -> dict[str, Any]:
+    """What a search gets if the user says nothing."""
+    return {name: own.initial for name, own in SEARCH_OPTIONS.get(method, {}).items()}
