@@ -33,7 +33,7 @@ def facts_of(num_params: int) -> ModelFacts:
 
 
 class FakeSimulationHost:
-    """An engine whose script answers every request by `answer`.
+    """An engine whose script answers every request for a configuration by `answer`.
 
     Attributes:
         asked: every request that came.
@@ -41,7 +41,7 @@ class FakeSimulationHost:
 
     def __init__(self, facts: ModelFacts, answer: Answer) -> None:
         self._hello = {"model": [], "sizes": {name: getattr(facts, name) for name in SIZES}}
-        self._answer = answer
+        self._facts, self._answer = facts, answer
         self.asked: list[dict[str, Any]] = []
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
@@ -53,11 +53,22 @@ class FakeSimulationHost:
     def _serve(self, address: str) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)
-            stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-            _send(stream, self._hello)
-            for line in stream:
+            _send(connection, self._hello)
+            for line in connection.makefile(encoding="utf-8", newline="\n"):
                 self.asked.append(json.loads(line))
-                _send(stream, self._answer(self.asked[-1]))
+                number = self.asked[-1]["number"]
+                _send(connection, {**self._answered(self.asked[-1]), "number": number})
+
+    def _answered(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not request["activations_only"]:
+            return self._answer(request)
+        size, facts = request["micro_batch"], self._facts
+        peaks = {
+            "forward": size * facts.forward_bytes_per_sample,
+            "backward": size * facts.backward_bytes_per_sample,
+            "first_gradient": size * facts.first_gradient_bytes_per_sample,
+        }
+        return {"activations": peaks}
 
 
 def by_formula(facts: ModelFacts) -> Answer:
@@ -83,6 +94,5 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
     return answer
 
 
-def _send(stream: Any, message: Mapping[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
+def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")

@@ -105,9 +105,8 @@ def run(folder: Path) -> NoReturn:
             _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
             _leave(FAILED)
     except BaseException as error:
-        if simulations is not None:
-            simulations.failed(error)
-        _write_failure(folder, rank, error, failures.message(error))
+        told = "" if simulations is None else simulations.failed(error)
+        _write_failure(folder, rank, error, told or failures.message(error))
         _leave(FAILED)
     if simulations is not None:
         simulations.failed(None)

@@ -9,7 +9,7 @@ import select
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ from dsat.values.files import write_atomically
 _VERSIONS = ("torch", "deepspeed", "dsat")
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
-_ENORMOUS = 2**40  # elements
+# What a model's own passes depend on; "auto" in them stands for what the script takes.
+_OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
 
 
@@ -70,6 +71,7 @@ class Simulator:
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
         self._problem = ""
+        self._answers: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Simulator:
         return self
@@ -104,11 +106,9 @@ class Simulator:
             )
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
-        """What the closed form needs, from simulations of two micro batches.
+        """What the closed form needs, from the model's own passes with two micro batches.
 
-        Of stage 0, and of stage 1 with a bucket that exceeds all else: the backward pass then needs
-        most when it is allocated, with the first gradient. From then on the closed form answers
-        where a simulation fails.
+        From then on the closed form answers where a simulation fails.
 
         Args:
             config: of which the types and whatever else activations depend on are taken.
@@ -116,33 +116,27 @@ class Simulator:
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        # Types of accumulation are not for stage 0, and activations do not depend on them.
-        plain = {key: value for key, value in config.items() if key != "data_types"}
-        plain["gradient_accumulation_steps"] = 1
-        forward, backward = self._slopes({**plain, "zero_optimization": {"stage": 0}})
-        bucket = {"stage": 1, "reduce_bucket_size": _ENORMOUS}
-        first_gradient = forward
-        with contextlib.suppress(SimulationUnavailable):  # not every optimizer is one for ZeRO
-            _, first_gradient = self._slopes({**plain, "zero_optimization": bucket})
+        peaks = self._activations(config)
         self._facts = ModelFacts(
             **self._connected().sizes,
-            forward_bytes_per_sample=forward,
-            backward_bytes_per_sample=backward,
-            first_gradient_bytes_per_sample=first_gradient,
+            forward_bytes_per_sample=peaks["forward"],
+            backward_bytes_per_sample=peaks["backward"],
+            first_gradient_bytes_per_sample=peaks["first_gradient"],
         )
         return self._facts
 
-    def _slopes(self, config: Mapping[str, Any]) -> tuple[float, float]:
-        """Bytes of each sample at the peaks of the forward and the backward pass.
+    def _activations(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """Bytes of each sample at the peaks of the model's own passes.
 
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        small, large = (
-            self._simulated(config, size, slots=1) for size in _MICRO_BATCHES_FOR_SLOPES
-        )
-        more = _MICRO_BATCHES_FOR_SLOPES[1] - _MICRO_BATCHES_FOR_SLOPES[0]
-        return (large.forward - small.forward) / more, (large.backward - small.backward) / more
+        kept = {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
+        sizes = _MICRO_BATCHES_FOR_SLOPES
+        questions = [self._question(kept, size, 1, activations_only=True) for size in sizes]
+        self._ask(questions)
+        small, large = (self._answered(question)["activations"] for question in questions)
+        return {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
 
     def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
         """A simulation's answer.
@@ -150,20 +144,42 @@ class Simulator:
         Raises:
             SimulationUnavailable: there is none.
         """
-        question = {
+        question = self._question(config, micro_batch, slots)
+        self._ask([question])
+        return MemoryEstimate.from_json(self._answered(question)["estimate"])
+
+    def _answered(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._answers[self._key(question)]
+        if "failed" in answer:
+            raise SimulationUnavailable(str(answer["failed"]))
+        return answer
+
+    def prepare(self, questions: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
+        """Simulates side by side what will be asked for one by one.
+
+        Args:
+            questions: configuration, micro batch and slots of each.
+
+        Raises:
+            SimulationUnavailable: there is no simulation of anything.
+        """
+        self._ask([self._question(*question) for question in questions])
+
+    def _question(
+        self,
+        config: Mapping[str, Any],
+        micro_batch: int,
+        slots: int,
+        *,
+        activations_only: bool = False,
+    ) -> dict[str, Any]:
+        return {
+            "activations_only": activations_only,
             "config": as_simulated(config),
             "micro_batch": micro_batch,
             "slots": slots,
             "as_cpu": self._as_cpu,
         }
-        key = self._key(question)
-        answer = self._remembered(key)
-        if answer is None:
-            answer = self._ask({**question, "timeout_s": self._timeout_s})
-            self._remember(key, answer)
-        if "estimate" not in answer:
-            raise SimulationUnavailable(str(answer["failed"]))
-        return MemoryEstimate.from_json(answer["estimate"])
 
     def close(self) -> None:
         """Ends the script."""
@@ -174,13 +190,30 @@ class Simulator:
 
     # -- the script
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, questions: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the answers known that are not yet.
+
+        Raises:
+            SimulationUnavailable: the script cannot be asked.
+        """
+        unknown = {}
+        for question in questions:
+            key = self._key(question)
+            if key in self._answers:
+                continue
+            answer = self._remembered(key)
+            if answer is None:
+                unknown[key] = {**question, "timeout_s": self._timeout_s}
+            else:
+                self._answers[key] = answer
         try:
-            return self._connected().ask(request, self._timeout_s + _PATIENCE_S)
+            answers = self._connected().ask(list(unknown.values()), self._timeout_s + _PATIENCE_S)
         except SimulationUnavailable as error:
-            # A late answer would be taken for that to the next question.
             self._problem = str(error)
             raise
+        for key, answer in zip(unknown, answers, strict=True):
+            self._answers[key] = answer
+            self._remember(key, answer)
 
     def _connected(self) -> _Connection:
         if self._problem:
@@ -216,7 +249,7 @@ class Simulator:
         return answer if isinstance(answer, dict) else None
 
     def _remember(self, key: str, answer: Mapping[str, Any]) -> None:
-        if self._cache is not None and "estimate" in answer:
+        if self._cache is not None and "failed" not in answer:
             self._cache.mkdir(parents=True, exist_ok=True)
             write_atomically(self._cache / f"{key}.json", json.dumps(answer, indent=1) + "\n")
 
@@ -226,18 +259,24 @@ class _Connection:
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
-        self._stream = connection.makefile("rw", encoding="utf-8", newline="\n")
+        self._stream = connection.makefile(encoding="utf-8", newline="\n")
         hello = self._receive(timeout_s)
         self.model: list[Any] = hello["model"]
         self.sizes: dict[str, int] = hello["sizes"]
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+        """The answers, in the order of the requests.
+
+        Args:
+            timeout_s: from one answer to the next, in whatever order they come.
+        """
         try:
-            self._stream.write(json.dumps(request) + "\n")
-            self._stream.flush()
+            for number, request in enumerate(requests):
+                self._socket.sendall(json.dumps({**request, "number": number}).encode() + b"\n")
         except OSError as error:
             raise SimulationUnavailable(f"the script has ended: {error}") from error
-        return self._receive(timeout_s)
+        answers = [self._receive(timeout_s) for _ in requests]
+        return sorted(answers, key=lambda answer: int(answer.pop("number")))
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         self._socket.settimeout(timeout_s)

@@ -14,7 +14,13 @@ from dsat.in_trial import config_injection
 from dsat.in_trial.simulation import script_key
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.in_trial.simulation.simulation import Candidate, Captured, Simulation, tensors_in
+from dsat.in_trial.simulation.simulation import (
+    ActivationPass,
+    Candidate,
+    Captured,
+    Simulation,
+    tensors_in,
+)
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 from dsat.memory.estimate import as_simulated, without_besides
 
@@ -115,7 +121,8 @@ class BorrowedModel:
         """Simulates a candidate up to the forward pass that the script has called.
 
         Args:
-            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate.
+            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate; and
+                `activations_only`, if only the model's passes are wanted.
             args, kwargs: of the call.
             end: called with the result when the script has come to the end of its micro step.
 
@@ -131,6 +138,8 @@ class BorrowedModel:
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
         candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
+        if request["activations_only"]:
+            return self._begin_passes(ActivationPass(captured, candidate), args, kwargs, end)
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)
         engine = simulation.engine
@@ -153,6 +162,25 @@ class BorrowedModel:
         engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
         # The script's engine, which it may hold in many places, becomes the candidate's.
         object.__setattr__(self._engine, "__dict__", engine.__dict__)
+        return outputs
+
+    def _begin_passes(
+        self, passes: ActivationPass, args: Any, kwargs: Mapping[str, Any], end: End
+    ) -> Any:
+        outputs = passes.forward(*args, **kwargs)
+
+        def script_backward(loss: torch.Tensor, *_: Any, **__: Any) -> None:
+            passes.tracker.begin("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            script_step()
+
+        def script_step(*_: Any, **__: Any) -> None:
+            end({"activations": passes.result()})
+
+        engine = self._engine
+        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
+        engine.device = passes.device
         return outputs
 
     def _samples(self, batch: Any) -> int:

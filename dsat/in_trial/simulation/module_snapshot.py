@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dsat.in_trial.simulation.fake_parameters import assign
+
 _Named = dict[str, torch.Tensor | None]
 _HOOKS = (
     "_forward_hooks",
@@ -40,9 +42,10 @@ class _Form:
             tuple(tensor.shape), tensor.stride(), tensor.dtype, is_parameter, tensor.requires_grad
         )
 
-    def fake(self, device: str) -> torch.Tensor:
-        """A new tensor of this form, under the fake mode that is active."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+    def fake(self, device: str, floating: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor of this form, under the fake mode that is active; maybe of another type."""
+        dtype = floating if floating and self.dtype.is_floating_point else self.dtype
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
         if not self.is_parameter:
             return tensor
         return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
@@ -73,13 +76,19 @@ class ModuleSnapshot:
         devices = [t.device.type for t in self._tensors.values()]
         self.on_device = any(device not in ("cpu", "meta") for device in devices)
 
-    def put_fakes(self, device: str) -> dict[int, torch.Tensor]:
+    def put_fakes(
+        self, device: str, floating: torch.dtype | None = None
+    ) -> dict[int, torch.Tensor]:
         """Makes the module, as it was, one of fake tensors.
+
+        Args:
+            device: where they are.
+            floating: the type of those that are no integers, if it is to be another.
 
         Returns:
             The fakes by the `id` of the tensor that each stands for.
         """
-        fakes = {key: form.fake(device) for key, form in self._forms.items()}
+        fakes = {key: form.fake(device, floating) for key, form in self._forms.items()}
         self._put(fakes)
         for module, hooks in zip(self._modules, self._hooks, strict=True):
             for name, functions in hooks.items():
@@ -90,7 +99,7 @@ class ModuleSnapshot:
         """Gives the module its own tensors again, in the types that its fakes have come to have."""
         for key, tensor in self._tensors.items():
             if fakes[key].dtype != tensor.dtype:
-                tensor.data = tensor.data.to(fakes[key].dtype)
+                assign(tensor, tensor.detach().to(fakes[key].dtype))
         self._put(self._tensors)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 
 aten = torch.ops.aten
@@ -29,10 +30,10 @@ class SimulationUnsupported(Exception):
 
 
 class FunctionRules(TorchFunctionMode):
-    """Gives functions fake tensors for the script's real ones, wherever they are called from.
+    """Gives functions fake tensors of the simulation for the script's own, whoever calls them.
 
     Args:
-        adopt: turns a real tensor of the script's into a fake one.
+        adopt: turns a tensor of the script's into a fake one of the simulation.
         as_cpu: attention as on a CPU.
     """
 
@@ -51,7 +52,8 @@ class FunctionRules(TorchFunctionMode):
 
     def _adopted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if isinstance(value, FakeTensor) else self._adopt(value)
+            own = isinstance(value, FakeTensor) and not is_scripts(value)
+            return value if own else self._adopt(value)
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(self._adopted(part) for part in value)
         if type(value) is dict:

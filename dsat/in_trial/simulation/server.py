@@ -1,12 +1,16 @@
 """Simulates candidates with the model, the batch and the loss of a script.
 
 Runs in a rank process of its own, that does nothing else: the script builds its model, calls
-`deepspeed.initialize` and loads a batch as ever. The engine that it gets is made from fake
-parameters and takes no memory. When the script calls it for the first time in training, the process
-stops and waits for candidates on a socket. For each it forks; the child undoes what the engine did
-to the model, builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step by
-itself, and then lets the script go on: the last forward pass is the script's call, so the loss is
-whatever the script makes of the outputs, and the child ends when the script calls `backward`.
+`deepspeed.initialize` and loads a batch as ever. Its large parameters are fake and take no memory
+(`fake_parameters`), as are all of the engine that it gets. A script that cannot work with them is
+run a second time, with real ones, if they fit the memory that a simulation may take.
+
+When the script calls the engine for the first time in training, the process stops and waits for
+candidates on a socket. For each it forks, as many at once as there are processors; the child undoes
+what the engine did to the model, builds DeepSpeed's engine for the candidate on fake tensors, runs
+an optimizer step by itself, and then lets the script go on: the last forward pass is the script's
+call, so the loss is whatever the script makes of the outputs, and the child ends when the script
+calls `engine.backward`, or `engine.step` after a `loss.backward()` of its own.
 
 Why so: a model, a batch and a loss function have no form in which they could be handed to another
 process without pickling the script's own classes, and a loss that is computed outside of the model
@@ -20,23 +24,32 @@ is an unlikely size of anything else (`CAPTURED_MICRO_BATCH`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsat.in_trial import config_injection
+from dsat.in_trial import config_injection, failures
+from dsat.in_trial.clocks import ProcessMemory
+from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 7
+# What a simulation may take of the memory that is available when it begins, and at most.
+_PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
+_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the exit status that asks for another attempt
 
 
 class ScriptSimulated(SystemExit):
@@ -56,10 +69,16 @@ class SimulationServer:
     def __init__(self, address: Path) -> None:
         self._address = address
         self._answer: int | None = None
+        self._fakes: Any = None
+        self._limit_bytes = 0
         self.was_used = False
 
     def install(self) -> None:
-        """Wraps `deepspeed.initialize`; the process group will be a fake one."""
+        """Wraps `deepspeed.initialize`, limits memory and makes parameters fake.
+
+        The process group will be a fake one. Returns in a child process, and a second time in the
+        process itself if the script has to be run with real parameters.
+        """
         import deepspeed
         import torch.distributed
 
@@ -82,6 +101,23 @@ class SimulationServer:
             return self._initialize_borrowed(*args, **kwargs)
 
         deepspeed.initialize = initialize
+        self._limit_bytes = _limit_memory()
+        self._attempt_with_fakes()
+
+    def _attempt_with_fakes(self) -> None:
+        """Forks; returns in the child, with fake parameters, and here only if that was in vain."""
+        from dsat.in_trial.simulation.fake_parameters import FakeParameters
+
+        child = os.fork()
+        if child == 0:
+            self._fakes = FakeParameters()
+            self._fakes.install()
+            return
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code != _AGAIN:
+            os._exit(code if code >= 0 else 128 - code)
+        print("dsat: once more, with real parameters", file=sys.stderr, flush=True)
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
         from dsat.in_trial.simulation import borrowed_model
@@ -100,24 +136,25 @@ class SimulationServer:
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers candidates; only in a child it returns, with what the engine's forward gives."""
+        if self._fakes is not None:
+            self._fakes.uninstall()
+            self._fakes = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
-            stream = connection.makefile("rw", encoding="utf-8", newline="\n")
             hello = {"model": model.description(args, kwargs), "sizes": model.sizes()}
-            stream.write(json.dumps(hello) + "\n")
-            stream.flush()
-            for line in stream:
-                candidate = json.loads(line)
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            queue = _Queue(connection)
+            for candidate in queue.to_be_begun():
                 reader, writer = os.pipe()
                 child = os.fork()
                 if child == 0:
+                    queue.forget()
                     connection.close()
                     os.close(reader)
                     self._answer = writer
                     return self._simulate(model, candidate, args, kwargs)
                 os.close(writer)
-                stream.write(_read(reader, child, candidate["timeout_s"]) + "\n")
-                stream.flush()
+                queue.add(_Child(candidate, child, reader))
         raise ScriptSimulated
 
     def _simulate(
@@ -128,15 +165,34 @@ class SimulationServer:
         except Exception as error:
             self.failed(error)
 
-    def failed(self, error: BaseException | None) -> None:
-        """Ends a child whose script, or whose simulation, failed; elsewhere does nothing."""
-        if self._answer is None:
-            return
-        name = type(error).__name__ if error is not None else "the script ended"
-        text = " ".join(str(error or "").split())
-        if error is not None:
-            traceback.print_exception(error)  # into the run's log
-        self._end_of_child({"failed": f"{name}: {text}"[:500]})
+    def failed(self, error: BaseException | None) -> str:
+        """Ends a child whose script, or whose simulation, failed, or an attempt with fakes.
+
+        Returns:
+            Elsewhere, if there is something to be told of the error, what.
+        """
+        if self._answer is not None:
+            name = type(error).__name__ if error is not None else "the script ended"
+            text = " ".join(str(error or "").split())
+            if error is not None:
+                traceback.print_exception(error)  # into the run's log
+            self._end_of_child({"failed": f"{name}: {text}"[:500]})
+        if error is None:
+            return ""
+        fake_bytes = 0 if self._fakes is None else self._fakes.fake_bytes
+        limit = f"the {self._limit_bytes / 2**30:.1f} GiB of memory that a simulation may take"
+        if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
+            return f"it needs more than {limit}: {failures.message(error)}"
+        if 0 < fake_bytes < self._limit_bytes:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(_AGAIN)
+        if fake_bytes and not isinstance(error, SystemExit):
+            return (
+                f"{failures.message(error)} (with fake parameters; real ones take "
+                f"{fake_bytes / 2**30:.1f} GiB, more than {limit})"
+            )
+        return ""
 
     def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:
         assert self._answer is not None
@@ -147,21 +203,112 @@ class SimulationServer:
         os._exit(0)
 
 
-def _read(reader: int, child: int, timeout_s: float) -> str:
-    """A child's answer, once it has ended."""
-    data, deadline = b"", time.monotonic() + timeout_s
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-            data = json.dumps({"failed": f"no result after {timeout_s:g} s"}).encode()
-            break
-        if not (part := os.read(reader, 2**16)):
-            break
-        data += part
-    os.close(reader)
-    _, status = os.waitpid(child, 0)
-    if not data:
-        reason = f"the simulation died with status {os.waitstatus_to_exitcode(status)}"
-        data = json.dumps({"failed": reason}).encode()
-    return data.decode()
+def _limit_memory() -> int:
+    """Lets this process and each of its children allocate only a part of what is available.
+
+    Returns:
+        How much, in bytes.
+    """
+    available = _MOST_BYTES
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        sizes = dict(line.split(":") for line in file)
+        available = int(sizes["MemAvailable"].split()[0]) * 1024
+    limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * available))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = ProcessMemory.now().data_bytes + limit
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most),
+    )
+    return limit
+
+
+@dataclass
+class _Child:
+    """A simulation that runs."""
+
+    candidate: Mapping[str, Any]
+    pid: int
+    reader: int
+    data: bytes = b""
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return self.began_s + float(self.candidate["timeout_s"]) - time.monotonic()
+
+    def answer(self) -> dict[str, Any]:
+        """What it answered, once it has ended."""
+        if self.left_s <= 0:
+            os.kill(self.pid, signal.SIGKILL)
+        os.close(self.reader)
+        _, status = os.waitpid(self.pid, 0)
+        if self.left_s <= 0 and os.WIFSIGNALED(status):
+            found = {"failed": f"no result after {self.candidate['timeout_s']:g} s"}
+        elif self.data:
+            found = json.loads(self.data)
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            found = {"failed": f"the simulation died with status {code}"}
+        return {**found, "number": self.candidate["number"]}
+
+
+class _Queue:
+    """Candidates that came and those that run, as many as there are processors.
+
+    Args:
+        connection: where candidates come from, a line of JSON each, and where answers go.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._running: dict[int, _Child] = {}
+        self._capacity = len(os.sched_getaffinity(0))
+        self._open = True
+
+    def to_be_begun(self) -> Iterator[Mapping[str, Any]]:
+        """Candidates, each when there is room for it, until nobody asks any more."""
+        while self._open:
+            if self._waiting and len(self._running) < self._capacity:
+                yield self._waiting.popleft()
+                continue
+            self._wait()
+        for child in self._running.values():
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+
+    def add(self, child: _Child) -> None:
+        self._running[child.reader] = child
+
+    def forget(self) -> None:
+        """Closes what belongs to other children; in a child."""
+        for reader in self._running:
+            os.close(reader)
+
+    def _wait(self) -> None:
+        left_s = [child.left_s for child in self._running.values()]
+        timeout = max(0.0, min(left_s)) if left_s else None
+        incoming = self._connection.fileno()
+        ready, _, _ = select.select([incoming, *self._running], [], [], timeout)
+        for source in ready:
+            if source == incoming:
+                self._receive()
+            elif part := os.read(source, 2**16):
+                self._running[source].data += part
+            else:
+                self._end(source)
+        for reader in [r for r, child in self._running.items() if child.left_s <= 0]:
+            self._end(reader)
+
+    def _receive(self) -> None:
+        part = self._connection.recv(2**16)
+        self._open = bool(part)
+        *lines, self._received = (self._received + part).split(b"\n")
+        self._waiting.extend(json.loads(line) for line in lines)
+
+    def _end(self, reader: int) -> None:
+        answer = self._running.pop(reader).answer()
+        with contextlib.suppress(BrokenPipeError):  # seen when it is next read from
+            self._connection.sendall(json.dumps(answer).encode() + b"\n")

@@ -66,8 +66,8 @@ class Captured:
     dtype: torch.dtype
 
 
-class Simulation:
-    """Runs a candidate, and lets the script compute its own loss in the last micro step.
+class _FakeDevice:
+    """The fake device with its tracker, or a CPU of the kind.
 
     Everything is fake from the construction on, for the rest of the process.
 
@@ -80,6 +80,7 @@ class Simulation:
         self._captured = captured
         self._candidate = candidate
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._dtype = captured.dtype
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
         self.tracker = StorageTracker(
             self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
@@ -89,15 +90,14 @@ class Simulation:
             self.tracker,
             patches.FunctionRules(self._adopt, as_cpu=candidate.as_cpu),
         )
-        self.engine = self._make_engine()
-        self._dtype = next(self.engine.module.parameters()).dtype
+        self._enter()
 
-    # -- the engine
-
-    def _make_engine(self) -> Any:
-        captured, slots = self._captured, str(self._candidate.slots)
+    def _enter(self) -> None:
+        slots = str(self._candidate.slots)
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
+        # Autograd's threads of a device do not survive a fork, and there is nothing to be parallel.
+        torch._C._set_multithreading_enabled(False)
         patches.forget_process_groups()
         if self._candidate.as_cpu:
             fake_device.install(CPU_Accelerator())
@@ -109,6 +109,43 @@ class Simulation:
         patches.make_process_group(self._candidate.slots, self._device)
         for mode in self._modes:
             mode.__enter__()
+
+    # -- the script's own tensors
+
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the device for a real one, with as many samples as the candidate has."""
+        known = self._adopted.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if tensor.dim() == 0:
+            return tensor
+        shape = list(tensor.shape)
+        samples, rest = divmod(shape[0], self._captured.micro_batch)
+        if not rest:
+            shape[0] = samples * self._candidate.micro_batch
+        dtype = tensor.dtype
+        if dtype.is_floating_point and dtype == self._captured.dtype:
+            dtype = self._dtype
+        fake = torch.empty(shape, dtype=dtype, device=self._device)
+        self._adopted[id(tensor)] = tensor, fake
+        return fake
+
+
+class Simulation(_FakeDevice):
+    """Runs a candidate, and lets the script compute its own loss in the last micro step.
+
+    Args:
+        captured: the script's model and batch.
+        candidate: what to simulate.
+    """
+
+    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+        super().__init__(captured, candidate)
+        self.engine = self._make_engine()
+        self._dtype = next(self.engine.module.parameters()).dtype
+
+    def _make_engine(self) -> Any:
+        captured = self._captured
         parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
         with self.tracker.placing(HOST if parked else DEVICE):
             fakes = captured.snapshot.put_fakes(self._device)
@@ -179,25 +216,61 @@ class Simulation:
             collective_bytes=dict(tracker.collective_bytes),
         )
 
-    # -- the script's own tensors
 
-    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor on the device for a real one, with as many samples as the candidate has."""
-        known = self._adopted.get(id(tensor))
-        if known is not None:
-            return known[1]
-        if tensor.dim() == 0:
-            return tensor
-        shape = list(tensor.shape)
-        samples, rest = divmod(shape[0], self._captured.micro_batch)
-        if not rest:
-            shape[0] = samples * self._candidate.micro_batch
-        dtype = tensor.dtype
-        if dtype.is_floating_point and dtype == self._captured.dtype:
-            dtype = self._dtype
-        fake = torch.empty(shape, dtype=dtype, device=self._device)
-        self._adopted[id(tensor)] = tensor, fake
-        return fake
+class ActivationPass(_FakeDevice):
+    """One forward and one backward pass of the model by itself, without any engine.
+
+    Args:
+        captured: the script's model and batch.
+        candidate: the micro batch, and the configuration that tells the type of the parameters.
+    """
+
+    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+        super().__init__(captured, candidate)
+        self._dtype = _dtype(candidate.config) or captured.dtype
+        captured.snapshot.put_fakes(self._device, _dtype(candidate.config))
+        self._module = captured.snapshot.module
+        self._module.train()
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        self._has_gradient = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of a batch of the script's."""
+        section = self._candidate.config.get("torch_autocast") or {}
+        self.tracker.begin("forward")
+        with torch.autocast(
+            self._device,
+            getattr(torch, section.get("dtype", "bfloat16").removeprefix("torch.")),
+            enabled=bool(section.get("enabled", False)),
+        ):
+            return self._module(*args, **kwargs)
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if not self._has_gradient:
+            self._has_gradient = True
+            self.tracker.begin("first gradient")
+
+    def result(self) -> dict[str, int]:
+        """Peaks of the forward pass, the backward pass, and from its first gradient on."""
+        kind = ALL if self._candidate.as_cpu else DEVICE
+        first = self.tracker.peak("first gradient", kind)
+        backward = max(first, self.tracker.peak("backward", kind))
+        forward = self.tracker.peak("forward", kind)
+        return {"forward": forward, "backward": backward, "first_gradient": first}
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that an engine gives to the parameters, if it does."""
+    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
+        if (config.get(section) or {}).get("enabled"):
+            return dtype
+    return torch.float16 if (config.get("fp16") or {}).get("enabled") else None
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsat.in_trial.simulation.fake_parameters import value_of
+
 aten = torch.ops.aten
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
 _CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
@@ -125,10 +127,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
             self.begin("backward")
         if func is aten._local_scalar_dense.default:
-            value = args[0]
-            if value.dtype == torch.bool:
-                return False
-            return 1.0 if value.is_floating_point() else 0  # integers flag overflows
+            return value_of(args[0].dtype)
         if func is aten.equal.default:
             return True
         if func is aten.is_pinned.default:

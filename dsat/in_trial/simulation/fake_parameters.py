@@ -1,0 +1,359 @@
+"""Builds the script's model without the memory of its parameters.
+
+From here on until `uninstall` every large parameter and buffer of a module is a fake tensor, which
+knows its shape and type and has no values. What is computed from fake tensors is fake too; all else
+that the script does is real: its data, its small parameters, its random numbers. Initialisers and
+`load_state_dict` do nothing to a fake tensor, and files of weights are not read.
+
+Where a script needs a value of a fake tensor, `item()` gives one of the right type; what cannot
+work at all (`numpy()`, say) raises, and the script has to be run with real parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+
+# Smaller parameters and buffers are real, because some scripts read them, until they are this many.
+SMALLEST_FAKE_BYTES = 2**20
+MOST_REAL_BYTES = 2**28
+# Initial values that are larger are not even computed.
+_LARGEST_INITIAL_BYTES = 2**25
+_INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
+_LARGEST_FILE_READ_BYTES = 2**25
+# Arguments of `from_pretrained` that concern files of weights and where they go.
+_OF_LOADING = (
+    *("device_map", "disable_mmap", "ignore_mismatched_sizes", "key_mapping", "low_cpu_mem_usage"),
+    *("max_memory", "offload_buffers", "offload_folder", "offload_state_dict", "state_dict"),
+    *("tqdm_class", "use_safetensors", "variant", "weights_only", "_fast_init"),
+)
+_NOT_FAKED = ("adapter_kwargs", "gguf_file", "quantization_config", "tp_plan", "distributed_config")
+_TRANSFORMERS_LOADS_FLOAT32 = 4  # up to this version, where a script names no type
+
+
+class NeedsRealParameters(Exception):
+    """The script asks for what only real parameters can give."""
+
+
+class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of the script's own fake tensors; simulations have one of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return value_of(args[0].dtype)
+        if func is aten.equal.default:
+            return True
+        return super().__torch_dispatch__(func, types, tuple(args), kwargs)
+
+
+def value_of(dtype: torch.dtype) -> bool | float | int:
+    """What an element of a fake tensor is said to be."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0  # integers flag overflows
+
+
+def is_scripts(tensor: torch.Tensor) -> bool:
+    """Whether it is a fake tensor that the script has, and not one of a simulation."""
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, ScriptMode)
+
+
+class FakeParameters:
+    """Makes torch, transformers and DeepSpeed create large parameters without memory.
+
+    Attributes:
+        fake_bytes: what the fake parameters and buffers would have taken, were they real.
+    """
+
+    def __init__(self) -> None:
+        self.fake_bytes = 0
+        self._real_bytes = 0
+        self._mode = ScriptMode()
+        self._undo = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Changes torch, and transformers and DeepSpeed where they are or will be imported."""
+        self._replace_parameter()
+        self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
+        self._replace(torch.nn.Module, "_apply", _apply)
+        self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
+        for name in _INITIAL_VALUES:
+            self._replace(torch, name, self._initial_values)
+        self._replace(torch, "load", self._load)
+        self._replace_zero_init()
+        with contextlib.suppress(ImportError):
+            self._replace(importlib.import_module("safetensors.torch"), "load_file", self._tensors)
+        _when_imported("transformers.modeling_utils", self._replace_from_pretrained)
+
+    def uninstall(self) -> None:
+        """Undoes `install`; fake tensors stay what they are."""
+        self._undo.close()
+
+    # -- tensors
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same form, for a real one that is to be none."""
+        size = tensor.numel() * tensor.element_size()
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
+            return tensor
+        if size < SMALLEST_FAKE_BYTES and self._real_bytes + size <= MOST_REAL_BYTES:
+            self._real_bytes += size
+            return tensor
+        self.fake_bytes += size
+        return self._new(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def _new(self, shape: Any, stride: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        with self._mode:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def _replace_parameter(self) -> None:
+        original = torch.nn.Parameter.__new__
+
+        def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            if cls is torch.nn.Parameter and isinstance(data, torch.Tensor):
+                data = self._fake_of(data)
+            return original(cls, data, requires_grad)
+
+        torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+        self._undo.callback(setattr, torch.nn.Parameter, "__new__", original)
+
+    def _register_buffer(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def register_buffer(
+            module: torch.nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if isinstance(tensor, torch.Tensor):
+                tensor = self._fake_of(tensor)
+            original(module, name, tensor, *args, **kwargs)
+
+        return register_buffer
+
+    def _initial_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A factory function whose large results are fake where a module is constructed."""
+
+        @functools.wraps(original)
+        def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _is_large(args, kwargs) and _in_constructor(sys._getframe(1)):
+                with self._mode:
+                    return original(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return factory
+
+    # -- files of weights
+
+    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            is_path = isinstance(f, (str, os.PathLike))
+            if is_path and os.path.exists(f) and os.path.getsize(f) > _LARGEST_FILE_READ_BYTES:
+                with self._mode:
+                    return original(f, *args, **kwargs)
+            return original(f, *args, **kwargs)
+
+        return load
+
+    def _tensors(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_file(filename: Any, device: Any = "cpu") -> Any:
+            if os.path.getsize(filename) <= _LARGEST_FILE_READ_BYTES:
+                return original(filename, device)
+            types = importlib.import_module("safetensors.torch")._TYPES
+            with importlib.import_module("safetensors").safe_open(filename, "pt") as file:
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                with self._mode:
+                    return {
+                        name: torch.empty(
+                            part.get_shape(), dtype=types[part.get_dtype()], device=device
+                        )
+                        for name, part in parts.items()
+                    }
+
+        return load_file
+
+    # -- libraries
+
+    def _replace_zero_init(self) -> None:
+        """`zero.Init` partitions what is constructed within; there is nothing to be partitioned."""
+        module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+
+        def nothing(*_: Any, **__: Any) -> None: ...
+
+        for name in ("__init__", "__enter__", "__exit__"):
+            self._replace(module.Init, name, lambda _: nothing)
+
+    def _replace_from_pretrained(self, module: Any) -> None:
+        original = module.PreTrainedModel.__dict__["from_pretrained"]
+        module.PreTrainedModel.from_pretrained = classmethod(_from_config_alone)
+        self._undo.callback(setattr, module.PreTrainedModel, "from_pretrained", original)
+
+    def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
+        inherited = name not in vars(place)
+        original = getattr(place, name, None)
+        setattr(place, name, made(original))
+        if inherited:
+            self._undo.callback(delattr, place, name)
+        else:
+            self._undo.callback(setattr, place, name, original)
+
+
+def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a factory function's result, a floating-point tensor, has too many elements."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        return False
+    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args
+    sizes = kwargs.get("size", sizes)
+    count = 1
+    for size in sizes if isinstance(sizes, (list, tuple)) else (sizes,):
+        if not isinstance(size, int):
+            break  # the value of `full`, say
+        count *= size
+    return 4 * count > _LARGEST_INITIAL_BYTES
+
+
+def _in_constructor(frame: Any) -> bool:
+    """Whether a module's constructor is among the callers."""
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            first = frame.f_code.co_varnames[:1]
+            if first and isinstance(frame.f_locals.get(first[0]), torch.nn.Module):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply` (`to`, `bfloat16`, ...) without swapping fake tensors, which cannot be."""
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        fakes: dict[str, torch.nn.Parameter | None] = {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None and isinstance(parameter, FakeTensor):
+                with torch.no_grad():
+                    assign(parameter, fn(parameter))
+                fakes[name] = parameter
+        for name in fakes:
+            self._parameters[name] = None
+        try:
+            return original(self, fn, recurse)
+        finally:
+            self._parameters.update(fakes)
+
+    return apply
+
+
+def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`tensor.data = other`, of another type or device maybe."""
+    if other is not tensor:
+        tensor.data = other.detach()
+        if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a fake tensor, a parameter if it is one."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            new = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, tensor.requires_grad)
+        else:
+            new.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = new
+    return memo[id(tensor)]
+
+
+def _when_imported(name: str, change: Callable[[Any], None]) -> None:
+    """Calls `change(module)` now, if it is imported, or else as soon as it is."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        return
+
+    class Finder:
+        """Finds the module as everyone else does, and has a word when it has been run."""
+
+        def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(fullname)
+            assert spec is not None and spec.loader is not None
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained` that looks for the configuration and for no weights."""
+    asked = [key for key in _NOT_FAKED if kwargs.get(key) is not None]
+    if asked:
+        raise NeedsRealParameters(f"from_pretrained with {asked[0]}")
+    for key in _OF_LOADING:
+        kwargs.pop(key, None)
+    wants_info = kwargs.pop("output_loading_info", False)
+    implementation = kwargs.pop("attn_implementation", None)
+    dtype = kwargs.pop("torch_dtype", None)
+    dtype = kwargs.pop("dtype", dtype)
+    config = kwargs.pop("config", None)
+    base = importlib.import_module("transformers.configuration_utils")
+    base = getattr(base, "PreTrainedConfig", None) or base.PretrainedConfig
+    if isinstance(config, base):
+        config = copy.deepcopy(config)
+    else:
+        config, kwargs = cls.config_class.from_pretrained(
+            config or name, return_unused_kwargs=True, **kwargs
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise NeedsRealParameters("a quantized model")
+    config.name_or_path = str(name)
+    if implementation is not None:
+        config._attn_implementation = implementation
+    for key in ("token", "cache_dir", "force_download", "local_files_only", "revision", "proxies"):
+        kwargs.pop(key, None)
+    for key in ("subfolder", "trust_remote_code", "_commit_hash", "_from_auto", "_from_pipeline"):
+        kwargs.pop(key, None)
+    model = cls._from_config(config, *model_args, dtype=_dtype(dtype, config), **kwargs)
+    model.eval()
+    if wants_info:
+        keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        return model, {key: [] for key in keys}
+    return model
+
+
+def _dtype(asked: Any, config: Any) -> torch.dtype:
+    """The type in which `from_pretrained` would load."""
+    if asked is None:
+        import transformers
+
+        if int(transformers.__version__.split(".")[0]) <= _TRANSFORMERS_LOADS_FLOAT32:
+            return torch.float32
+    if asked is None or asked == "auto":
+        asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(asked, str):
+        asked = getattr(torch, asked)
+    return asked or torch.float32
