@@ -20,7 +20,7 @@ from dsat.app.local import EngineFactory, LocalSearch
 from dsat.app.prepare import Prepared, prepare
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import DsatError, UserInputError
+from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.inputs.settings import ENGINES, RUN, TUNE, Settings
 from dsat.memory.forecast import Forecast
 from dsat.report import summary
@@ -228,6 +228,8 @@ def estimate(target: Target, model_dir: PathLike | None = None, **options: Any) 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
     submitted = submit.submit(ready, detach=settings.detach)
+    if submitted.state is not None and not submitted.found:
+        raise SearchFailed(f"the search on the cluster found nothing; see {submitted.url}")
     return Result(
         None,
         settings.metric,

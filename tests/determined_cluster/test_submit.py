@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.determined_cluster import client
+from dsat.errors import UserInputError
 from testing.local import PROGRAMS
 from testing.master import StandIn
 
@@ -39,6 +41,18 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     err = capsys.readouterr().err
     assert err.startswith("dsat: error: ") and err.count("\n") == 1, err
     return err
+
+
+def test_a_search_is_submitted_from_python(
+    master: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = PRETEND / "deepspeed.yaml"
+    result = dsat_api.tune(config, method="random", metric="throughput", detach=True)
+    assert (result.experiment_id, result.run_dir, result.best) == (1, None, None)
+    assert result.url == f"{master.url}/det/experiments/1"
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(UserInputError, match="--cold: is for trials on this machine"):
+        dsat_api.tune(config, engine="determined", cold=True)
 
 
 def test_the_search_is_submitted_where_the_user_wants_it(
