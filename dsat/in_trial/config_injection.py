@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import InvalidTrial
+from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
 
 _BY_ARGUMENT = ("config", "config_params")
@@ -217,14 +218,11 @@ def _content(value: Any) -> dict[str, Any] | None:
         return value
     if not isinstance(value, (str, os.PathLike)):
         return None
-    import hjson
-
     try:
         if os.path.exists(value):
             text = Path(value).read_text(encoding="utf-8")
         else:
             text = base64.urlsafe_b64decode(str(value)).decode("utf-8")
-        content = hjson.loads(text, object_pairs_hook=dict)
+        return ds_config.parse(text)
     except (OSError, ValueError):  # DeepSpeed will say so
         return None
-    return content if isinstance(content, dict) else None

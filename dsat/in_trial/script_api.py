@@ -49,7 +49,7 @@ def get_ds_config_from_hparams(
     _attach(hparams)
     base = hparams[CONFIG_KEY]
     if not isinstance(base, Mapping):
-        base = _read_config(Path(base_dir) / base)
+        base = ds_config.read(Path(base_dir) / base)
     return ds_config.merge(base, hparams.get(OVERWRITE_KEY) or {})
 
 
@@ -81,7 +81,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
             hint=f"Add {_HF_CONFIG_FLAG} with the path of the file, for example "
             f"{_HF_CONFIG_FLAG} ds_config.json.",
         )
-    base = _read_config(Path(path))
+    base = ds_config.read(Path(path))
     merged = ds_config.merge(base, overrides)
     if merged != base:
         path = str(_file_of(merged))
@@ -150,18 +150,6 @@ def _hparams_of_this_task() -> Mapping[str, Any] | None:
         return None
     hparams: Mapping[str, Any] = info.trial.hparams
     return hparams
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserInputError(
-            f"the DeepSpeed configuration cannot be read: {error}", where=str(path)
-        ) from error
-    if not isinstance(config, dict):
-        raise UserInputError("does not hold a JSON object", where=str(path))
-    return config
 
 
 def _file_of(config: Mapping[str, Any]) -> Path:

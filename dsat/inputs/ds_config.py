@@ -1,11 +1,16 @@
-"""Pure functions on DeepSpeed configuration dicts. Nothing here changes its arguments."""
+"""DeepSpeed configurations: the one reader of their files, and pure functions on their content.
+
+Nothing here changes its arguments.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
@@ -64,6 +69,68 @@ ZERO_KEYS = frozenset(
     zero_quantized_weights zeropp_loco_param
     """.split()
 )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The DeepSpeed configuration that a file holds, whatever its name ends in.
+
+    Raises:
+        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError("there is no such file", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise UserInputError("cannot be read: it is not UTF-8 text", where=str(path)) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
+    except ValueError as error:
+        raise UserInputError(str(error), where=str(path)) from None
+
+
+def parse(text: str) -> dict[str, Any]:
+    """A configuration as DeepSpeed reads it: JSON, or Hjson with its comments.
+
+    Raises:
+        ValueError: DeepSpeed would refuse it. The message says what is wrong with it.
+    """
+    # What is valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
+    try:
+        found = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError:
+        found = _parse_hjson(text)
+    if not isinstance(found, dict):
+        raise ValueError("does not hold a mapping of keys to values")
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError:
+        raise ValueError("holds NaN or Infinity: put a number in its place") from None
+    return found
+
+
+def _parse_hjson(text: str) -> Any:
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except hjson.HjsonDecodeError as error:
+        raise ValueError(
+            f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from None
+    except OverflowError:  # hjson makes an integer of it
+        raise ValueError("is not valid JSON: it holds a number that is too large") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As `deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = ", ".join(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
+    return found
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def of_command(command: Sequence[str], name: str, folder: Path, config: Path | N
     """
     if config is None:
         return of_dict(command, name, folder, {})
-    found = of_dict(command, name, folder, _as_json(config), str(config))
+    found = of_dict(command, name, folder, ds_config.read(config), str(config))
     return replace(found, path=config, ds_config_path=config)
 
 
@@ -267,8 +267,7 @@ def _ds_config(
         candidates.append(include if include.name == value else include.parent / value)
     for path in candidates:
         if path.is_file():
-            ds = read_mapping(path) if path.suffix == ".json" else _as_json(path)
-            return path, ds, str(path)
+            return path, ds_config.read(path), str(path)
     raise UserInputError(
         f"there is no file {value!r} in {model_dir}",
         where=key,
@@ -295,19 +294,6 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
             where=f"{where}: searcher.max_length",
             hint="For example: max_length: {batches: 100}",
         )
-
-
-def _as_json(path: Path) -> dict[str, Any]:
-    """DeepSpeed reads its configuration as JSON whatever the file is called."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserInputError("there is no such file", where=str(path)) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
-    if not isinstance(data, dict):
-        raise UserInputError("does not hold a JSON object", where=str(path))
-    return data
 
 
 def _slots(data: Mapping[str, Any], where: str) -> int:

@@ -125,7 +125,7 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     ),
     "deepspeed_config is a number": (with_hparams(deepspeed_config=3), ["must be a path"]),
     "json does not parse": (
-        with_text("ds_config.json", '{\n  "a": 1,\n}'),
+        with_text("ds_config.json", '{\n  "a": 1,\n'),
         ["ds_config.json", "not valid JSON", "line 3"],
     ),
     "json is a list": (with_text("ds_config.json", "[]"), ["ds_config.json", "mapping"]),

@@ -15,7 +15,8 @@ from tests.test_layers import ROOT, _import_graph, _sources
 GIVEN = {"determined", "numpy", "yaml", "torch", "deepspeed", "dsat"}
 # psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
 # determined's own start-up have imported it before.
-BY_NEED = {("in_trial.profiler", "psutil")}
+# hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.
+BY_NEED = {("in_trial.profiler", "psutil"), ("inputs.ds_config", "hjson")}
 IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")
 
 

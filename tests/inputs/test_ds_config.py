@@ -17,6 +17,7 @@ from dsat.inputs.ds_config import (
     fingerprint,
     for_use,
     merge,
+    parse,
     resolve_batch,
 )
 from dsat.values.trial import BatchTriple
@@ -26,6 +27,33 @@ NESTED: dict[str, Any] = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "steps_per_print": 10,
 }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(NESTED, indent=2),
+        '{"a": 1, # one\n "b": [1, 2,], /* two */ "c": {d: auto\n}}',
+        "a: 1\nb: no comma\n",
+        '\ufeff{"a": true}',
+        '{"a": {"b": 1, "c": 2, "b": 3}}',
+        '{"a": {"b": 1, # one\n "b": 3}}',
+        '{"a": 1 "b": 2}',
+        '{"a": 1',
+        "",
+    ],
+)
+def test_a_configuration_is_read_as_deepspeed_reads_it(text: str) -> None:
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    try:  # as in DeepSpeedConfig.__init__
+        expected = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"is not valid JSON: .* \(line|more than once"):
+            parse(text)
+    else:
+        assert parse(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,21 @@ def test_the_configuration_may_be_among_the_includes() -> None:
 def test_the_configuration_is_json_whatever_its_name() -> None:
     Path("model/ds.conf").write_text(json.dumps(DS))
     assert read(hyperparameters={"deepspeed_config": "ds.conf"}).ds_config == DS
-    Path("model/ds.conf").write_text("zero_optimization:\n  stage: 1\n")
+    Path("model/ds.conf").write_text("{'zero_optimization': {'stage': 1}")
     refused("model/ds.conf", "is not valid JSON", hyperparameters={"deepspeed_config": "ds.conf"})
+    Path("model/ds.conf").write_text("zero_optimization:\n  stage: 1\n")  # a text, not a section
+    refused(
+        "model/ds.conf: zero_optimization",
+        "must be a mapping",
+        hyperparameters={"deepspeed_config": "ds.conf"},
+    )
+
+
+def test_the_configuration_may_have_comments() -> None:
+    lines = json.dumps(DS, indent=2).splitlines()
+    text = "# mine\n" + "  // why\n".join(line + "\n" for line in lines) + "/* the end */"
+    Path("model/ds.json").write_text(text)
+    assert read().ds_config == DS
 
 
 def test_a_trials_hyperparameters() -> None:
@@ -281,14 +294,15 @@ def test_yaml(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "(line 1, column 1)"),
-        (b'{\n"a": 1,\n}', "(line 3, column 1)"),
-        (b"// mine\n{}", "(line 1, column 1)"),
+        (b'{\n"a": 1,\n', "is not valid JSON: Bad key name (eof) (line 3, column 1)"),
+        (b'{"a": {"b": 1,\n"b": 2, "c": 1}}', "gives a key more than once"),
+        (b'{"a": 1e999}', "holds NaN or Infinity"),
+        (b'{"a": 1e999} // large', "a number that is too large"),
         (b"\xff\xfe", "it is not UTF-8 text"),
         (b"[1]", "does not hold a mapping"),
     ],
 )
-def test_json(content: bytes, problem: str) -> None:
+def test_configurations_that_deepspeed_refuses(content: bytes, problem: str) -> None:
     Path("model/ds.json").write_bytes(content)
     with pytest.raises(UserInputError, match=r"^model/ds\.json: ") as caught:
         read()
