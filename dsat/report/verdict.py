@@ -11,6 +11,7 @@ import math
 from dsat.report import format as fmt
 from dsat.tuning.finals import Finals, Gain
 from dsat.tuning.run import Run
+from dsat.tuning.same_training import Agreement
 from dsat.values.trial import Trial, TrialKind
 
 _KEEP = "keep your own configuration"
@@ -51,6 +52,16 @@ def say_gain(found: Gain) -> str:
 
 def _of_finals(run: Run, finals: Finals) -> list[str]:
     assert run.plan is not None
+    wrong = [
+        f"{run.trials[trial_id].name} trains otherwise than your own configuration on the same "
+        f"data, so it cannot win: {why}."
+        for trial_id, why in run.disqualified.items()
+    ]
+    return wrong + _of_the_pick(run, finals)
+
+
+def _of_the_pick(run: Run, finals: Finals) -> list[str]:
+    assert run.plan is not None
     if finals.pick is None:
         return [
             f"None of the leaders of the search stood its ground when it was run again: {_KEEP}.",
@@ -85,6 +96,13 @@ def _of_finals(run: Run, finals: Finals) -> list[str]:
         f"Run again, a configuration differed from itself by {comparison.noise:.1%} (standard "
         "deviation)."
     )
+    if run.best is pick:
+        finding = run.compare_training(pick)
+        lines.append(
+            "It trains like your own configuration: on the same data the losses agree."
+            if finding.agreement is Agreement.SAME
+            else f"Whether it trains like your own could not be compared: {finding.reason}."
+        )
     return lines + _at_the_same_batch(run, pick)
 
 

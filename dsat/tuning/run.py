@@ -12,8 +12,10 @@ from typing import Any
 
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
+from dsat.tuning import same_training
 from dsat.tuning.finals import Contestant, Finals, Role
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.tuning.same_training import Finding
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 
 EVENT_START = "start"
@@ -50,6 +52,7 @@ class Run:
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
         num_finals: trials of these and earlier finals.
+        disqualified: why a leader cannot win although it ran, by its trial id.
         same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
         memory_basis: what memory is predicted from.
@@ -73,6 +76,7 @@ class Run:
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.num_finals = 0
+        self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.memory_basis: Basis | None = None
@@ -128,6 +132,7 @@ class Run:
         if trial.kind is TrialKind.FINAL:
             if self.finals is not None:
                 self.finals.record(None if value is None else self.log_value(value))
+                self._check_training(self.finals)
             return
         if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
             self._failures += not outcome.smaller_may_run
@@ -147,6 +152,7 @@ class Run:
         assert self.baseline is not None
         self.search_ended = event["reason"]
         self._repeated = {}
+        self.disqualified = {}
         self.finals = Finals(
             self.contestant(self.baseline),
             [self.contestant(self.trials[trial_id]) for trial_id in event["leaders"]],
@@ -165,6 +171,44 @@ class Run:
             self.same_batch_final = trial
         elif turn.trial_id is not None:
             self._repeated[trial.id] = turn.trial_id
+
+    def _check_training(self, finals: Finals) -> None:
+        """Nothing wins that trains otherwise than the user's own configuration."""
+        if finals.pick is None:
+            return
+        pick = self.trials[finals.pick.trial_id]
+        finding = self.compare_training(pick)
+        if not finding.differs:
+            return
+        same = [
+            self.changes(trial)
+            for trial in self.trials.values()
+            if trial.kind is TrialKind.SEARCH
+            and self.compare_training(trial).agreement is same_training.Agreement.SAME
+        ]
+        blamed = same_training.suspects(self.changes(pick), same)
+        said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
+        self.disqualified[pick.id] = f"{finding.reason}. What differs: {said}"
+        finals.disqualify()
+
+    def compare_training(self, trial: Trial) -> Finding:
+        """Whether a trial's configuration trains like the user's own, by all runs of both."""
+        assert self.plan is not None and self.baseline is not None
+        own = self._curves(self.baseline)
+        precision = same_training.precision_of(self.plan.config({}))
+        same_batch = trial.batch.train_batch_size == self.baseline.batch.train_batch_size
+        finding = Finding(same_training.Agreement.UNKNOWN, "no losses were seen")
+        for curve in self._curves(trial):
+            finding = same_training.compare(own, curve, precision=precision, same_batch=same_batch)
+            if finding.differs:
+                break
+        return finding
+
+    def _curves(self, trial: Trial) -> list[TrainingCurve]:
+        """Of the trial and of its runs in the finals."""
+        ids = [trial.id, *(i for i, repeated in self._repeated.items() if repeated == trial.id)]
+        curves = [self.outcomes[i].training for i in ids if i in self.outcomes]
+        return [curve for curve in curves if curve is not None]
 
     def contestant(self, trial: Trial) -> Contestant:
         """A trial that ran, as the finals look at it."""

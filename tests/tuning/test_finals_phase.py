@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from dsat.report.verdict import verdict
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import (
     Event,
@@ -216,3 +217,58 @@ def test_what_was_demanded_of_batches_is_kept_although_nothing_is_gained() -> No
     drive(tuner, Buckets({}, spread=0.2))
     assert tuner.run.best is not None
     assert tuner.run.best.batch.train_batch_size == 16
+
+
+# -- the training
+
+
+class Training(Buckets):
+    """Some configurations lose what others learn.
+
+    Args:
+        broken: their bucket sizes.
+        seeded: whether a run repeats another.
+    """
+
+    def __init__(self, *broken: int, seeded: bool = True, **speeds: float) -> None:
+        super().__init__({int(bucket[1:]): speed for bucket, speed in speeds.items()})
+        self._broken, self._seeded = broken, seeded
+
+    def outcome(self, trial: Trial) -> Outcome:
+        outcome = super().outcome(trial)
+        bucket = trial.overrides.get("zero_optimization", {}).get("reduce_bucket_size", OWN_BUCKET)
+        rate = 0.02 if bucket in self._broken else 0.05
+        start = 5.0 if self._seeded else 5.0 + 0.01 * trial.id
+        losses = tuple(start - rate * step for step in range(10))
+        curve = TrainingCurve(tuple(range(1, 11)), losses, (None,) * 10)
+        return replace(outcome, training=curve)
+
+
+def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
+    tuner, journal = tuner_of(finals_plan(finals=12))
+    drive(tuner, Training(10, b10=1.52, b9=1.5))
+    run = tuner.run
+    assert run.leader is not None and run.best is not None
+    assert run.leader.overrides["zero_optimization"]["reduce_bucket_size"] == 10
+    assert run.best.overrides["zero_optimization"]["reduce_bucket_size"] == 9
+    [said] = [line for line in verdict(run) if "cannot win" in line]
+    assert said.startswith(f"{run.leader.name} trains otherwise")
+    assert said.endswith("What differs: zero_optimization.reduce_bucket_size=10.")
+    assert any("on the same data the losses agree" in line for line in verdict(run))
+    resumed, _ = tuner_of(tuner.plan, journal.events)
+    assert resumed.run.disqualified == run.disqualified
+
+
+def test_if_all_leaders_train_otherwise_the_users_own_is_kept() -> None:
+    tuner, _ = tuner_of(finals_plan())
+    drive(tuner, Training(*range(2, 11), b10=1.5))
+    assert tuner.run.best is tuner.run.baseline
+    said = " ".join(verdict(tuner.run))
+    assert "cannot win" in said and "keep your own configuration" in said
+
+
+def test_losses_of_a_script_without_a_seed_are_not_compared() -> None:
+    tuner, _ = tuner_of(finals_plan())
+    drive(tuner, Training(10, seeded=False, b10=1.5))
+    assert tuner.run.best is tuner.run.leader
+    assert any("the script is not seeded" in line for line in verdict(tuner.run))

@@ -1,0 +1,145 @@
+"""Whether a configuration trains as the user's own does: the losses of both on the same data.
+
+Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
+batch change where numbers are kept and in which order they are added up, not what is computed. So
+losses may differ by rounding, and no more. How much that is, two runs of the user's own tell, but
+at least what a change of order does (`_ROUNDING`, measured by tests/end_to_end/test_losses.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.values.outcome import TrainingCurve
+
+_LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
+# Relative differences of losses: of the first step, and added with every further one.
+_ROUNDING = {"fp32": (1e-5, 1e-4), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
+_TIMES_OWN = 4.0  # what two runs of the user's own differ by, so much more may others
+
+
+class Agreement(str, enum.Enum):
+    """What a comparison says."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a comparison says, and why; `reason` is empty where the losses agree."""
+
+    agreement: Agreement
+    reason: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.agreement is Agreement.DIFFERENT
+
+
+def compare(
+    own: Sequence[TrainingCurve], other: TrainingCurve, *, precision: str, same_batch: bool
+) -> Finding:
+    """Compares a training with runs of the user's own configuration.
+
+    Args:
+        own: of its runs, in any order; two are needed.
+        other: of another configuration, on the same seed and data.
+        precision: `fp32`, `fp16` or `bf16`, of the forward pass.
+        same_batch: both have the same global batch.
+    """
+    if not same_batch:
+        return _unknown("another global batch: its steps see other samples")
+    curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
+    its = _losses(other)
+    if len(curves) < 2:
+        return _unknown("too few losses of your own configuration were seen")
+    if len(its) < _LEAST_STEPS:
+        return _unknown("too few of its losses were seen")
+    first, growth = _ROUNDING[precision]
+    reference, *again = curves
+    own_apart = {step: _apart(reference, again, step) for step in reference}
+    start = min(reference)
+    if own_apart[start] > first:
+        return _unknown(
+            "the script is not seeded: two runs of your own configuration begin with losses that "
+            f"differ by {own_apart[start]:.2%}"
+        )
+    noise = _TIMES_OWN * max(own_apart.values())
+    for step in sorted(set(its) & set(reference)):
+        apart = _relative(its[step], reference[step])
+        allowed = max(first + growth * (step - start), noise)
+        if apart <= allowed:
+            continue
+        said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
+        if step == start:
+            return _unknown(f"it begins with other data, weights or random numbers: loss {said}")
+        return Finding(
+            Agreement.DIFFERENT,
+            f"its loss in step {step} is {said}, {apart:.2%} off where rounding explains "
+            f"{allowed:.2%}",
+        )
+    return Finding(Agreement.SAME)
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """In which numbers a DeepSpeed configuration computes."""
+    for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+        for key in sections:
+            section = config.get(key)
+            if isinstance(section, Mapping) and section.get("enabled"):
+                return name
+    autocast = config.get("torch_autocast")
+    if isinstance(autocast, Mapping) and autocast.get("enabled"):
+        return "fp16" if str(autocast.get("dtype", "")).split(".")[-1] == "float16" else "bf16"
+    return "fp32"
+
+
+def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Which changes may be to blame for another training.
+
+    Args:
+        changes: of the configuration that trains differently, by setting.
+        of_same: those of configurations that train like the user's own.
+
+    Returns:
+        The changes that none of the latter has; all, if nothing is left.
+    """
+    left = {
+        key: value
+        for key, value in changes.items()
+        if not any(key in other and other[key] == value for other in of_same)
+    }
+    return left or dict(changes)
+
+
+def _unknown(reason: str) -> Finding:
+    return Finding(Agreement.UNKNOWN, reason)
+
+
+def _losses(curve: TrainingCurve) -> dict[int, float]:
+    """By step, up to the first that fp16 skipped: from there on steps do not correspond."""
+    found: dict[int, float] = {}
+    for step, loss in zip(curve.steps, curve.losses, strict=True):
+        if loss is None or not math.isfinite(loss) or step in curve.skipped:
+            break
+        found[step] = loss
+    return found
+
+
+def _apart(
+    reference: Mapping[int, float], others: Sequence[Mapping[int, float]], step: int
+) -> float:
+    return max(
+        (_relative(other[step], reference[step]) for other in others if step in other), default=0.0
+    )
+
+
+def _relative(value: float, reference: float) -> float:
+    scale = max(abs(reference), abs(value))
+    return abs(value - reference) / scale if scale else 0.0

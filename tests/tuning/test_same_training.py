@@ -1,0 +1,106 @@
+"""Same losses or not: what is rounding, what is another training, what cannot be compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsat.tuning.same_training import Agreement, compare, precision_of, suspects
+from dsat.values.outcome import TrainingCurve
+
+
+def curve(
+    *,
+    steps: int = 20,
+    noise: float = 0.0,
+    slower: float = 1.0,
+    start: float = 5.0,
+    seed: int = 0,
+    skipped: tuple[int, ...] = (),
+) -> TrainingCurve:
+    """Losses that fall from `start`; by `slower` less, and disturbed by rounding errors."""
+    rng = np.random.default_rng(seed)
+    numbers = np.arange(steps)
+    losses = start - slower * 0.05 * numbers
+    losses = losses * (1 + noise * np.sqrt(numbers) * rng.normal(size=steps))
+    known = tuple(float(loss) for loss in losses)
+    return TrainingCurve(tuple(range(1, steps + 1)), known, (None,) * steps, skipped)
+
+
+OWN = (curve(), curve())
+
+
+@pytest.mark.parametrize(
+    ("other", "precision", "agreement"),
+    [
+        (curve(), "fp32", Agreement.SAME),
+        (curve(noise=1e-6), "fp32", Agreement.SAME),
+        (curve(noise=5e-4), "bf16", Agreement.SAME),
+        (curve(noise=1e-2), "fp32", Agreement.DIFFERENT),
+        (curve(slower=0.8), "fp32", Agreement.DIFFERENT),
+        (curve(slower=0.2), "bf16", Agreement.DIFFERENT),
+        (curve(start=5.1), "fp32", Agreement.UNKNOWN),
+        (curve(steps=2), "fp32", Agreement.UNKNOWN),
+        (TrainingCurve((1, 2, 3), (None,) * 3, (None,) * 3), "fp32", Agreement.UNKNOWN),
+    ],
+)
+def test_losses_agree_within_rounding(
+    other: TrainingCurve, precision: str, agreement: Agreement
+) -> None:
+    found = compare(OWN, other, precision=precision, same_batch=True)
+    assert found.agreement is agreement
+    assert bool(found.reason) == (agreement is not Agreement.SAME)
+
+
+def test_what_two_runs_of_ones_own_differ_by_is_no_difference() -> None:
+    noisy = (curve(noise=2e-3, seed=1), curve(noise=2e-3, seed=2))
+    other = curve(noise=2e-3, seed=3)
+    assert compare(noisy, other, precision="fp32", same_batch=True).agreement is Agreement.SAME
+    assert compare(OWN, other, precision="fp32", same_batch=True).differs
+    assert compare(noisy, curve(slower=0.0), precision="fp32", same_batch=True).differs
+
+
+def test_where_a_comparison_is_impossible_that_is_said() -> None:
+    def reason(own: tuple[TrainingCurve, ...], same_batch: bool = True) -> str:
+        found = compare(own, curve(), precision="fp32", same_batch=same_batch)
+        assert found.agreement is Agreement.UNKNOWN
+        return found.reason
+
+    assert "another global batch" in reason(OWN, same_batch=False)
+    assert "too few losses of your own" in reason(OWN[:1])
+    unseeded = (curve(start=5.0), curve(start=5.2))
+    assert "not seeded" in reason(unseeded) and "3.85%" in reason(unseeded)
+    found = compare(OWN, curve(start=5.3), precision="fp32", same_batch=True)
+    assert (
+        "begins with other data, weights or random numbers: loss 5.3 instead of 5" in found.reason
+    )
+
+
+def test_steps_that_were_skipped_end_the_comparison() -> None:
+    skips = curve(slower=0.0, skipped=(4,))
+    assert compare(OWN, skips, precision="fp16", same_batch=True).differs
+    later = curve(skipped=(2,))
+    assert compare(OWN, later, precision="fp16", same_batch=True).agreement is Agreement.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bfloat16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
+    ],
+)
+def test_the_precision_of_a_configuration(config: dict[str, object], precision: str) -> None:
+    assert precision_of(config) == precision
+
+
+def test_who_is_to_blame() -> None:
+    changes = {"stage": (1, 2), "overlap_comm": (None, True), "reduce_bucket_size": (5, 7)}
+    same = [{"stage": (1, 2)}, {"reduce_bucket_size": (5, 8)}]
+    assert set(suspects(changes, same)) == {"overlap_comm", "reduce_bucket_size"}
+    assert set(suspects(changes, [*same, {"reduce_bucket_size": (5, 7)}])) == {"overlap_comm"}
+    assert suspects(changes, [changes]) == changes
