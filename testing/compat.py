@@ -54,9 +54,9 @@ class Pair:
 
 PAIRS: Mapping[str, Pair] = {
     "oldest": Pair(
-        "==2.3.1",
-        "==0.14.0",
-        ("accelerate==1.1.1", "setuptools<81", "torchvision==0.18.1", "transformers==4.46.3"),
+        "==2.4.1",
+        "==0.15.0",
+        ("accelerate==1.1.1", "setuptools<81", "torchvision==0.19.1", "transformers==4.46.3"),
     ),
     "between": Pair(
         "==2.7.1",
@@ -87,7 +87,11 @@ def check(name: str, *, keep: bool) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
     }
     subprocess.run(
-        [python, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", *TESTS],
+        [
+            *(python, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}"),
+            *("-o", "filterwarnings=default"),  # libraries of another time warn of one another
+            *TESTS,
+        ],
         cwd=ROOT,
         env=environment,
         check=False,  # the report tells
@@ -115,7 +119,7 @@ def install(pair: Pair, folder: Path) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # DeepSpeed is built at its installation, and looks for torch.
     subprocess.run([*pip, "--no-cache-dir", *pair.requirements], check=True)
-    dsat = [f"{ROOT}[examples]", "pytest", "pytest-xdist"]
+    dsat = [f"{ROOT}[determined,examples]", "pytest", "pytest-xdist"]
     subprocess.run([*pip, *pair.requirements, *dsat], check=True)
     return python
 

@@ -105,6 +105,7 @@ def test_the_largest_that_fits_is_found(method: str) -> None:
     assert 0.93 * full < max(Machine().used(tuner.run.best).values()) <= full
 
 
+@pytest.mark.slow  # replays a run once for every event of it
 @pytest.mark.parametrize("method", SEARCHES)
 def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
     wanted = plan(method, BY_SIMULATION, max_trials=12)

@@ -502,6 +502,7 @@ def test_the_profile_is_no_measurement_of_its_configuration() -> None:
 # -- resuming
 
 
+@pytest.mark.slow  # replays a run once for every event of it
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("method", SEARCHES)
 @pytest.mark.parametrize("twins", [False, True])
