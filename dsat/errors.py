@@ -80,7 +80,20 @@ class ScriptFailed(EngineError):
 
 
 class InvalidTrial(DsatError):
-    """Inside a trial: the script did not do what the trial's configuration says."""
+    """Inside a trial: the script did not do what the trial's configuration says.
+
+    Args:
+        message: what happened, in one line.
+        smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
+        most_samples: the largest micro batch that there are data for, if that is known.
+    """
+
+    def __init__(
+        self, message: str, *, smaller_may_run: bool = False, most_samples: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.smaller_may_run = smaller_may_run or most_samples is not None
+        self.most_samples = most_samples
 
 
 class Diverged(DsatError):

@@ -26,7 +26,7 @@ def ran(value: float = 1.0, metric: str = "throughput") -> Outcome:
     """A success whose `metric` is `value`; every other one is as bad as can be."""
     slow = dict.fromkeys(SMALLER_IS_BETTER, 1e9)
     numbers = {"throughput": -1e9, "FLOPS_per_gpu": -1e9, **slow, metric: value}
-    return Outcome(OutcomeKind.OK, metrics=Metrics(**numbers, num_steps=5, ci95=0.01))
+    return Outcome(OutcomeKind.OK, metrics=Metrics(**numbers, num_steps=5, ci95=0.01, accidents=0))
 
 
 def failed(kind: OutcomeKind | str, message: str = "") -> Outcome:

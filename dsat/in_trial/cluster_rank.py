@@ -101,10 +101,9 @@ class Task:
 
     def failed(self, error: BaseException) -> Outcome:
         """The outcome of a rank that ends with an exception."""
-        kind = failures.classify(error)
-        detail = "" if kind in failures.SAY_ENOUGH else failures.user_traceback(error)
-        message = f"rank {_rank()}: {failures.message(error)}"
-        return Outcome(kind, message=message, detail=detail, duration_s=self._duration_s())
+        found = failures.outcome(error)
+        message = f"rank {_rank()}: {found.message}"
+        return replace(found, message=message, duration_s=self._duration_s())
 
     def ended(self) -> Outcome:
         """The outcome of a script that came to its own end."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from dsat.errors import InvalidTrial
-
-if TYPE_CHECKING:
-    import torch
 
 Shape = tuple[int, ...]
 
@@ -39,36 +36,6 @@ def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None
             )
 
 
-def check_inputs(values: Iterable[Any], *, micro_batch: int, own: int | None) -> str | None:
-    """Compares what a script feeds its model with the trial's micro batch.
-
-    Args:
-        values: arguments of the first micro step's forward pass.
-        micro_batch: the trial's.
-        own: that of the user's own configuration, if it is known.
-
-    Returns:
-        A warning, if the trial's micro batch is not to be seen.
-
-    Raises:
-        InvalidTrial: the script goes on with its own micro batch: its throughput would be a lie.
-    """
-    shapes = [tuple(tensor.shape) for tensor in _tensors(values) if tensor.dim()]
-    if not shapes or any(micro_batch in shape[:2] for shape in shapes):
-        return None
-    if own is not None and feeds_own(shapes, micro_batch, own):
-        raise InvalidTrial(
-            f"the script feeds {own} samples, its own micro batch, although the trial's "
-            f"train_micro_batch_size_per_gpu is {micro_batch}: take the batch size from "
-            "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping "
-            "train_micro_batch_size_per_gpu=--batch-size"
-        )
-    return (
-        f"the script fed tensors of shape {shapes[0]} although train_micro_batch_size_per_gpu is "
-        f"{micro_batch}: does its data loader take the batch size from the DeepSpeed configuration?"
-    )
-
-
 def feeds_own(shapes: Sequence[Shape], micro_batch: int, own: int) -> bool:
     """Whether tensors without the trial's micro batch certainly have the user's own.
 
@@ -80,16 +47,3 @@ def feeds_own(shapes: Sequence[Shape], micro_batch: int, own: int) -> bool:
         return False
     rows = {shape[0] for shape in shapes}
     return rows in ({own}, {own, 1})
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors among values, one level of lists, tuples and dicts deep."""
-    import torch
-
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from (v for v in value.values() if isinstance(v, torch.Tensor))
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))

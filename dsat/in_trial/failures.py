@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsat.errors import Diverged, InvalidTrial
-from dsat.values.outcome import OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
 # (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL and the CUDA libraries.
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
 )
 
 # Where the message says it all, and a traceback would only lead into dsat.
-SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
+_SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 
 
 def classify(error: BaseException) -> OutcomeKind:
@@ -46,6 +46,19 @@ def classify(error: BaseException) -> OutcomeKind:
     if any(_is_host_out_of_memory(link) for link in chain):
         return OutcomeKind.HOST_OOM
     return OutcomeKind.ERROR
+
+
+def outcome(error: BaseException) -> Outcome:
+    """What a trial that ended with an exception came to."""
+    kind = classify(error)
+    invalid = next((link for link in _chain(error) if isinstance(link, InvalidTrial)), None)
+    return Outcome(
+        kind,
+        message=message(error),
+        detail="" if kind in _SAY_ENOUGH else user_traceback(error),
+        smaller_may_run=invalid is not None and invalid.smaller_may_run,
+        most_samples=None if invalid is None else invalid.most_samples,
+    )
 
 
 def message(error: BaseException) -> str:

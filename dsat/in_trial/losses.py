@@ -65,6 +65,11 @@ class LossWatch:
             engine.scale = self._remember_unscaled(engine.scale)
         _listen(self)
 
+    @property
+    def count(self) -> int:
+        """Losses since the last optimizer step."""
+        return self._count
+
     def of_engine(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Takes the loss of `engine.backward`.
 

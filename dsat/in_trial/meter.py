@@ -15,23 +15,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dsat.errors import Diverged
-from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
-from dsat.in_trial.conformance import check_engine, check_inputs, refuse_pipeline
+from dsat.errors import Diverged, InvalidTrial
+from dsat.in_trial import loaders
+from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for
+from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
+from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.profiler import ModelProfiler
+from dsat.in_trial.samples import UNCOUNTED, SampleCounter
+from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
 from dsat.values.objective import Objective
-from dsat.values.outcome import Metrics, Outcome, OutcomeKind, student_t95
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
-PHASES = ("forward", "backward", "step")
-CI_TARGET = 0.02
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+# On an accelerator, whose clocks rise and fall with the load: so long at least, however many steps.
+WARM_UP_S, MEASURED_S = 1.0, 2.0
+MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
 
 SEVERAL_ENGINES = (
     "the script trains several engines, perhaps: throughput and latency are those of the whole "
     "loop, but forward, backward, step, FLOPS and the model's size only those of the engine that "
     "trains first"
+)
+
+OWN_ACCUMULATION = (
+    "the script makes an optimizer step of {k} times as many micro batches as "
+    "gradient_accumulation_steps says: what is measured is such a step, so its global batch is "
+    "that many times train_batch_size. To have accumulation tuned, call engine.step() after every "
+    "micro batch and leave the rest to the engine"
+)
+SHORT_BATCHES = (
+    "some optimizer steps had fewer samples than they should, as at the end of an epoch; they were "
+    "not measured. Give the script more data, or drop_last=True to its data loader"
+)
+HOST_ACCIDENTS = (
+    "rare steps took far longer than all others, by the host's doing rather than the training's; "
+    "they are counted apart, and throughput is that of the others"
 )
 
 
@@ -110,7 +130,7 @@ class MeterSpec:
     @property
     def longest(self) -> int:
         """Optimizer steps that the training loop must be ready to make."""
-        return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS
+        return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
 
 
 class TrialComplete(SystemExit):
@@ -134,6 +154,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     import deepspeed
 
     meter = Meter(spec, on_complete)
+    loaders.watch()
     original = deepspeed.initialize
 
     @functools.wraps(original)
@@ -173,6 +194,7 @@ class Meter:
         self.outcome: Outcome | None = None
         self._on_complete = on_complete
         self._complete = False
+        self._inside: set[str] = set()  # phases that are being measured
         self._warnings: list[str] = []
         self._before = ProcessMemory.now()
 
@@ -203,13 +225,17 @@ class Meter:
         if self.watches and self.spec.profile:
             self.warn(SEVERAL_ENGINES)
         self.watches = True
-        for name in ("forward", "backward", "step"):
+        for name in PHASES:
             first_use = functools.partial(self._first_use, engine, name)
             setattr(engine, name, self._wrap(getattr(engine, name), first_use))
 
     def _first_use(
         self, engine: Any, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if name in self._inside:
+            return original(*args, **kwargs)
+        if self.attached and self._engine is engine:  # the script has kept the method from before
+            return getattr(engine, name)(*args, **kwargs)
         if self.attached:  # to another engine, whose loss this is not
             with self._losses.deaf():
                 return original(*args, **kwargs)
@@ -217,6 +243,20 @@ class Meter:
             return original(*args, **kwargs)
         self.attach(engine)
         return getattr(engine, name)(*args, **kwargs)
+
+    def _measured(
+        self,
+        name: str,
+        around: Callable[..., Any],
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._inside.add(name)
+        try:
+            return around(original, *args, **kwargs)
+        finally:
+            self._inside.discard(name)
 
     def attach(self, engine: Any) -> None:
         """Starts measuring an engine.
@@ -245,14 +285,17 @@ class Meter:
             if self.spec.profile
             else None
         )
-        self._steps: list[_StepMarks] = []
-        self._current = _StepMarks(begin=self._clock.mark())
-        self._next_check = self.spec.end_step - self.spec.start_step + 1
+        self._steps: list[StepMarks] = []
+        self._samples = SampleCounter(spec.micro_batch, spec.own_micro_batch)
+        self._current = StepMarks(begin=self._clock.mark())
+        self._began = self._current.begin
+        self._first_measured = spec.start_step
+        self._next_check = spec.end_step - spec.start_step + 1
         self._skipped = 0
         self._warm_up_over = False
-        engine.forward = self._wrap(engine.forward, self._forward)
-        engine.backward = self._wrap(engine.backward, self._backward)
-        engine.step = self._wrap(engine.step, self._step)
+        for name, around in zip(PHASES, (self._forward, self._backward, self._step), strict=True):
+            measured = functools.partial(self._measured, name, around)
+            setattr(engine, name, self._wrap(getattr(engine, name), measured))
 
     @staticmethod
     def _wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,13 +312,11 @@ class Meter:
             os._exit(0)
         if not _in_training(self._engine):
             return original(*args, **kwargs)
-        if not (self.steps_seen or self._current.micro_steps):
-            warning = check_inputs(
-                [*args, *kwargs.values()],
-                micro_batch=self.spec.micro_batch,
-                own=self.spec.own_micro_batch,
-            )
-            self._warnings += [warning] if warning else []
+        inputs = [*args, *kwargs.values()]
+        if not (self.steps_seen or self._current.forwards):
+            self._samples.first(inputs)
+            if not self._samples.counts:
+                self.warn(UNCOUNTED)
         if self._profiler is not None:
             self._profiler.enter_forward()
         begin = self._begin_phase()
@@ -289,7 +330,8 @@ class Meter:
         # If the script calls loss.backward() itself, the backward pass ends where the next phase
         # begins.
         self._current.backward_began = end
-        self._current.micro_steps += 1
+        self._current.forwards += 1
+        self._current.rows.append(self._samples.rows(inputs))
         return result
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -304,8 +346,9 @@ class Meter:
         return result
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._current.losses = self._losses.count
         if self._profiler is not None:
-            self._profiler.finish_micro_step()
+            self._profiler.finish_micro_steps(self._current.micro_steps or 1)
         skipped_before, steps_before = self._engine.skipped_steps, self._engine.global_steps
         begin = self._begin_phase()
         self._close_backward(begin)
@@ -336,7 +379,7 @@ class Meter:
 
     def _end_of_step(self, end: Any, *, skipped: bool) -> None:
         self.steps_seen += 1
-        marks, self._current = self._current, _StepMarks(begin=end)
+        marks, self._current = self._current, StepMarks(begin=end)
         marks.end = end
         # A step that fp16 skipped because of an overflow is cheaper than a real one.
         self._skipped += skipped
@@ -347,28 +390,73 @@ class Meter:
                 "is not finite. Train in bf16, or mend the data or the learning rate"
             )
         applied = self.steps_seen - self._skipped
-        self._warm_up_over = applied + 1 >= self.spec.start_step
-        if applied >= self.spec.start_step and not skipped and marks.complete(self.spec.gas):
+        if skipped:
+            return
+        if marks.micro_steps > self.spec.gas:
+            self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
+        if applied == self.spec.start_step - 1 and not self.spec.profile:
+            self._first_measured += self._extra_warm_up(marks, applied)
+            self._current = StepMarks(begin=self._clock.mark())
+        self._warm_up_over = applied + 1 >= self._first_measured
+        if applied >= self._first_measured:
             self._steps.append(marks)
             if len(self._steps) >= self._next_check:
                 self._check()
 
+    def _extra_warm_up(self, marks: StepMarks, applied: int) -> int:
+        """Further steps before the first that is measured; the same on all ranks."""
+        in_store = math.ceil(loaders.batches_in_store() / max(1, marks.micro_steps))
+        last_ms = self._clock.ms(marks.begin, marks.end)
+        missing_ms = 0.0
+        if not self._accelerator.is_synchronized_device():
+            missing_ms = WARM_UP_S * 1e3 - self._clock.ms(self._began, marks.end)
+        steps = max(in_store + 1 - applied if in_store else 0, missing_ms / max(last_ms, 1e-3))
+        [steps] = self._maximum([float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))])
+        return int(steps)
+
     def _check(self) -> None:
         """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
-        per_step = self._slowest_rank([marks.milliseconds(self._clock) for marks in self._steps])
+        spec, seen = self.spec, len(self._steps)
+        per_step = self._slowest_rank(
+            [
+                [
+                    *marks.milliseconds(self._clock),
+                    float(not marks.is_full(spec.gas, spec.micro_batch)),
+                ]
+                for marks in self._steps
+            ]
+        )
         self._losses.read(self._mean)
-        latencies = [row[0] for row in per_step]
-        ci95 = relative_ci95(latencies)
-        self.outcome = self._outcome(per_step, ci95)
-        count, most = len(latencies), max(self.spec.max_steps, 1)
-        if ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome):
+        samples = self._mean([m.samples(spec.gas, spec.micro_batch) for m in self._steps])
+        full = [i for i, row in enumerate(per_step) if not row[-1]]
+        if not full:
+            raise InvalidTrial(
+                f"none of {seen} optimizer steps was full: there are not {spec.gas} micro batches "
+                f"of {spec.micro_batch} samples in an epoch of the data. Give the script more data"
+                ", or drop the last batch of an epoch (drop_last)",
+                smaller_may_run=True,
+            )
+        if len(full) < seen:
+            self.warn(SHORT_BATCHES)
+        rows = [per_step[i][:-1] for i in full]
+        times = summarize([row[0] for row in rows], [_may_be_accident(row) for row in rows])
+        self.outcome = self._outcome(rows, times, [samples[i] for i in full])
+        measured_s = sum(row[0] for row in rows) / 1e3
+        count, most = len(full), max(spec.max_steps, 1)
+        enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
+        missing_s = 0.0
+        if not self._accelerator.is_synchronized_device() and not spec.profile:
+            missing_s = MEASURED_S - measured_s
+        missing = math.ceil(missing_s / max(measured_s / count, 1e-6)) if missing_s > 0 else 0
+        missing = min(missing, most + MAX_EXTRA_STEPS - seen)
+        if (enough and missing <= 0) or seen >= most + MAX_EXTRA_STEPS:
             self._complete = True
             self._on_complete(self.outcome)
             raise TrialComplete(self.outcome)
-        wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
-        # At most twice as many at a time: the first few steps say little of the spread.
-        self._next_check = min(most, wanted, 2 * count)
-        self._current = _StepMarks(begin=self._clock.mark())
+        wanted = max(steps_wanted(count, times.ci95, most), count + missing)
+        # Steps that were not full are made up for.
+        self._next_check = min(most + MAX_EXTRA_STEPS, seen + max(1, wanted - count))
+        self._current = StepMarks(begin=self._clock.mark())
 
     def _is_beaten(self, outcome: Outcome) -> bool:
         """Whether not even the better end of the interval reaches what there is to beat."""
@@ -380,27 +468,40 @@ class Meter:
             for name, best in self.spec.to_beat.items()
         )
 
-    def _outcome(self, per_step: list[list[float]], ci95: float) -> Outcome:
-        latency, *phases = (sum(column) / len(per_step) for column in zip(*per_step, strict=True))
+    def _outcome(self, rows: list[list[float]], times: StepTimes, samples: list[float]) -> Outcome:
+        """What was measured in full steps: by the ordinary ones, accidents told apart.
+
+        Args:
+            rows: of each step, ms: its latency and its phases.
+            samples: of each step, the mean over the ranks.
+        """
         spec = self.spec
-        throughput = spec.micro_batch * spec.gas * spec.slots / (latency / 1e3)
+        kept = [i for i in range(len(rows)) if i not in times.accidents]
+        phases = [sum(rows[i][1 + k] for i in kept) / len(kept) for k in range(len(PHASES))]
+        fed = sum(samples[i] for i in kept) * spec.slots
+        throughput = fed / (times.mean * len(kept) / 1e3)
+        warnings = list(self._warnings)
+        if times.accidents:
+            warnings.append(HOST_ACCIDENTS)
         profile = self._profiler.result(self._accelerator) if self._profiler else None
         flops = profile.flops_per_sample if profile else spec.flops_per_sample
         metrics = Metrics(
             throughput=throughput,
-            latency=latency,
+            latency=times.mean,
             **dict(zip(PHASES, phases, strict=True)),
             FLOPS_per_gpu=None if flops is None else flops * throughput / spec.slots,
-            num_steps=len(per_step),
-            ci95=ci95 if math.isfinite(ci95) else 1.0,
+            num_steps=len(kept),
+            ci95=times.ci95 if math.isfinite(times.ci95) else 1.0,
+            accidents=len(times.accidents),
+            lost_to_accidents=times.lost,
         )
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
             memory=self._memory.over_ranks(self._maximum),
             profile=profile,
-            warnings=tuple(self._warnings),
-            step_ms=tuple(round(row[0], 4) for row in per_step),
+            warnings=tuple(warnings),
+            step_ms=tuple(round(row[0], 4) for row in rows),
             training=self._losses.curve(),
         )
 
@@ -434,43 +535,10 @@ class Meter:
         return [float(value) for value in tensor.tolist()], dist.get_world_size()
 
 
-def relative_ci95(values: list[float]) -> float:
-    """Half-width of the 95 % confidence interval of the mean, as a fraction of the mean.
-
-    Student's t; infinite for fewer than two values.
-    """
-    count = len(values)
-    if count < 2:
-        return math.inf
-    mean = sum(values) / count
-    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    return student_t95(count - 1) * math.sqrt(variance / count) / mean
-
-
-@dataclass
-class _StepMarks:
-    """Marks of one optimizer step, all its micro steps included."""
-
-    begin: Any
-    end: Any = None
-    micro_steps: int = 0
-    backward_began: Any = None
-    phases: dict[str, list[tuple[Any, Any]]] = field(
-        default_factory=lambda: {phase: [] for phase in PHASES}
-    )
-
-    def complete(self, gas: int) -> bool:
-        """Whether no micro step is missing, as at the end of an epoch of the data.
-
-        A script may leave out the engine's `forward` or `backward`, but hardly both.
-        """
-        counted = max(self.micro_steps, len(self.phases["backward"]))
-        return counted == 0 or counted >= gas
-
-    def milliseconds(self, clock: Clock) -> list[float]:
-        """Latency, then the phases' sums."""
-        sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
-        return [clock.ms(self.begin, self.end), *sums]
+def _may_be_accident(row: list[float]) -> bool:
+    """Whether a step took its time inside of its phases; waiting for data is the script's own."""
+    latency, *phases = row
+    return sum(phases) > 0.5 * latency
 
 
 def _in_training(engine: Any) -> bool:

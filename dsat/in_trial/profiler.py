@@ -49,10 +49,11 @@ class ModelProfiler:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def finish_micro_step(self) -> None:
+    def finish_micro_steps(self, count: int) -> None:
+        """Ends the counting after so many micro steps: more than one if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
-            self._flops_per_sample = self._flops.get_total_flops() / self._micro_batch
+            self._flops_per_sample = self._flops.get_total_flops() / (self._micro_batch * count)
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

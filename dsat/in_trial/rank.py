@@ -17,7 +17,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,7 +106,7 @@ def run(folder: Path) -> NoReturn:
             _leave(FAILED)
     except BaseException as error:
         told = "" if simulations is None else simulations.failed(error)
-        _write_failure(folder, rank, error, told or failures.message(error))
+        _write_failure(folder, rank, error, told)
         _leave(FAILED)
     if simulations is not None:
         simulations.failed(None)
@@ -213,7 +213,7 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
         spec.capture and not (folder / CAPTURED_FILE).exists()
     ):
         problem = "the script ended without calling deepspeed.initialize with an optimizer"
-        _write_failure(folder, rank, InvalidTrial(problem), problem)
+        _write_failure(folder, rank, InvalidTrial(problem))
         _leave(FAILED)
     if spec.meter is None:
         # A training run ends as a Python program does: threads joined, atexit functions called.
@@ -224,9 +224,8 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
     if meter.outcome is not None:
         _write(folder, rank, meter.outcome)
         _leave(0)
-    problem = meter.shortfall
-    too_short = meter.watches
-    _write_failure(folder, rank, InvalidTrial(problem), problem, smaller_may_run=too_short)
+    too_short = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
+    _write_failure(folder, rank, too_short)
     _leave(FAILED)
 
 
@@ -297,22 +296,11 @@ def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _write_failure(
-    folder: Path,
-    rank: int,
-    error: BaseException,
-    message: str,
-    *,
-    smaller_may_run: bool = False,
-) -> None:
-    kind = failures.classify(error)
-    detail = "" if kind in failures.SAY_ENOUGH else failures.user_traceback(error)
-    sys.stderr.write(detail or message + "\n")
-    _write(
-        folder,
-        rank,
-        Outcome(kind, message=message, detail=detail, smaller_may_run=smaller_may_run),
-    )
+def _write_failure(folder: Path, rank: int, error: BaseException, message: str = "") -> None:
+    found = failures.outcome(error)
+    found = replace(found, message=message or found.message)
+    sys.stderr.write(found.detail or found.message + "\n")
+    _write(folder, rank, found)
 
 
 def _write(folder: Path, rank: int, outcome: Outcome) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Search(abc.ABC):
         self._gated = gated
         self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
         self._lineages: list[Lineage] = []
+        self._most_samples = math.inf  # that there are data for, on each slot
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:
@@ -134,6 +136,9 @@ class Search(abc.ABC):
                 micro_batches=self.space.micro_batches,
                 ceiling=max(1, int(self._search_range_factor * largest)),
             )
+            lineage.limit(self._most_samples)
+            if lineage.finished:
+                continue
             self._lineages.append(lineage)
             return lineage
         return None
@@ -156,6 +161,9 @@ class Search(abc.ABC):
             self.objective,
             smaller_may_run=outcome.smaller_may_run,
         )
+        if outcome.most_samples is not None:
+            self._most_samples = min(outcome.most_samples, self._most_samples)
+            lineage.limit(self._most_samples)
         return lineage
 
 

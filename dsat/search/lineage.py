@@ -92,3 +92,7 @@ class Lineage:
             self.abandoned |= self.timeouts > 1
         else:
             self.abandoned = True
+
+    def limit(self, micro_batch: float) -> None:
+        """There are no data for larger micro batches."""
+        self.hi = min(self.hi, bisect.bisect_right(self.micro_batches, micro_batch) - 1)

@@ -98,6 +98,8 @@ class Surrogate:
             self.feasibility.learn_memory(branch, knobs, edge, micro_batch, fits=outcome.ok)
         if outcome.smaller_may_run:
             self.starved.append((micro_batch, gas))
+            if outcome.most_samples is not None:
+                self.starved.append((outcome.most_samples + 1, 1))
         elif kind is not OutcomeKind.CANCELED:
             self.feasibility.learn_soundness(branch, knobs, outcome.ok or short_of_memory)
         value = outcome.value(self._objective)

@@ -51,6 +51,8 @@ class Metrics(Recorded):
         FLOPS_per_gpu: model FLOP/s per slot, recomputation not counted; None if never counted.
         num_steps: optimizer steps measured.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
+        accidents: rare steps that took far longer by the host's doing; not in what is above.
+        lost_to_accidents: what they took in excess, as a fraction of the time of all others.
     """
 
     throughput: float
@@ -61,6 +63,8 @@ class Metrics(Recorded):
     FLOPS_per_gpu: float | None
     num_steps: int
     ci95: float
+    accidents: int = 0
+    lost_to_accidents: float = 0.0
 
     @property
     def standard_error(self) -> float:
@@ -160,6 +164,7 @@ class Outcome(Recorded):
         duration_s: from the launch to the outcome, wall time.
         warnings: what a person should know although the trial ran.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
+        most_samples: the largest micro batch that there are data for, where one was too large.
         step_ms: the latency of each step that was measured, in ms, the slowest rank's.
         training: the losses that were seen; None of a trial that measured nothing.
     """
@@ -173,6 +178,7 @@ class Outcome(Recorded):
     duration_s: float = 0.0
     warnings: tuple[str, ...] = ()
     smaller_may_run: bool = False
+    most_samples: int | None = None
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
 

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from dsat.in_trial.meter import PHASES
+from dsat.in_trial.marks import PHASES
 from dsat.values.trial import Trial
 from testing.local import Bench, bench_of
 

@@ -1,0 +1,58 @@
+"""What is noted of one optimizer step while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsat.in_trial.clocks import Clock
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass
+class StepMarks:
+    """Marks of one optimizer step, all its micro steps included.
+
+    Attributes:
+        forwards: how often the model was called.
+        losses: how often a loss was given to a backward pass.
+        rows: samples of each call, None where they cannot be counted.
+    """
+
+    begin: Any
+    end: Any = None
+    forwards: int = 0
+    losses: int = 0
+    rows: list[int | None] = field(default_factory=list)
+    backward_began: Any = None
+    phases: dict[str, list[tuple[Any, Any]]] = field(
+        default_factory=lambda: {phase: [] for phase in PHASES}
+    )
+
+    @property
+    def micro_steps(self) -> int:
+        """How often a micro batch went through; 0 if that cannot be seen.
+
+        A script may call the model twice for one loss (pairs), or give it two losses; and it may
+        leave out the engine's `forward` or `backward`, but hardly both.
+        """
+        seen = [n for n in (self.forwards, self.losses or len(self.phases["backward"])) if n]
+        return min(seen, default=0)
+
+    def is_full(self, gas: int, micro_batch: int) -> bool:
+        """Whether neither a micro step is missing nor a sample, as at the end of an epoch."""
+        enough = self.micro_steps == 0 or self.micro_steps >= gas
+        return enough and all(rows is None or rows >= micro_batch for rows in self.rows)
+
+    def samples(self, gas: int, micro_batch: int) -> float:
+        """Samples that were fed; a micro batch that cannot be counted is taken for full."""
+        if not self.rows:
+            return float(micro_batch * (self.micro_steps or gas))
+        fed = sum(micro_batch if rows is None else rows for rows in self.rows)
+        return fed * self.micro_steps / self.forwards
+
+    def milliseconds(self, clock: Clock) -> list[float]:
+        """Latency, then the phases' sums."""
+        sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
+        return [clock.ms(self.begin, self.end), *sums]

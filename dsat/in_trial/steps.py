@@ -1,0 +1,154 @@
+"""What the times of a trial's steps say: their mean, how sure it is, and accidents of the host.
+
+Steps that follow each other are not independent: a machine is slower for a while, and then faster.
+The interval takes them for a first-order autoregressive process whose coefficient is unknown, and
+averages over it; with Student's t for independent steps it would be far too narrow.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+CI_TARGET = 0.02
+CONFIDENCE = 0.95
+RAREST = 10  # at most one step in so many is an accident; more often it belongs to the training
+_FAR = 6.0  # robust standard deviations beyond the median
+_FAR_AT_LEAST = 0.1  # of the median
+_COEFFICIENTS = 20
+_LARGEST_COEFFICIENT = 0.95
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps of a measurement.
+
+    Attributes:
+        mean: of the ordinary steps, in the unit of the values.
+        ci95: half-width of the 95 % interval of the mean, as a fraction of it; infinite for fewer
+            than three steps.
+        accidents: positions of steps that took far longer by accident; they are not in the mean.
+        lost: what the accidents took beyond the mean, as a fraction of the ordinary steps' time.
+    """
+
+    mean: float
+    ci95: float
+    accidents: tuple[int, ...]
+    lost: float
+
+
+def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = None) -> StepTimes:
+    """The mean of step times, with an interval that holds for autocorrelated steps.
+
+    Args:
+        values: of consecutive steps, positive.
+        may_be_accident: of each, whether nothing in the training explains that it took long (more
+            tokens, say, or waiting for data); by default all.
+    """
+    accidents = _accidents(values, may_be_accident or [True] * len(values))
+    kept = [value for i, value in enumerate(values) if i not in accidents]
+    mean = sum(kept) / len(kept)
+    extra = sum(values[i] - mean for i in accidents)
+    return StepTimes(mean, relative_ci95(kept), tuple(accidents), extra / sum(kept))
+
+
+def relative_ci95(values: Sequence[float]) -> float:
+    """Half-width of the 95 % interval of the mean, as a fraction of the mean.
+
+    The steps' model is a stationary Gaussian AR(1) process with a coefficient r in [0, 0.95]. Given
+    r, the mean has a t distribution (generalised least squares); the coefficients are weighted by
+    their marginal likelihood and the reference prior 1 / sqrt(1 - r^2) (Berger and Yang,
+    "Noninformative priors and Bayesian testing for the AR(1) model", 1994). The interval is centred
+    at the plain mean.
+
+    Returns:
+        Infinity for fewer than three values: nothing is known of their coefficient.
+    """
+    import numpy as np
+
+    count = len(values)
+    if count < 3:
+        return math.inf
+    y = np.asarray(values, float)
+    mean = float(y.mean())
+    x = y - mean
+    if float(np.abs(x).max()) <= 1e-9 * abs(mean):
+        return 0.0
+    r = np.linspace(0.0, _LARGEST_COEFFICIENT, _COEFFICIENTS)
+    # With R the correlation matrix: x' inv(R) x, 1' inv(R) 1 and 1' inv(R) x.
+    inner, lagged = float(x[1:-1] @ x[1:-1]), float(x[:-1] @ x[1:])
+    form = (float(x @ x) + r**2 * inner - 2 * r * lagged) / (1 - r**2)
+    weight = (2 + (count - 2) * (1 - r)) / (1 + r)
+    shift = (x[0] + x[-1] + (1 - r) * x[1:-1].sum()) / (1 + r) / weight
+    rest = form - shift**2 * weight
+    freedom = count - 1
+    log_posterior = (
+        -0.5 * freedom * np.log(1 - r**2)
+        - 0.5 * np.log(weight)
+        - 0.5 * freedom * np.log(rest)
+        - 0.5 * np.log(1 - r**2)
+    )
+    posterior = np.exp(log_posterior - log_posterior.max())
+    posterior /= posterior.sum()
+    scale = np.sqrt(rest / freedom / weight)
+
+    def inside(half_width: float) -> float:
+        upper = _student_cdf((half_width - shift) / scale, freedom)
+        return float(posterior @ (upper - _student_cdf((-half_width - shift) / scale, freedom)))
+
+    low, high = 0.0, float(np.abs(shift).max() + 100 * scale.max())
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < CONFIDENCE else (low, middle)
+    return high / mean
+
+
+def steps_wanted(count: int, ci95: float, most: int) -> int:
+    """How many steps to have measured before looking again."""
+    wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
+    # At most twice as many at a time: the first few steps say little of the spread.
+    return max(count + 1, min(most, wanted, 2 * count))
+
+
+def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
+    """Steps far beyond the others, if they are rare."""
+    median = _median(values)
+    spread = 1.4826 * _median([abs(value - median) for value in values])
+    bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)
+    found = [i for i, value in enumerate(values) if value > bound]
+    if len(found) * RAREST > len(values) or not all(may_be[i] for i in found):
+        return []
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _student_cdf(x: Array, freedom: int) -> Array:
+    import numpy as np
+
+    angles, cumulated = _student_table(freedom)
+    share: Array = np.interp(np.arctan(x / math.sqrt(freedom)), angles, cumulated)
+    return share
+
+
+@functools.lru_cache(maxsize=64)
+def _student_table(freedom: int) -> tuple[Any, Any]:
+    """With t = sqrt(n) tan(a), the density of Student's t is that of the angle, cos(a)^(n-1)."""
+    import numpy as np
+
+    angles = np.linspace(-math.pi / 2, math.pi / 2, 2001)
+    density = np.cos(angles) ** (freedom - 1)
+    cumulated = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return angles, cumulated / cumulated[-1]
