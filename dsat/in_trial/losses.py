@@ -18,7 +18,7 @@ from dsat.values.outcome import TrainingCurve
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
 EXPLODED = 10.0  # times as large as any loss of the first few steps
-_SETTLING_STEPS, _EXPLODED_STEPS = 5, 3
+_SETTLING_STEPS, _EXPLODED_STEPS, _LOST_STEPS = 5, 3, 3
 _DIGITS = 9  # that tell a float32 apart from its neighbours
 
 _WHAT_TO_DO = (
@@ -149,14 +149,18 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        applied = [
-            (number, loss)
+        seen = [
+            (number, loss, step.applied)
             for number, ((loss, _), step) in enumerate(zip(self._read, self._steps, strict=True), 1)
-            if loss is not None and step.applied
+            if loss is not None
         ]
-        for number, loss in applied:
-            if not math.isfinite(loss):
-                before = [value for earlier, value in applied if earlier < number]
+        applied = [(number, loss) for number, loss, was_applied in seen if was_applied]
+        # DeepSpeed skips a step without finite gradients: one is an accident, several are not.
+        latest = [loss for _, loss, _ in seen[-_LOST_STEPS:]]
+        lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
+        for number, loss, was_applied in seen:
+            if not math.isfinite(loss) and (was_applied or lost):
+                before = [value for earlier, value, _ in seen if earlier < number]
                 was = f", after {before[-1]:.4g} in the step before" if before else ""
                 raise Diverged(f"the loss is {loss} in optimizer step {number}{was}. {_WHAT_TO_DO}")
         first = applied[:_SETTLING_STEPS]

@@ -29,6 +29,7 @@ from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
 # On an accelerator, whose clocks rise and fall with the load: so long at least, however many steps.
 WARM_UP_S, MEASURED_S = 1.0, 2.0
 MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
@@ -391,6 +392,8 @@ class Meter:
             )
         applied = self.steps_seen - self._skipped
         if skipped:
+            if self._skipped % LOOK_AT_SKIPPED == 0:
+                self._losses.read(self._mean)
             return
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
