@@ -37,7 +37,7 @@ class ASHASearch(Search):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._resources = [min_trials * divisor ** (early_stopping + r) for r in range(max_rungs)]
-        self._rungs = [_Rung(divisor) for _ in range(max_rungs)]
+        self._rungs = [Rung(divisor) for _ in range(max_rungs)]
         self._rung_of: dict[int, int] = {}
         self._ready: list[tuple[int, int, int]] = []
 
@@ -89,7 +89,7 @@ class ASHASearch(Search):
         return None
 
 
-class _Rung:
+class Rung:
     """The lineages that completed a rung; finds the next to promote in O(log n).
 
     The best `completed // divisor` lineages are kept apart from the rest by two heaps, so that each

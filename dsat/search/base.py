@@ -59,7 +59,7 @@ class Search(abc.ABC):
         self.space = space
         self._seed = seed
         self._draws = 0
-        self._undrawn = [_Undrawn(branch.count) for branch in space.branches]
+        self._undrawn = [Undrawn(branch.count) for branch in space.branches]
         self._search_range_factor = search_range_factor
         self._predict = predict
         self._gated = gated
@@ -167,7 +167,7 @@ class Search(abc.ABC):
         return lineage
 
 
-class _Undrawn:
+class Undrawn:
     """The numbers 0..count-1 that were not taken yet: a Fisher-Yates shuffle kept as a sparse dict,
     so that a draw without replacement costs O(1) however large the space. 0 is taken first."""
 

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsat.search import SEARCHES
+from dsat.search.base import Undrawn
+from dsat.space.space import Space
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Proposal
+from dsat.values.zero_strategy import plain
+from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
+
+DRAWING = [method for method in SEARCHES if method != "gridsearch"]  # the others need no seed
+BISECTING = [method for method in DRAWING if method != "model"]
+
+
+def _wide_space() -> Space:
+    return Space(
+        strategies=plain(0, 1, 2, 3),
+        micro_batches=range(2, 129, 2),
+        slots=2,
+        gas=1,
+        num_params=2 * 10**6,
+    )
+
+
+def _scripted(proposal: Proposal, salt: int) -> Outcome:
+    """What becomes of a configuration is a function of the configuration alone."""
+
+    def draw(of: str) -> int:
+        return int(hashlib.sha256(f"{salt} {of}".encode()).hexdigest()[:8], 16)
+
+    section = json.dumps(proposal.settings, sort_keys=True)
+    kind = draw(f"{section} {proposal.micro_batch}") % 100
+    if kind < 4:
+        return failed("ERROR")
+    if kind < 10:
+        return failed("TIMEOUT")
+    if proposal.micro_batch > 20 + draw(section) % 90:
+        return failed("OOM" if kind % 2 else "HOST_OOM")
+    return ran(proposal.micro_batch + kind / 10)
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+@pytest.mark.parametrize("method", SEARCHES)
+def test_no_schedule_breaks_the_rules_of_a_lineage(method: str, concurrency: int) -> None:
+    for seed in range(3 if method == "model" else 12):  # which takes milliseconds a decision
+        search = search_of(method, _wide_space(), ceiling=60, seed=seed)
+        outcomes: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        running: Counter[int] = Counter()
+        zero_of: dict[int, str] = {}
+        seen: set[tuple[str, int]] = set()
+        rng = np.random.default_rng([seed, concurrency])
+        asked: list[Proposal] = []
+        for _ in range(250):
+            if len(asked) < concurrency and rng.random() < 0.7:
+                proposal = search.ask()
+                if proposal is None:
+                    assert asked, "nothing runs and the space is far from exhausted"
+                    continue
+                section = json.dumps(proposal.settings, sort_keys=True)
+                micro_batch, lineage = proposal.micro_batch, proposal.lineage
+                assert micro_batch in search.space.micro_batches
+                assert (section, micro_batch) not in seen
+                assert zero_of.setdefault(lineage, section) == section
+                if method != "model":
+                    assert not running[lineage], "the next micro batch depends on the last"
+                told = outcomes[lineage]
+                assert not any(kind == "ERROR" for _, kind in told)
+                assert [kind for _, kind in told].count("TIMEOUT") < 2
+                if method in BISECTING:
+                    assert all(micro_batch > other for other, kind in told if kind == "OK")
+                assert all(micro_batch < other for other, kind in told if kind != "OK")
+                seen.add((section, micro_batch))
+                running[lineage] += 1
+                asked.append(proposal)
+            elif asked:
+                proposal = asked.pop(int(rng.integers(len(asked))))
+                outcome = _scripted(proposal, seed)
+                search.tell(proposal, outcome)
+                running[proposal.lineage] -= 1
+                outcomes[proposal.lineage].append((proposal.micro_batch, outcome.kind.value))
+        assert len(set(zero_of.values())) == len(zero_of) > 3
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_the_whole_space_is_tried_when_there_is_time(method: str) -> None:
+    space = Space(
+        strategies=plain(0, 1, 2, 3), micro_batches=(1, 2), slots=1, gas=1, num_params=4 * 10**6
+    )
+    # Nothing runs: no search may skip a ZeRO section because of another one.
+    asked = proposals_of(search_of(method, space, ceiling=1), lambda _: failed("OOM"))
+    sections = {json.dumps(p.settings, sort_keys=True) for p in asked}
+    # Two bucket sizes, and contiguous_gradients from stage 1 on.
+    assert len(sections) == len(asked) == 1 + 4 + 4 + 4
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_one_seed_one_schedule(method: str) -> None:
+    def schedule(seed: int) -> list[Proposal]:
+        search = search_of(method, _wide_space(), ceiling=60, seed=seed)
+        return proposals_of(search, lambda p: _scripted(p, 1), concurrency=3, limit=60)
+
+    seeds = range(3 if method == "model" else 5)
+    schedules = [schedule(seed) for seed in seeds]
+    assert schedules == [schedule(seed) for seed in seeds]
+    for one, other in itertools.combinations(schedules, 2):
+        assert (one != other) == (method in DRAWING)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_search_leaves_the_global_random_numbers_alone(method: str) -> None:
+    import random
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    proposals_of(search_of(method, _wide_space()), lambda p: _scripted(p, 1), limit=40)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+
+
+def test_draws_without_replacement_begin_with_the_first_and_go_on_at_random() -> None:
+    orders: Counter[tuple[int, ...]] = Counter()
+    for seed in range(1200):
+        rng = np.random.default_rng(seed)
+        undrawn = Undrawn(4)
+        first, *others = (undrawn.take(rng) for _ in range(4))
+        orders[tuple(others)] += 1
+        assert first == 0 == undrawn.count
+    assert set(orders) == set(itertools.permutations((1, 2, 3)))
+    assert all(150 < n < 250 for n in orders.values()), orders
+
+
+def test_draws_without_replacement_take_everything_once() -> None:
+    rng = np.random.default_rng(0)
+    undrawn = Undrawn(500)
+    assert sorted(undrawn.take(rng) for _ in range(500)) == list(range(500))
+
+
+def test_a_search_tries_the_smallest_micro_batch_when_nothing_should_fit() -> None:
+    play(
+        search_of("binary", space_of(1, micro_batches=(4, 8)), ceiling=1),
+        """
+        ask 0@4
+        tell 0@4 OK 1
+        ask nothing
+        """,
+    )
+
+
+@pytest.mark.parametrize("method", ["asha", "binary"])
+def test_settings_are_drawn_until_some_fit(method: str) -> None:
+    space = Space(strategies=plain(2), micro_batches=range(1, 65), slots=2, num_params=10**9)
+    settings = [space.branches[0].settings(n) for n in range(space.branches[0].count)]
+    assert len(settings) > 300
+
+    def predict(wanted: Mapping[str, Any]) -> float:
+        return 5.0 if wanted == settings[-1] else 0.0
+
+    for seed in range(5):
+        search = search_of(method, space, seed=seed, predict=predict)
+        proposal = search.ask()
+        assert proposal is not None and proposal.settings == settings[-1]
+        search.tell(proposal, failed("ERROR"))
+        assert search.ask() is None
+
+
+@pytest.mark.parametrize(("factor", "first"), [(0.5, 4), (1.0, 8), (2.0, 15), (0.01, 1)])
+@pytest.mark.parametrize("method", ["asha", "binary"])
+def test_search_range_factor_scales_where_a_search_begins(
+    method: str, factor: float, first: int
+) -> None:
+    for predict in (None, lambda _: 15.0):
+        options: dict[str, Any] = {"search_range_factor": factor, "predict": predict}
+        proposal = search_of(method, space_of(1), ceiling=15, **options).ask()
+        assert proposal is not None and proposal.micro_batch == first
+
+
+def test_each_stage_begins_from_what_fits_in_it() -> None:
+    space = Space(strategies=plain(1, 3), micro_batches=range(1, 100), slots=4, num_params=1000)
+    fit = {1: 16, 3: 19}
+    search = search_of("binary", space, predict=lambda settings: fit[settings["stage"]])
+    first = {}
+    for _ in range(12):
+        proposal = search.ask()
+        if proposal is None:
+            break
+        first[proposal.settings["stage"]] = proposal.micro_batch
+    assert first == {1: 8, 3: 10}
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_search_has_no_reason_to_stop_unless_told(method: str) -> None:
+    search = search_of(method, space_of(8))
+    proposals_of(search, lambda _: ran(1.0))
+    assert search.stop_reason is None

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsat.search.asha import Rung
+from dsat.space.space import Space
+from dsat.values.zero_strategy import plain
+from testing.helpers import play, proposals_of, ran, search_of, space_of
+
+
+def test_asha_promotes_the_best_half() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 10
+        ask 1@32 rung 0
+        tell 1@32 OK 20
+        ask 1@48 rung 1     # 1 of 2
+        tell 1@48 OK 21
+        ask 2@32 rung 0
+        tell 2@32 OK 5
+        ask 3@32 rung 0     # 1 of 3 is promoted already
+        tell 3@32 OK 15
+        ask 3@48 rung 1     # 2 of 4
+        tell 3@48 OK 30
+        ask 3@56 rung 2     # 1 of 2
+        tell 3@56 OK 31
+        ask 3@60 rung 2     # four trials in the last rung
+        tell 3@60 OK 29
+        ask 4@32 rung 0     # and none above it
+        tell 4@32 OK 1
+        ask 5@32 rung 0
+        tell 5@32 OK 12
+        ask 5@48 rung 1     # 3 of 6
+        tell 5@48 OOM
+        ask 6@32 rung 0
+        tell 6@32 OK 40
+        ask 6@48 rung 1     # it pushes the third of the best out, which was promoted before
+        """,
+    )
+
+
+def test_asha_waits_for_a_third_with_divisor_three() -> None:
+    play(
+        search_of("asha", space_of(4), ceiling=63, max_rungs=2, min_trials=1, divisor=3),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 30
+        ask 1@32 rung 0
+        tell 1@32 OK 20
+        ask 2@32 rung 0
+        tell 2@32 OK 10
+        ask 0@48 rung 1
+        tell 0@48 OK 1
+        ask 0@56 rung 1
+        tell 0@56 OK 1
+        ask 3@32 rung 0     # lineage 0 had its three trials
+        tell 3@32 OK 1
+        ask nothing
+        """,
+    )
+
+
+def test_asha_ranks_by_the_best_value_of_a_lineage() -> None:
+    play(
+        search_of("asha", space_of(3), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 50
+        ask 0@48 rung 0
+        tell 0@48 OK 1      # its last value is the worst of all
+        ask 1@32 rung 0
+        tell 1@32 OK 20
+        ask 1@48 rung 0
+        tell 1@48 OK 30
+        ask 0@56 rung 1
+        """,
+    )
+
+
+def test_asha_minimises_a_latency() -> None:
+    play(
+        search_of(
+            "asha", space_of(3), ceiling=63, metric="latency", max_rungs=2, min_trials=1, divisor=2
+        ),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 10
+        ask 1@32 rung 0
+        tell 1@32 OK 20
+        ask 0@48 rung 1
+        """,
+        metric="latency",
+    )
+
+
+def test_asha_gives_the_highest_rung_the_first_slot() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 10
+        ask 0@48 rung 0
+        tell 0@48 OK 10
+        ask 1@32 rung 0
+        tell 1@32 OK 20
+        ask 1@48 rung 0
+        tell 1@48 OK 20
+        ask 1@56 rung 1
+        ask 2@32 rung 0
+        tell 2@32 OK 99
+        tell 1@56 OK 20
+        ask 1@60 rung 1     # before lineage 2, which is better and waits longer
+        ask 2@48 rung 0
+        """,
+    )
+
+
+def test_asha_gives_the_longest_lineage_of_a_rung_the_first_slot() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=3, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        tell 1@32 OK 1
+        ask 1@48 rung 0
+        tell 0@32 OK 9
+        tell 1@48 OK 1
+        ask 1@56 rung 0
+        ask 0@48 rung 0
+        """,
+    )
+
+
+def test_asha_promotes_before_what_waits_in_a_lower_rung_goes_on() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        ask 2@32 rung 0
+        tell 0@32 OK 10
+        ask 0@48 rung 0
+        tell 1@32 OK 20
+        ask 1@48 rung 0
+        tell 0@48 OK 10
+        tell 1@48 OK 20
+        tell 2@32 OK 1
+        ask 1@56 rung 1
+        ask 2@48 rung 0
+        """,
+    )
+
+
+def test_asha_promotes_from_the_highest_rung_first() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        ask 2@32 rung 0
+        ask 3@32 rung 0
+        tell 0@32 OK 10
+        tell 1@32 OK 20
+        tell 2@32 OK 30
+        tell 3@32 OK 40
+        ask 3@48 rung 1
+        ask 2@48 rung 1
+        ask 4@32 rung 0
+        ask 5@32 rung 0
+        tell 4@32 OK 50
+        tell 5@32 OK 60
+        tell 3@48 OK 41
+        tell 2@48 OK 31
+        ask 3@56 rung 2     # although lineages 5 and 4 did better below
+        ask 5@48 rung 1
+        ask 4@48 rung 1
+        ask 6@32 rung 0
+        """,
+    )
+
+
+def test_asha_passes_a_finished_lineage_through_to_the_next_rung() -> None:
+    begin = """
+        ask 0@32 rung 0
+        tell 0@32 OK 50
+        ask 0@48 rung 0
+        tell 0@48 ERROR     # finished, and the best so far
+        ask 1@32 rung 0
+        tell 1@32 OK 10
+        ask 1@48 rung 0
+        tell 1@48 OK 11
+        ask 2@32 rung 0     # lineage 0 was promoted, with nothing to try there
+        tell 2@32 OK 5
+        ask 2@48 rung 0
+        tell 2@48 ERROR
+        ask 3@32 rung 0
+        tell 3@32 OK 20
+        ask 3@48 rung 0
+        tell 3@48 OK 21
+        ask 3@56 rung 1
+        tell 3@56 OK 22
+        ask 3@60 rung 1
+        """
+    rest = {
+        # Lineage 0 stands in rung 1 too: the better of the two goes on.
+        "tell 3@60 OK 61": "ask 3@62 rung 2",
+        "tell 3@60 OK 40": "ask 4@32 rung 0",
+    }
+    for told, asked in rest.items():
+        search = search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2)
+        play(search, f"{begin.strip()}\n{told}\n{asked}")
+
+
+def test_asha_passes_several_finished_lineages_through_at_once() -> None:
+    play(
+        search_of("asha", space_of(4), ceiling=1, max_rungs=3, min_trials=1, divisor=2),
+        """
+        ask 0@1 rung 0
+        ask 1@1 rung 0
+        ask 2@1 rung 0
+        ask 3@1 rung 0
+        tell 0@1 OK 1
+        tell 1@1 OK 2
+        tell 2@1 OK 3
+        tell 3@1 OK 4
+        ask nothing
+        """,
+    )
+
+
+def test_asha_promotes_another_when_a_finished_lineage_made_room() -> None:
+    play(
+        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        ask 1@32 rung 0
+        ask 2@32 rung 0
+        ask 3@32 rung 0
+        tell 0@32 OK 50
+        tell 1@32 OK 40
+        tell 2@32 OK 5
+        tell 3@32 OK 7
+        ask 0@48 rung 0
+        ask 1@48 rung 0
+        ask 2@48 rung 0
+        ask 3@48 rung 0
+        tell 0@48 ERROR
+        tell 1@48 OK 41
+        tell 2@48 OK 6
+        tell 3@48 OK 8
+        ask 1@56 rung 1     # 2 of 4, and the better one is finished
+        ask 4@32 rung 0
+        """,
+    )
+
+
+def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
+    play(
+        search_of("asha", space_of(5), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OOM
+        ask 1@32 rung 0
+        tell 1@32 ERROR
+        ask 2@32 rung 0     # 1 of 2 may rise, but none ran
+        tell 2@32 OK 5
+        ask 2@48 rung 1     # 1 of 3: those that failed count
+        tell 2@48 OOM
+        ask 3@32 rung 0
+        tell 3@32 OOM
+        ask 4@32 rung 0
+        tell 4@32 OK 1
+        ask 4@48 rung 1     # 2 of 5
+        tell 4@48 OK 6
+        ask 4@56 rung 2
+        """,
+    )
+
+
+def test_asha_with_one_rung_only_draws() -> None:
+    play(
+        search_of("asha", space_of(3), ceiling=63, max_rungs=1, min_trials=2, divisor=2),
+        """
+        ask 0@32 rung 0
+        tell 0@32 OK 1
+        ask 0@48 rung 0
+        tell 0@48 OK 1
+        ask 1@32 rung 0
+        tell 1@32 OOM
+        ask 1@16 rung 0
+        tell 1@16 OK 1
+        ask 2@32 rung 0
+        tell 2@32 ERROR
+        ask nothing
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "resources"),
+    [
+        ({"min_trials": 3, "divisor": 2, "early_stopping": 0, "max_rungs": 3}, [3, 6, 12]),
+        ({"min_trials": 2, "divisor": 3, "early_stopping": 0, "max_rungs": 3}, [2, 6, 18]),
+        ({"min_trials": 1, "divisor": 2, "early_stopping": 1, "max_rungs": 3}, [2, 4, 8]),
+        ({"min_trials": 1, "divisor": 4, "early_stopping": 1, "max_rungs": 2}, [4, 16]),
+        ({"min_trials": 5, "divisor": 2, "early_stopping": 0, "max_rungs": 1}, [5]),
+        ({}, [3, 6, 12, 24, 48]),
+    ],
+)
+def test_asha_resources_of_each_rung(options: dict[str, Any], resources: list[int]) -> None:
+    wide = Space(strategies=plain(1, 2), micro_batches=range(1, 2**60), slots=2, gas=1)
+    search = search_of("asha", wide, ceiling=2**60, **options)
+    asked = proposals_of(search, lambda p: ran(p.lineage), limit=400)
+
+    trials_until: dict[int, dict[int, int]] = defaultdict(dict)
+    counts: Counter[int] = Counter()
+    for proposal in asked:
+        counts[proposal.lineage] += 1
+        trials_until[proposal.lineage][proposal.note["rung"]] = counts[proposal.lineage]
+    assert max(max(rungs) for rungs in trials_until.values()) == len(resources) - 1
+    for lineage, rungs in trials_until.items():
+        assert list(rungs) == list(range(len(rungs)))
+        if lineage != asked[-1].lineage:
+            assert list(rungs.values()) == resources[: len(rungs)]
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rung_against_sorting_all_of_it(divisor: int, tied: bool) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng([seed, divisor])
+        count = 60
+        # Among equals the one that was completed first stays: there ids follow the completions.
+        ids = range(count) if tied else map(int, rng.permutation(count))
+        losses = rng.integers(6, size=count) if tied else rng.permutation(count)
+        rung = Rung(divisor)
+        completed: list[tuple[float, int] | None] = []
+        promoted: set[int] = set()
+        for lineage_id, loss in zip(ids, losses, strict=True):
+            ran_at_all = rng.random() < 0.8
+            rung.complete(lineage_id, float(loss) if ran_at_all else None)
+            completed.append((float(loss), lineage_id) if ran_at_all else None)
+            while rng.random() < 0.5:
+                top = sorted(c for c in completed if c is not None)[: len(completed) // divisor]
+                expected = next((i for _, i in top if i not in promoted), None)
+                assert rung.promote() == expected
+                if expected is None:
+                    break
+                promoted.add(expected)

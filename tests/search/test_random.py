@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dsat.search import RandomSearch
+from dsat.space.space import Freedom, Space
+from dsat.values.zero_strategy import plain
+from testing.helpers import play, proposals_of, ran, search_of, space_of
+
+
+class _HalfwayDraws:
+    """Draws that a person can predict: the first of what is open, the middle of a binomial."""
+
+    def integers(self, count: int) -> int:
+        return 0
+
+    def binomial(self, count: int, _: float) -> int:
+        assert count >= 0
+        return count // 2
+
+
+class HalfwayRandomSearch(RandomSearch):
+    def _rng(self) -> np.random.Generator:
+        return cast(np.random.Generator, _HalfwayDraws())
+
+
+def _halfway(space: Space, *, ceiling: int = 15, **options: Any) -> RandomSearch:
+    return cast(RandomSearch, search_of(HalfwayRandomSearch, space, ceiling=ceiling, **options))
+
+
+def _two_stages(first: int, second: int, *, lineages: int = 1) -> Space:
+    one = space_of(lineages)
+    return Space(
+        strategies=plain(first, second),
+        micro_batches=one.micro_batches,
+        slots=1,
+        freedom=Freedom(fixed=("contiguous_gradients", "sub_group_size")),
+        num_params=(10**6, 5 * 10**6)[lineages - 1],
+    )
+
+
+def test_random_ends_a_lineage_without_memory_at_its_smallest() -> None:
+    play(
+        _halfway(space_of(2), ceiling=3),
+        """
+        ask 0@2
+        tell 0@2 OOM
+        ask 0@1
+        tell 0@1 HOST_OOM
+        ask 1@2
+        tell 1@2 OOM
+        ask 1@1
+        tell 1@1 OOM
+        ask nothing
+        """,
+    )
+
+
+def test_random_ends_a_lineage_that_used_up_its_trials() -> None:
+    play(
+        _halfway(space_of(2), trials_per_config=3),
+        """
+        ask 0@8
+        tell 0@8 OOM
+        ask 0@4
+        tell 0@4 TIMEOUT
+        ask 0@2
+        tell 0@2 OOM
+        ask 1@8
+        """,
+    )
+
+
+def test_random_gives_a_configuration_five_trials_unless_told_otherwise() -> None:
+    asked = proposals_of(search_of("random", space_of(3), ceiling=63), lambda p: ran(p.micro_batch))
+    assert [p.lineage for p in asked[:6]] == [0, 0, 0, 0, 0, 1]
+
+
+def test_random_ends_stage_3_once_a_lower_stage_ran() -> None:
+    play(
+        _halfway(_two_stages(3, 1)),
+        """
+        ask 0@8 stage 3
+        ask 1@8 stage 1
+        tell 1@8 OK 1
+        tell 0@8 OK 99
+        ask 1@12 stage 1
+        ask nothing
+        """,
+    )
+
+
+def test_random_ends_a_waiting_stage_3_once_a_lower_stage_ran() -> None:
+    play(
+        _halfway(_two_stages(3, 2)),
+        """
+        ask 0@8 stage 3
+        ask 1@8 stage 2
+        tell 0@8 OK 99
+        tell 1@8 OK 1
+        ask 1@12 stage 2
+        ask nothing
+        """,
+    )
+
+
+def test_random_keeps_stage_3_while_lower_stages_fail() -> None:
+    play(
+        _halfway(_two_stages(3, 1)),
+        """
+        ask 0@8 stage 3
+        ask 1@8 stage 1
+        tell 0@8 OK 1
+        tell 1@8 OOM
+        ask 0@12 stage 3
+        ask 1@4 stage 1
+        """,
+    )
+
+
+def test_random_keeps_stage_3_when_only_stage_0_ran() -> None:
+    play(
+        _halfway(_two_stages(0, 3), trials_per_config=1),
+        """
+        ask 0@8 stage 0
+        tell 0@8 OK 1
+        ask 1@8 stage 3
+        """,
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_random_does_not_draw_stage_3_once_a_lower_stage_ran(stage: int) -> None:
+    play(
+        _halfway(_two_stages(stage, 3, lineages=2), trials_per_config=1),
+        f"""
+        ask 0@8 stage {stage}
+        tell 0@8 OK 1
+        ask 1@13 stage {stage}
+        tell 1@13 OK 1
+        ask nothing
+        """,
+    )
+    play(
+        _halfway(_two_stages(stage, 3, lineages=2), trials_per_config=1),
+        f"""
+        ask 0@8 stage {stage}
+        tell 0@8 OOM
+        ask 1@8 stage 3
+        """,
+    )
+
+
+def test_random_ends_a_lineage_below_what_ran_in_its_stage() -> None:
+    play(
+        _halfway(space_of(3)),
+        """
+        ask 0@8
+        ask 1@8
+        tell 0@8 OOM        # 7 at most from here on
+        tell 1@8 OK 1
+        ask 1@12
+        ask 2@13
+        ask nothing
+        """,
+    )
+
+
+def test_random_ends_a_lineage_that_can_only_equal_what_ran_in_its_stage() -> None:
+    play(
+        _halfway(space_of(3)),
+        """
+        ask 0@8
+        ask 1@8
+        tell 0@8 OOM
+        tell 1@8 OOM
+        ask 0@4
+        ask 1@4
+        tell 0@4 OK 1
+        ask 0@6
+        tell 0@6 OK 1
+        ask 0@7
+        tell 0@7 OK 1
+        tell 1@4 OK 1
+        ask 2@7
+        """,
+    )
+
+
+def test_random_remembers_the_largest_that_ran_not_the_last() -> None:
+    play(
+        _halfway(space_of(3)),
+        """
+        ask 0@8
+        ask 1@8
+        tell 0@8 OK 1
+        ask 0@12
+        tell 0@12 OK 1
+        tell 1@8 OK 1
+        ask 0@14
+        ask 1@12
+        tell 1@12 OOM       # 11 at most, and 12 ran
+        ask 2@13
+        """,
+    )
+
+
+def test_random_goes_on_below_what_ran_while_memory_suffices() -> None:
+    play(
+        _halfway(space_of(2), ceiling=3),
+        """
+        ask 0@2
+        ask 1@2
+        tell 1@2 OK 1
+        ask 1@3
+        tell 1@3 OK 1
+        tell 0@2 OK 1
+        ask 1@5
+        ask 0@3
+        """,
+    )
+
+
+def test_random_goes_on_while_it_can_reach_more_than_what_ran() -> None:
+    play(
+        _halfway(space_of(1)),
+        """
+        ask 0@8
+        tell 0@8 OK 1
+        ask 0@12
+        tell 0@12 OOM       # 11 at most, and only 8 ran
+        ask 0@10
+        tell 0@10 OOM
+        ask 0@9
+        tell 0@9 OK 1
+        ask nothing
+        """,
+    )
+
+
+def test_random_compares_with_its_own_stage_only() -> None:
+    play(
+        _halfway(_two_stages(1, 2)),
+        """
+        ask 0@8 stage 1
+        ask 1@8 stage 2
+        tell 0@8 OOM
+        tell 1@8 OK 1
+        ask 0@4 stage 1
+        """,
+    )
+
+
+def test_random_starts_above_the_best_of_the_stage() -> None:
+    play(
+        _halfway(space_of(3), trials_per_config=2),
+        """
+        ask 0@8
+        tell 0@8 OK 10
+        ask 0@12
+        tell 0@12 OK 9
+        ask 1@13            # 8 was the best: between 9 and 17
+        tell 1@13 OK 8
+        ask 1@15
+        tell 1@15 OK 11
+        ask 2@23            # between 16 and 31
+        """,
+    )
+
+
+def test_random_starts_below_the_largest_of_the_stage() -> None:
+    play(
+        _halfway(space_of(2), ceiling=3, trials_per_config=6),
+        """
+        ask 0@2
+        tell 0@2 OK 50
+        ask 0@3
+        tell 0@3 OK 1
+        ask 0@5
+        tell 0@5 OK 1
+        ask 0@6
+        tell 0@6 OK 1
+        ask 0@9
+        tell 0@9 OK 1
+        ask 0@11
+        tell 0@11 OK 1
+        ask 1@7             # 3 to 11, which ran
+        """,
+    )
+
+
+def test_random_starts_below_the_upper_end_that_the_best_had() -> None:
+    play(
+        _halfway(space_of(2), ceiling=63, trials_per_config=2),
+        """
+        ask 0@32
+        tell 0@32 TIMEOUT
+        ask 0@16
+        tell 0@16 OK 1
+        ask 1@40            # 17 to 63
+        """,
+    )
+
+
+def test_random_starts_at_the_largest_micro_batch_when_that_was_the_best() -> None:
+    play(
+        _halfway(space_of(2, micro_batches=(1, 2))),
+        """
+        ask 0@1
+        tell 0@1 OK 1
+        ask 0@2
+        tell 0@2 OK 2
+        ask 1@2
+        tell 1@2 OK 1
+        ask nothing
+        """,
+    )
+
+
+def test_random_minimises_a_latency() -> None:
+    play(
+        _halfway(space_of(2), metric="latency", trials_per_config=2),
+        """
+        ask 0@8
+        tell 0@8 OK 10
+        ask 0@12
+        tell 0@12 OK 9
+        ask 1@19            # 12 was the best: between 13 and 25
+        """,
+        metric="latency",
+    )
+
+
+def test_random_looks_further_when_the_prediction_was_too_low() -> None:
+    play(
+        _halfway(space_of(1), ceiling=3, trials_per_config=6),
+        """
+        ask 0@2
+        tell 0@2 OK 1
+        ask 0@3
+        tell 0@3 OK 1       # all that should fit does: up to 6
+        ask 0@5
+        tell 0@5 OK 1
+        ask 0@6
+        tell 0@6 OK 1       # up to 12
+        ask 0@9
+        tell 0@9 OOM
+        ask 0@7
+        tell 0@7 OK 1
+        ask nothing
+        """,
+    )
+
+
+def test_random_does_not_look_further_than_the_allowed_micro_batches() -> None:
+    play(
+        _halfway(space_of(1, micro_batches=(1, 2, 3)), ceiling=2),
+        """
+        ask 0@1
+        tell 0@1 OK 1
+        ask 0@2
+        tell 0@2 OK 1
+        ask 0@3
+        tell 0@3 OK 1
+        ask nothing
+        """,
+    )
+
+
+def test_random_does_not_look_further_than_what_ran_out_of_memory() -> None:
+    play(
+        _halfway(space_of(2), ceiling=7),
+        """
+        ask 0@4
+        tell 0@4 OOM
+        ask 0@2
+        tell 0@2 OK 5
+        ask 0@3
+        tell 0@3 OK 6
+        ask 1@5
+        """,
+    )
+
+
+def test_random_does_not_look_further_than_a_time_out() -> None:
+    play(
+        _halfway(space_of(2), ceiling=4),
+        """
+        ask 0@2
+        tell 0@2 OK 5
+        ask 0@3
+        tell 0@3 OK 5
+        ask 0@4
+        tell 0@4 TIMEOUT
+        ask 1@4
+        """,
+    )
+
+
+def test_random_draws_around_the_middle() -> None:
+    firsts = Counter(
+        proposal.micro_batch
+        for seed in range(300)
+        if (proposal := search_of("random", space_of(1), ceiling=15, seed=seed).ask())
+    )
+    assert 7.5 < sum(mbs * n for mbs, n in firsts.items()) / 300 < 8.5
+    assert len(firsts) >= 7, "a binomial spreads"
+    assert sum(firsts[mbs] for mbs in range(6, 11)) > 200, "and keeps near the middle"
