@@ -320,8 +320,8 @@ class Meter:
                 self.warn(UNCOUNTED)
         if self._profiler is not None:
             self._profiler.enter_forward()
+        self._close_backward()
         begin = self._begin_phase()
-        self._close_backward(begin)
         try:
             result = original(*args, **kwargs)
         finally:
@@ -351,17 +351,18 @@ class Meter:
         if self._profiler is not None:
             self._profiler.finish_micro_steps(self._current.micro_steps or 1)
         skipped_before, steps_before = self._engine.skipped_steps, self._engine.global_steps
+        self._close_backward()
         begin = self._begin_phase()
-        self._close_backward(begin)
         result = original(*args, **kwargs)
         end = self._end_phase("step", begin)
         if self._engine.global_steps > steps_before:
             self._end_of_step(end, skipped=self._engine.skipped_steps > skipped_before)
         return result
 
-    def _close_backward(self, end: Any) -> None:
+    def _close_backward(self) -> None:
+        """Ends the backward pass of a script that calls loss.backward(), if one is under way."""
         if self._current.backward_began is not None:
-            self._current.phases["backward"].append((self._current.backward_began, end))
+            self._end_phase("backward", self._current.backward_began)
             self._current.backward_began = None
 
     def _begin_phase(self) -> Any:

@@ -503,7 +503,8 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
     assert metrics_of(measured).backward == pytest.approx(5)
 
 
-def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whose", ["engine.backward", "loss.backward"])
+def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     clock = Clock()
     device = Device(clock)
     use_accelerator(monkeypatch, device)
@@ -521,9 +522,12 @@ def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch) ->
             device.peak = max(device.peak, 400)
             super().step()
 
-    engine = Allocating(clock)
+    engine = Allocating(clock, gas=2)
+    backward = engine.backward  # as long as the meter does not see it
     device.peak = 100
-    attach(engine)
+    attach(engine, replace(SPEC, gas=2))
+    if whose == "loss.backward":
+        monkeypatch.setattr(engine, "backward", backward)
     measured = train(engine)
     assert measured is not None
     phases = {"init": 100, "forward": 300, "backward": 700, "step": 400}
