@@ -243,7 +243,7 @@ def test_a_search_that_found_nothing_raises_the_scripts_own_error(
 ) -> None:
     crash = Outcome(OutcomeKind.ERROR, message="it broke", detail="Traceback: it broke")
     monkeypatch.setattr(World, "outcome", lambda self, trial: crash)
-    with pytest.raises(SearchFailed, match="the profile trial failed: ERROR: it broke") as found:
+    with pytest.raises(SearchFailed, match="the profile trial failed: it broke") as found:
         dsat.tune(TINY, **SMALL)
     assert found.value.detail == "Traceback: it broke"
 

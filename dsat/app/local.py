@@ -334,8 +334,7 @@ def _train(engine: LocalEngine, best: Trial) -> Path:
                 _log.info("trained; checkpoints and reports in %s", folder)
                 return folder
             raise SearchFailed(
-                f"the full-length run failed: {outcome.kind.value}: {outcome.message}. Its log is "
-                f"{folder / 'stderr.log'}.",
+                f"{outcome.said_of('the full-length run')}. Its log is {folder / 'stderr.log'}.",
                 outcome.detail,
             )
 
@@ -358,11 +357,8 @@ def _failure(run: Run, trials: Path) -> DsatError:
     }
     hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
     which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
-    what = f"{which} failed: {outcome.kind.value}: {outcome.message}"
-    if outcome.kind is OutcomeKind.CANCELED:
-        what = f"{which} was canceled"
     return SearchFailed(
-        f"{what}.{hint} Its logs are in {trials / trial.name}.",
+        f"{outcome.said_of(which)}.{hint} Its logs are in {trials / trial.name}.",
         "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
     )
 

@@ -74,7 +74,7 @@ def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
 
 def canceled() -> Outcome:
     """The outcome of a trial that a person ended."""
-    return Outcome(OutcomeKind.CANCELED, message="canceled by a user of the cluster")
+    return Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
 
 
 def took(outcome: Outcome, duration_s: float) -> Outcome:

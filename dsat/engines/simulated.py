@@ -67,7 +67,7 @@ class SimulatedEngine:
         if trial_id in self._running:
             began_s, _ = self._running[trial_id]
             duration_s = self.now_s - began_s
-            canceled = Outcome(OutcomeKind.CANCELED, message="canceled", duration_s=duration_s)
+            canceled = Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
             self._running[trial_id] = (began_s, canceled)
             heapq.heappush(self._ends, (self.now_s, trial_id))
 

@@ -65,7 +65,7 @@ class ProfilePhase(Phase):
             self._rung += 1
             self._next_micro_batch = smallest
             return
-        self.failure = f"the profile trial failed: {outcome.kind.value}: {outcome.message}"
+        self.failure = outcome.said_of("the profile trial")
 
     @property
     def _smallest_micro_batch(self) -> int:

@@ -28,6 +28,17 @@ class OutcomeKind(str, enum.Enum):
         return self in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 
+_SAID = {
+    OutcomeKind.OK: "ran",
+    OutcomeKind.OOM: "ran out of memory",
+    OutcomeKind.HOST_OOM: "ran out of host memory",
+    OutcomeKind.ERROR: "failed",
+    OutcomeKind.TIMEOUT: "timed out",
+    OutcomeKind.INVALID: "could not be measured",
+    OutcomeKind.DIVERGED: "diverged",
+    OutcomeKind.CANCELED: "was canceled",
+}
+
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
 _T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -185,6 +196,11 @@ class Outcome(Recorded):
     @property
     def ok(self) -> bool:
         return self.kind is OutcomeKind.OK
+
+    def said_of(self, subject: str) -> str:
+        """`the profile trial timed out: no result after 10 s`."""
+        said = f"{subject} {_SAID[self.kind]}"
+        return f"{said}: {self.message}" if self.message else said
 
     def value(self, objective: Objective) -> float | None:
         """The objective's value; None unless the trial ran and measured it."""

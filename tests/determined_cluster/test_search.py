@@ -215,7 +215,7 @@ def test_a_failed_profile_ends_the_experiment_as_failed() -> None:
     master.fail(profile, "Traceback (most recent call last):\nKeyError: 'x'")
     drain(search, master)
     assert master.posted[-1] == (SHUTDOWN, "True")
-    assert search.run.stop_reason == "the profile trial failed: ERROR: KeyError: 'x'"
+    assert search.run.stop_reason == "the profile trial failed: KeyError: 'x'"
     assert search.run.outcomes[0].detail.startswith("Traceback")
 
 

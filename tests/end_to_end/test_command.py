@@ -300,8 +300,7 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     assert str(PROGRAMS / "behaviours" / "train.py") in told.err
     assert "in_trial" not in told.err and "dsat/cli/main.py" not in told.err
     assert last.startswith(
-        "dsat: error: the profile trial failed: ERROR: rank 0: ValueError: the data set has no "
-        "labels. "
+        "dsat: error: the profile trial failed: rank 0: ValueError: the data set has no labels. "
     )
     assert "your script's own error" in last
     assert str(next((tmp_path / "run" / "trials").iterdir())) in last
@@ -314,7 +313,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "10s", config=config)
     assert told.status == 1
     last = told.err.splitlines()[-1]
-    assert last.startswith("dsat: error: the profile trial failed: TIMEOUT: no result after 10 s")
+    assert last.startswith("dsat: error: the profile trial timed out: no result after 10 s")
     assert "--trial-timeout" in last
     assert processes_of(tmp_path) == []
 

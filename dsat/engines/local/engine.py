@@ -387,7 +387,7 @@ class LocalEngine:
         if measured is not None:
             return measured
         if running.canceled:
-            return Outcome(OutcomeKind.CANCELED, message="canceled", duration_s=duration_s)
+            return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
         if running.timed_out:
             limit = f"{self._options.trial_timeout_s:g} s"
             return Outcome(
