@@ -206,11 +206,13 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     local.ENGINES[name] = make_engine
 
 
-def estimate(target: Target, model_dir: PathLike | None = None, **options: Any) -> Estimate:
+def estimate(
+    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+) -> Estimate:
     """Tells what memory each ZeRO stage and offloading needs, without running a trial.
 
     Args:
-        target: what to look at; as for `tune`.
+        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 

@@ -40,7 +40,11 @@ class FakeSimulationHost:
     """
 
     def __init__(self, facts: ModelFacts, answer: Answer) -> None:
-        self._hello = {"model": [], "sizes": {name: getattr(facts, name) for name in SIZES}}
+        self._hello: dict[str, Any] = {
+            "model": [],
+            "sizes": {name: getattr(facts, name) for name in SIZES},
+            "sequence_length": None,
+        }
         self._facts, self._answer = facts, answer
         self.asked: list[dict[str, Any]] = []
 

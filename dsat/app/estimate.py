@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsat.app import cards
 from dsat.app import source as sources
-from dsat.engines.local import LocalEngine, LocalOptions, find_machine
+from dsat.app.cards import Advice
+from dsat.app.source import Source
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.errors import DsatError
-from dsat.inputs import ds_config, script_args
-from dsat.inputs.settings import EstimateSettings
+from dsat.inputs import ds_config, hf_config, script_args
+from dsat.inputs import experiment as experiments
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.settings import OPTIMIZERS, EstimateSettings
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -28,6 +36,9 @@ from dsat.tuning import strategies
 from dsat.values.files import cache_folder
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
+
+# Offloading to a disk is the same for the slot as offloading to the host.
+_LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
 
 @dataclass(frozen=True)
@@ -63,18 +74,23 @@ class Estimate:
         name: of the experiment, or of the command's script.
         model: its parameters and activations.
         lines: one for every strategy and number of slots.
+        cards: the fewest cards of each usual size.
     """
 
     name: str
     model: ModelFacts
     lines: Sequence[Line]
+    cards: Sequence[Advice]
 
     def to_json(self) -> dict[str, Any]:
         lines = [line.to_json() for line in self.lines]
-        return {"name": self.name, "model": vars(self.model), "lines": lines}
+        advice = [one.to_json() for one in self.cards]
+        return {"name": self.name, "model": vars(self.model), "lines": lines, "cards": advice}
 
     def __str__(self) -> str:
-        return "\n".join(describe(self.name, self.model, self.lines))
+        said = describe(self.name, self.model, self.lines)
+        said += ["", "The fewest cards of each size, by formula, with 5 % to spare:", ""]
+        return "\n".join([*said, *(f"- {advice}" for advice in self.cards)])
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
@@ -85,7 +101,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
         DsatError: the script cannot be simulated.
     """
     machine = find_machine()
-    source = sources.read(settings).with_known_config(machine, 1, survey.TIMEOUT_S)
+    source = _source(settings, machine)
     experiment, program = source.experiment, source.program
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(
@@ -110,8 +126,9 @@ def estimate(settings: EstimateSettings) -> Estimate:
                 simulator,
                 slot_counts=settings.slot_counts,
                 slot_memories=settings.slot_memories,
-                exact=settings.exact,
+                exact=settings.exact or _needs_simulation(base),
             )
+            sequence_length = simulator.sequence_length
     except SimulationUnavailable as error:
         log = folder / "simulation" / "stderr.log"
         raise DsatError(
@@ -121,7 +138,37 @@ def estimate(settings: EstimateSettings) -> Estimate:
     finally:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
-    return Estimate(experiment.name, facts, found)
+    advice = cards.advise(facts, partial(configuration, base), _LADDER, sequence_length)
+    return Estimate(experiment.name, facts, found, advice)
+
+
+def _source(settings: EstimateSettings, machine: Machine) -> Source:
+    """The user's script, or the one of ours that trains the model of a configuration."""
+    if settings.hf_config is None:
+        return sources.read(settings).with_known_config(machine, 1, survey.TIMEOUT_S)
+    path = hf_config.find(settings.hf_config)
+    args = ["--hf-config", str(path), "--dtype", settings.dtype]
+    if settings.seq_length is not None:
+        args += ["--seq-length", str(settings.seq_length)]
+    if settings.lora is not None:
+        args += ["--lora", json.dumps(dict(settings.lora))]
+    if settings.gradient_checkpointing:
+        args.append("--gradient-checkpointing")
+    args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
+    program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
+    name = path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
+    command, folder = program.command(), Path.cwd()
+    own = experiments.of_command(command, name, folder, settings.ds_config).ds_config
+    usual = hf_config.ds_config(settings.dtype, OPTIMIZERS[settings.optimizer])
+    config = ds_config.merge(usual, own)
+    experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
+    return Source(experiment, program, is_command=True)
+
+
+def _needs_simulation(config: Mapping[str, Any]) -> bool:
+    """Whether the closed form, which is Adam's, does not know the optimizer."""
+    kind = str((config.get("optimizer") or {}).get("type", "Adam"))
+    return not kind.lower().endswith(("adam", "adamw"))
 
 
 def lines(
@@ -143,11 +190,18 @@ def lines(
         slot_memories: memory of a slot, in bytes.
         exact: each rung is simulated; otherwise only the formula is asked.
     """
+    if exact:
+        with contextlib.suppress(SimulationUnavailable):  # each line says so by itself
+            simulator.prepare(
+                [
+                    (configuration(base, s, slots), 1, slots)
+                    for slots in slot_counts
+                    for s in _LADDER
+                ]
+            )
     found = []
     for slots in slot_counts:
-        for strategy in strategies.LADDER:
-            if NVME in (strategy.offload_optimizer, strategy.offload_param):
-                continue  # the same for the slot as offloading to the host
+        for strategy in _LADDER:
             config = configuration(base, strategy, slots)
             estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
             anchors: tuple[Anchor, ...] = ()

@@ -37,7 +37,7 @@ def of_estimate() -> dict[str, Option]:
 
 
 def estimate_settings(
-    target: Target, model_dir: PathLike | None, given: Mapping[str, Any]
+    target: Target | None, model_dir: PathLike | None, given: Mapping[str, Any]
 ) -> EstimateSettings:
     """The settings that the arguments of `dsat.estimate` mean.
 
@@ -46,9 +46,14 @@ def estimate_settings(
         TypeError: there is no such keyword, as for any function.
     """
     declared = _declared(EstimateSettings)
-    return EstimateSettings(
-        **_target(target, model_dir), **_named(declared, _values(declared, given, "estimate()"))
-    )
+    values = _named(declared, _values(declared, given, "estimate()"))
+    if target is None and values.get("hf_config") is not None:
+        return EstimateSettings(**values)
+    if target is None:
+        raise UserInputError(
+            "is missing", where="target", hint="Give a script, a command, or hf_config=PATH."
+        )
+    return EstimateSettings(**_target(target, model_dir), **values)
 
 
 def search_settings(

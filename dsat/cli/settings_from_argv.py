@@ -34,7 +34,10 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings:
             values[own.name] = own.collect(values[own.name], KNOB_NAMES)
     if settings is EstimateSettings:
         del values["method"]
-        return EstimateSettings(**values)
+        try:
+            return EstimateSettings(**values)
+        except UserInputError as error:
+            parser.error(str(error))
     own_options = SEARCH_OPTIONS.get(values["method"], {})
     search_options = {parameter: values.pop(own.keyword) for parameter, own in own_options.items()}
     try:
@@ -52,6 +55,8 @@ def _check_target(
             parser.error(f"{values['config']} and a command after -- cannot both be tuned")
         if values["include"]:
             parser.error("--include is for an experiment configuration, not for a command after --")
+    elif values.get("hf_config") is not None:
+        return  # the settings themselves know what goes with it
     elif values["model_dir"] is None:
         parser.error("what to tune is missing: CONFIG MODEL_DIR, or -- COMMAND")
     elif values["ds_config"] is not None:

@@ -279,6 +279,18 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
     return key, flag if flag.startswith("-") else f"--{flag}"
 
 
+def _lora(value: Any) -> dict[str, str]:
+    """`r=16,target=q_proj+v_proj,dropout=0.05`."""
+    if not isinstance(value, Mapping):
+        value = dict(part.partition("=")[::2] for part in _word(value).split(","))
+    found = {str(key).strip(): str(part).strip() for key, part in value.items()}
+    if set(found) - {"r", "target", "dropout"} or not all(found.values()):
+        raise ValueError(f"invalid adapters {value!r} (for example r=16,target=q_proj+v_proj)")
+    at_least(1).read(found.get("r", "8"))
+    _probability(found.get("dropout", "0"))
+    return found
+
+
 MEMORY_SIZE = Kind(memory_size, write_memory_size)
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:g}s")
 WHOLE_NUMBER = Kind(_whole_number)
@@ -287,4 +299,5 @@ PROBABILITY = Kind(_probability)
 FRACTION = Kind(_fraction)
 WORD = Kind(_word)
 PATH = Kind(_path)
+LORA = Kind(_lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()))
 ARG_MAPPING = Kind(_arg_mapping)

@@ -18,6 +18,7 @@ from dsat.inputs.option import (
     ARG_MAPPING,
     DURATION,
     FRACTION,
+    LORA,
     MEMORY_SIZE,
     PATH,
     WHOLE_NUMBER,
@@ -34,6 +35,8 @@ from dsat.values.objective import METRIC_NAMES
 TUNE, RUN = "tune", "run"
 ESTIMATE = "estimate"
 
+# By what users call them, the names that DeepSpeed knows.
+OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
 ENGINES = ("auto", "local", "determined")
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
@@ -417,7 +420,50 @@ class EstimateSettings(Target):
         "--exact",
         help="simulate every line of the table, not the model alone: seconds for each",
     )
+    hf_config: str | None = option(
+        "--hf-config",
+        kind=WORD,
+        metavar="PATH",
+        help="look at the model of a transformers configuration (a config.json, its folder, or a "
+        "model in the local Hugging Face cache) in the place of a script's; no weights are needed",
+    )
+    seq_length: int | None = option(
+        "--seq-length",
+        kind=at_least(1),
+        metavar="N",
+        help="with --hf-config: tokens of a sample (default: 2048, or what the model has at most)",
+    )
+    lora: Mapping[str, str] | None = option(
+        "--lora",
+        kind=LORA,
+        metavar="r=N,target=NAME+NAME",
+        help="with --hf-config: train low-rank adapters of these layers alone "
+        "(for example r=16,target=q_proj+v_proj)",
+    )
+    optimizer: str = option(
+        "--optimizer",
+        kind=WORD,
+        default="adamw",
+        choices=tuple(OPTIMIZERS),
+        help="with --hf-config: the optimizer",
+    )
+    dtype: str = option(
+        "--dtype",
+        kind=WORD,
+        default="bf16",
+        choices=("bf16", "fp16", "fp32"),
+        help="with --hf-config: the type of the parameters",
+    )
+    gradient_checkpointing: bool = option(
+        "--gradient-checkpointing", help="with --hf-config: recompute activations"
+    )
     json: bool = option("--json", shell_only=True, help="print the table as JSON")
+
+    def __post_init__(self) -> None:
+        if self.hf_config is not None and (self.command or self.config is not None):
+            raise UserInputError(
+                "is for a model without a script, and there is a script", where="--hf-config"
+            )
 
 
 def plan_values(settings: Settings) -> dict[str, Any]:

@@ -154,6 +154,15 @@ class Simulator:
             raise SimulationUnavailable(str(answer["failed"]))
         return answer
 
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample of the script's first batch, if samples are sequences of tokens.
+
+        Raises:
+            SimulationUnavailable: there is no simulation.
+        """
+        return self._connected().sequence_length
+
     def prepare(self, questions: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
         """Simulates side by side what will be asked for one by one.
 
@@ -263,6 +272,7 @@ class _Connection:
         hello = self._receive(timeout_s)
         self.model: list[Any] = hello["model"]
         self.sizes: dict[str, int] = hello["sizes"]
+        self.sequence_length: int | None = hello["sequence_length"]
 
     def ask(self, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
         """The answers, in the order of the requests.

@@ -24,6 +24,7 @@ from dsat.in_trial.simulation.simulation import (
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 from dsat.memory.estimate import as_simulated, without_besides
 
+_TOKENS_DIM = 2  # samples and tokens
 End = Callable[[Mapping[str, Any]], None]
 
 
@@ -116,6 +117,13 @@ class BorrowedModel:
         parameters = self._arguments["model"].parameters()
         size = max((p.element_size() for p in parameters), default=4)
         return {**self._snapshot.sizes(), "param_bytes": size}
+
+    def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
+        """The second size of the batch's first matrix of integers: tokens of a sample."""
+        for tensor in tensors_in([args, dict(kwargs)]):
+            if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
+                return int(tensor.shape[1])
+        return None
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulates a candidate up to the forward pass that the script has called.

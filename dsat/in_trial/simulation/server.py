@@ -141,7 +141,11 @@ class SimulationServer:
             self._fakes = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
-            hello = {"model": model.description(args, kwargs), "sizes": model.sizes()}
+            hello = {
+                "model": model.description(args, kwargs),
+                "sizes": model.sizes(),
+                "sequence_length": model.sequence_length(args, kwargs),
+            }
             connection.sendall(json.dumps(hello).encode() + b"\n")
             queue = _Queue(connection)
             for candidate in queue.to_be_begun():

@@ -1,0 +1,172 @@
+"""The training script of a model that is known by its transformers configuration alone.
+
+Run as a user's script is, but only ever for simulations: random batches, the model's own loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_USUAL_SEQUENCE = 2048
+_USUAL_IMAGE, _CHANNELS = 224, 3
+_AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # ten seconds at 16 kHz; whisper's thirty
+
+
+class LowRank(torch.nn.Module):
+    """A frozen linear layer and its trained low-rank part (LoRA, arXiv 2106.09685), as in PEFT.
+
+    Args:
+        base: `torch.nn.Linear`, or whatever has a two-dimensional weight.
+        rank: of the trained part.
+        inputs, outputs: features of the layer.
+        dropout: probability, on the way into the trained part.
+    """
+
+    def __init__(
+        self, base: torch.nn.Module, rank: int, inputs: int, outputs: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.dropout = torch.nn.Dropout(dropout) if dropout else torch.nn.Identity()
+        dtype = next(base.parameters()).dtype
+        self.down = torch.nn.Linear(inputs, rank, bias=False, dtype=dtype)
+        self.up = torch.nn.Linear(rank, outputs, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.up(self.down(self.dropout(x))) * 2.0
+
+
+def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
+    """Freezes a model and adds trained low-rank parts to some of its layers.
+
+    Args:
+        settings: `r`, `target` (last parts of layers' names, with + between) and `dropout`.
+
+    Raises:
+        SystemExit: no layer has such a name.
+    """
+    targets = settings.get("target", "q_proj+v_proj").split("+")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found = 0
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            weight = getattr(layer, "weight", None)
+            if name not in targets or weight is None or weight.dim() != 2:
+                continue
+            outputs, inputs = weight.shape
+            if type(layer).__name__ == "Conv1D":  # transformers' own, of GPT-2: transposed
+                outputs, inputs = inputs, outputs
+            rank, dropout = int(settings.get("r", 8)), float(settings.get("dropout", 0))
+            setattr(parent, name, LowRank(layer, rank, inputs, outputs, dropout))
+            found += 1
+    if not found:
+        linear = (torch.nn.Linear,)
+        names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, linear)}
+        raise SystemExit(
+            f"--lora: no layer is called {' or '.join(targets)}; there are "
+            f"{', '.join(sorted(names))}"
+        )
+
+
+def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of a configuration file, in the class that the file names."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
+    config.use_cache = False
+    names = [name for name in config.architectures or () if hasattr(transformers, name)]
+    if names:
+        return getattr(transformers, names[0])._from_config(config, dtype=dtype)  # type: ignore[no-any-return]
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config, dtype=dtype)  # type: ignore[no-any-return]
+    raise SystemExit(f"transformers has no model for {type(config).__name__}")
+
+
+def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[int], Any]:
+    """A function that makes a batch of so many samples for the model's main input."""
+    config = model.config
+    text = config.get_text_config()
+    main = getattr(model, "main_input_name", "input_ids")
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    longest = getattr(text, "max_position_embeddings", None) or _USUAL_SEQUENCE
+    length = sequence or min(_USUAL_SEQUENCE, longest)
+
+    def tokens(samples: int) -> torch.Tensor:
+        return torch.randint(0, text.vocab_size, (samples, length))
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        if main == "pixel_values":
+            size = getattr(config, "image_size", _USUAL_IMAGE)
+            height, width = size if isinstance(size, (list, tuple)) else (size, size)
+            channels = getattr(config, "num_channels", _CHANNELS)
+            found = {main: torch.randn(samples, channels, height, width, dtype=dtype)}
+        elif main == "input_values":
+            found = {main: torch.randn(samples, sequence or _AUDIO_SAMPLES, dtype=dtype)}
+        elif main == "input_features":
+            bins = getattr(config, "num_mel_bins", 80)
+            found = {main: torch.randn(samples, bins, sequence or _MEL_FRAMES, dtype=dtype)}
+        else:
+            found = {"input_ids": tokens(samples)}
+        if takes_labels:
+            of_sample = (
+                "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+            )
+            if of_sample:
+                found["labels"] = torch.randint(0, config.num_labels, (samples,))
+            else:
+                found["labels"] = tokens(samples)
+        return found
+
+    return batch
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own loss, or, if it has none, the mean of its first output."""
+    loss = getattr(outputs, "loss", None)
+    return outputs[0].float().mean() if loss is None else loss  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    import deepspeed
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hf-config", type=Path, required=True)
+    parser.add_argument("--seq-length", type=int)
+    parser.add_argument("--lora", type=json.loads)
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--deepspeed_config")
+    args = parser.parse_args()
+    dtype = _DTYPES[args.dtype]
+    model: Any = build(args.hf_config, dtype)
+    if args.lora is not None:
+        add_lora(model, args.lora)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        if args.lora is not None:
+            model.enable_input_require_grads()
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained, config=args.deepspeed_config
+    )
+    batch = batches(model, args.seq_length, dtype)
+    while True:
+        inputs = batch(engine.train_micro_batch_size_per_gpu())
+        loss = loss_of(engine(**{name: t.to(engine.device) for name, t in inputs.items()}))
+        engine.backward(loss)
+        engine.step()
+
+
+if __name__ == "__main__":
+    main()

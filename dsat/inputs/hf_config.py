@@ -1,0 +1,81 @@
+"""A model that is known by its transformers configuration alone: no script, no weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import UserInputError
+
+CONFIG_FILE = "config.json"
+
+
+def find(given: str) -> Path:
+    """The configuration file that a user means; downloads nothing.
+
+    Args:
+        given: a file, a folder with a config.json, or the name of a model in the local cache of
+            the Hugging Face hub.
+
+    Raises:
+        UserInputError: there is none, or it is no configuration of a model.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    if not path.is_file():
+        path = _cached(given) or path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError(
+            "there is no such file or folder, and no copy of a model of this name in the local "
+            "Hugging Face cache",
+            where=f"--hf-config {given}",
+            hint="Nothing is downloaded here: give the path of the model's config.json.",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"cannot be read as JSON: {error}", where=str(path)) from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise UserInputError(
+            'is no configuration of a transformers model: "model_type" is missing', where=str(path)
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise UserInputError(
+            "needs the package transformers, which is not installed",
+            where="--hf-config",
+            hint="Install it: pip install transformers.",
+        )
+    return path.resolve()
+
+
+def ds_config(dtype: str, optimizer: str) -> dict[str, Any]:
+    """A DeepSpeed configuration for it.
+
+    Args:
+        dtype: bf16, fp16 or fp32.
+        optimizer: a name that DeepSpeed knows.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-4}},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    return config
+
+
+def _cached(name: str) -> Path | None:
+    if importlib.util.find_spec("huggingface_hub") is None or name.count("/") > 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
