@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
+from dsat.engines.local.machine import Machine
+from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.report import summary
 from dsat.tuning.run import Run
 
@@ -33,12 +36,36 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     return [*launcher, *script, *found.args]
 
 
+def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
+    """What a trial had and a command does not have by itself, as words in front of the command.
+
+    On processor cores: one thread for each rank, no other cores than those of its slots, and with a
+    limit on memory the settings of malloc that make the limit hold.
+    """
+    if not machine.is_cpu:
+        return []
+    words = ["OMP_NUM_THREADS=1"]
+    if memory_is_limited:
+        words += [f"{name}={value}" for name, value in MALLOC_VARIABLES.items()]
+    if slots < machine.num_slots and shutil.which("taskset"):
+        words += ["taskset", "--cpu-list", ",".join(machine.devices[:slots])]
+    return words
+
+
 def line(ready: Prepared, run: Run, folder: Path) -> str:
     """What to type to train with the best configuration."""
     command = of_run(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         # The user's own variables may be credentials: named, not written down.
-        words = [*(f'{name}="${name}"' for name in ready.program.env), shlex.join(command)]
+        words = [
+            *(f'{name}="${name}"' for name in ready.program.env),
+            *conditions(
+                ready.machine,
+                ready.plan.slots_per_trial,
+                memory_is_limited=ready.plan.slot_memory_bytes is not None,
+            ),
+            shlex.join(command),
+        ]
         return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
     if ready.argv is None:
         return (

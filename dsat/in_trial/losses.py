@@ -18,7 +18,7 @@ from dsat.values.outcome import TrainingCurve
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
 EXPLODED = 10.0  # times as large as any loss of the first few steps
-_SETTLING_STEPS, _EXPLODED_STEPS, _LOST_STEPS = 5, 3, 3
+_SETTLING_STEPS, _EXPLODED_STEPS, _LOST_STEPS = 3, 3, 3
 _DIGITS = 9  # that tell a float32 apart from its neighbours
 
 _WHAT_TO_DO = (

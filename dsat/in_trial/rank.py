@@ -42,6 +42,12 @@ _DATA_LIMIT_SLACK = 16 * 2**20
 # malloc.h of glibc.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MAPPED_FROM_BYTES = 2**18
+# The same by mallopt's variables (glibc), for a program that is started by hand.
+MALLOC_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": _MAPPED_FROM_BYTES,
+    "MALLOC_MMAP_MAX_": 2**30,
+    "MALLOC_ARENA_MAX": 1,
+}
 # Variables that torch, DeepSpeed and what they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
     "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()

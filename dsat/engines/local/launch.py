@@ -128,7 +128,8 @@ class Launch:
             env[variable] = ",".join(self._devices)
         if self.machine.is_cpu:
             env["OMP_NUM_THREADS"] = "1"
-        elif self.program.one_thread and self._ranks > 1:
+        elif self._ranks > 1 and (self.program.one_thread or not self.program.passes_local_rank):
+            # As torchrun has it, which starts the training later on.
             env.setdefault("OMP_NUM_THREADS", "1")
         if self.cold:
             package = str(Path(__file__).resolve().parents[3])
@@ -137,7 +138,8 @@ class Launch:
 
     def request(self, cwd: Path) -> dict[str, Any]:
         """What the supervisor is asked for, to be run in the folder `cwd`."""
-        cores = [[int(self.machine.devices[s])] if self.machine.is_cpu else [] for s in self.slots]
+        # As taskset gives them to a command that is run by hand: to its ranks together.
+        cores = [int(self.machine.devices[s]) for s in self.slots] if self.machine.is_cpu else []
         return {
             "op": "launch",
             "trial": self.trial.id,
@@ -146,8 +148,7 @@ class Launch:
             "port": self.ports[0],
             "command": self._cold_command if self.cold else None,
             "ranks": [
-                {"env": self.environment(rank), "cores": core}
-                for rank, core in enumerate(cores or [[]])
+                {"env": self.environment(rank), "cores": cores} for rank in range(self._ranks)
             ],
             "linger_s": self.linger_s,
         }

@@ -66,7 +66,7 @@ def not_a_number(engine: Any) -> None:
 
 def explodes(engine: Any) -> None:
     for step, batch in enumerate(batches(engine), 1):
-        engine.backward(engine(batch).square().mean() * 4.0 ** max(0, step - 5))
+        engine.backward(engine(batch).square().mean() * 40.0 ** max(0, step - 3))
         engine.step()
 
 

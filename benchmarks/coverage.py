@@ -1,0 +1,120 @@
+"""Whether the intervals of measured step times hold: `python3 -m benchmarks.coverage`.
+
+Steps are drawn from processes whose mean is known, measured until the rule of the meter stops, and
+it is counted how often the interval holds the mean. "before" is the rule that this project began
+with: Student's t of independent steps, from the third step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsat.in_trial.steps import CI_TARGET, steps_wanted, summarize
+from dsat.values.outcome import student_t95
+
+MOST_STEPS = 20
+TRUE_MEAN = 1.0
+Estimate = tuple[float, float]  # mean, and half-width of its interval as a fraction of it
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How steps vary around their mean.
+
+    Attributes:
+        spread: standard deviation of a step, as a fraction of the mean.
+        correlation: of each step with the one before (AR(1)).
+        heavy: with the tails of Student's t with three degrees of freedom.
+        accidents: share of steps that take half as long again; they are not in the mean.
+    """
+
+    name: str
+    spread: float
+    correlation: float = 0.0
+    heavy: bool = False
+    accidents: float = 0.0
+
+    def steps(self, rng: np.random.Generator) -> Iterator[float]:
+        error = rng.normal() * self.spread
+        while True:
+            accident = 0.5 if self.accidents and rng.random() < self.accidents else 0.0
+            yield TRUE_MEAN * max(0.05, 1 + error + accident)
+            new = rng.standard_t(3) / math.sqrt(3) if self.heavy else rng.normal()
+            error = (
+                self.correlation * error + math.sqrt(1 - self.correlation**2) * new * self.spread
+            )
+
+
+NOISES = (
+    Noise("independent, 0.3 %", 0.003),
+    Noise("independent, 1 %", 0.01),
+    Noise("independent, 2 %", 0.02),
+    Noise("independent, 5 %", 0.05),
+    Noise("independent, 10 %", 0.1),
+    Noise("AR(1) 0.5, 2 %", 0.02, 0.5),
+    Noise("AR(1) 0.5, 5 %", 0.05, 0.5),
+    Noise("AR(1) 0.8, 2 %", 0.02, 0.8),
+    Noise("AR(1) 0.8, 5 %", 0.05, 0.8),
+    Noise("heavy tails, 5 %", 0.05, heavy=True),
+    Noise("1 %, and one step in 20 an accident", 0.01, accidents=0.05),
+)
+
+
+def before(values: Sequence[float]) -> Estimate:
+    """Student's t of independent steps."""
+    count, mean = len(values), float(np.mean(values))
+    return mean, student_t95(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count) / mean
+
+
+def after(values: Sequence[float]) -> Estimate:
+    """That of the meter."""
+    found = summarize(values)
+    return found.mean, found.ci95
+
+
+def measure(
+    steps: Iterator[float], estimate: Callable[[Sequence[float]], Estimate], first: int
+) -> tuple[float, float, int]:
+    """Measures until the interval is narrow: its mean, its half-width and the number of steps."""
+    values: list[float] = []
+    wanted = first
+    while True:
+        while len(values) < wanted:
+            values.append(next(steps))
+        mean, ci95 = estimate(values)
+        if ci95 <= CI_TARGET or len(values) >= MOST_STEPS:
+            return mean, ci95, len(values)
+        wanted = steps_wanted(len(values), ci95, MOST_STEPS)
+
+
+def coverage(
+    noise: Noise, estimate: Callable[[Sequence[float]], Estimate], first: int, runs: int
+) -> tuple[float, float]:
+    """How often the interval holds the mean, and the steps that it takes in the middle."""
+    rng = np.random.default_rng(0)
+    held, counts = 0, []
+    for _ in range(runs):
+        mean, ci95, count = measure(noise.steps(rng), estimate, first)
+        held += abs(mean - TRUE_MEAN) <= ci95 * mean
+        counts.append(count)
+    return held / runs, float(np.median(counts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1000)
+    runs = parser.parse_args().runs
+    print("| noise of a step | held before | steps | held after | steps |")
+    print("|---|---|---|---|---|")
+    for noise in NOISES:
+        old, new = coverage(noise, before, 3, runs), coverage(noise, after, 5, runs)
+        print(f"| {noise.name} | {old[0]:.3f} | {old[1]:.0f} | {new[0]:.3f} | {new[1]:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
