@@ -204,10 +204,11 @@ class Settings(Target):
     end_profile_step: int = option(
         "--end-profile-step",
         kind=at_least(1),
-        default=5,
+        default=7,
         metavar="N",
         plan_field="measured",
-        help="measure up to this step, then on while the mean step time is uncertain by over 2 %% "
+        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
+        "then on while the mean step time is uncertain by over 2 %% "
         "and may still be the best",
     )
     max_profile_steps: int = option(
@@ -216,7 +217,8 @@ class Settings(Target):
         default=20,
         metavar="N",
         plan_field="measured",
-        help="the most optimizer steps that are measured",
+        help="the most optimizer steps that are measured, unless these take less than 2 s on an "
+        "accelerator",
     )
     random_seed: int = option(
         "-r",

@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
     "nvme_path": None,
     "arg_mappings": {},
     "start_profile_step": 3,
-    "end_profile_step": 5,
+    "end_profile_step": 7,
     "max_profile_steps": 20,
     "random_seed": 42,
     "search_runner_config": None,
