@@ -281,7 +281,8 @@ def run_rows(seeds: int, worlds: Sequence[World], methods: Sequence[str]) -> lis
         for world in worlds:
             for method in methods:
                 count = max(20, seeds // MODEL_SHARE) if method == "model" else seeds
-                tasks = [(method, world, seed) for seed in range(count)]
+                first = 1000 * WORLDS.index(world)
+                tasks = [(method, world, first + number) for number in range(count)]
                 rows.append(Row(world.name, method, pool.starmap(search, tasks, chunksize=5)))
                 print(_line(rows[-1]), flush=True)
     return rows

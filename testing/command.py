@@ -15,7 +15,7 @@ import yaml
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import Trial
+from dsat.values.trial import Trial, TrialKind
 from testing.local import PROGRAMS, is_alive, wait_until
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.
@@ -80,8 +80,8 @@ def kinds_of(run: Run) -> list[OutcomeKind]:
 
 
 def searched(run: Run) -> list[Trial]:
-    """The trials that the search chose: neither the profile nor the user's own."""
-    return list(run.trials.values())[2:]
+    """The trials that the search chose: neither profile, nor the user's own, nor finals."""
+    return [trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH]
 
 
 class Background:

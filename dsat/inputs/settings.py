@@ -97,8 +97,8 @@ class Settings(Target):
         any_command=True,
         notable=True,
         help="of these trials, N at most come after the search: its leaders and your own "
-        "configuration run again in turns, until it is certain which is better (default: up to 3 "
-        "of 13, and 12 at most; 0: none)",
+        "configuration run again in turns, until it is certain which is better (default: up to 2 "
+        "of 11, and 12 at most; 0: none)",
     )
     indifference: float = option(
         "--indifference",

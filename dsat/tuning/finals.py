@@ -7,8 +7,9 @@ pairs, and only these pairs tell the gain. The order within a pair changes from 
 that a machine that slows down steadily favours neither.
 
 The pairs are looked at a few times only, and end early only if a 99 % interval leaves out "no
-gain" (Haybittle 1971, Peto 1976); so the 95 % interval that is reported keeps close to its level
-although the number of pairs depends on what they showed. `benchmarks/winners_curse.py` measures it.
+gain" (Haybittle 1971, Peto 1976). Since all the same their number depends on what they showed, the
+95 % interval that is reported is as wide as one of 97 % of a fixed number: simulated with normal
+noise, it covers 0.94 to 0.97. `benchmarks/winners_curse.py` measures it with the tuner.
 """
 
 from __future__ import annotations
@@ -19,24 +20,33 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dsat.values.outcome import student_t95
-
 MOST_LEADERS = 4
 LEAST_PAIRS = 2  # without which there is no spread to tell
 ROOM_FOR_PAIRS = 6  # trials; only what is left beyond them goes into choosing among leaders
-# The finals' share of a run, by default: 3 of 13 trials are 30 % of the search before them.
+# By default the finals have 2 of 11 trials, 2 for 9 of the search: 30 % of its time at most, for
+# they are measured to the end, and most trials of a search are given up before.
 LEAST_TRIALS, MOST_TRIALS = 5, 12
 _LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no search
 
 # After so many pairs they are looked at, and whenever the budget is spent.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
-# Two-sided 99 % quantiles of Student's t for 1..30 degrees of freedom.
+# Two-sided quantiles of Student's t for 1..30 degrees of freedom.
+_T97 = (
+    *(21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527),
+    *(2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368, 2.356, 2.346, 2.336),
+    *(2.328, 2.320, 2.313, 2.307, 2.301, 2.296, 2.291, 2.286, 2.282, 2.278),
+)
 _T99 = (
     *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169),
     *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
     *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
 )
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
+
+
+def student_t97(freedom: int) -> float:
+    """By how many standard errors a 97 % confidence interval reaches to each side."""
+    return _T97[freedom - 1] if freedom <= len(_T97) else 2.170 + 3.2 / freedom
 
 
 def student_t99(freedom: int) -> float:
@@ -55,14 +65,14 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
         return min(asked, max(0, max_trials - 3))  # the profile, their own, one to compare
     if max_trials < _LEAST_RUN:
         return 0
-    return min(MOST_TRIALS, max(LEAST_TRIALS, 3 * max_trials // 13))
+    return min(MOST_TRIALS, max(LEAST_TRIALS, 2 * max_trials // 11))
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None) -> int:
     """How many trials the finals of a search may take that ended after `searched` trials."""
     room = min(reserved(max_trials, asked), max_trials - searched)
     if asked is None:
-        room = min(room, max(LEAST_TRIALS, 3 * searched // 10))
+        room = min(room, max(LEAST_TRIALS, 2 * searched // 9))
     return room if room >= 2 * LEAST_PAIRS else 0
 
 
@@ -194,12 +204,12 @@ class Comparison:
 
     @property
     def gain(self) -> Gain:
-        return Gain.of_log(self.mean, student_t95(self.freedom) * self.standard_error)
+        return Gain.of_log(self.mean, student_t97(self.freedom) * self.standard_error)
 
     @property
     def is_better(self) -> bool:
         """Whether the second is better with a certainty of 95 %."""
-        return self.mean > student_t95(self.freedom) * self.standard_error
+        return self.mean > student_t97(self.freedom) * self.standard_error
 
     @property
     def is_clear(self) -> bool:
@@ -310,7 +320,7 @@ class Finals:
         if self._same_batch is None or comparison is None:
             return None
         # Of one pair there is no spread: that of the others counts.
-        margin = student_t95(comparison.freedom) * comparison.noise * math.sqrt(2)
+        margin = student_t97(comparison.freedom) * comparison.noise * math.sqrt(2)
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:

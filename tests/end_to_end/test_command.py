@@ -147,7 +147,8 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
         autotuning={"enabled": True, "fast": False},
     )
     config = experiment_of(folder, "tiny", hyperparameters=own)
-    options = [*FAST, "--no-memory-model", "--slots", 1, "-mt", 14, "-m", "throughput"]
+    options = [*FAST, "--no-memory-model", "--slots", 1, "-mt", 14, "--finals", 0]
+    options += ["-m", "throughput"]
     return folder / "run", dsat(
         "binary", "tiny", folder / "run", *options, "-mct", 1, "--json", config=config
     )
