@@ -76,6 +76,7 @@ class Run:
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.num_finals = 0
+        self._earlier_noise: float | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
@@ -113,6 +114,7 @@ class Run:
         elif kind == EVENT_BUDGET:
             assert self.plan is not None
             if event["max_trials"] > self.plan.max_trials:
+                self._earlier_noise = self.noise
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
             self.stop_reason = None
@@ -219,7 +221,7 @@ class Run:
         return Contestant(
             trial_id=trial.id,
             log_value=self.log_value(value),
-            standard_error=outcome.metrics.standard_error,
+            standard_error=max(outcome.metrics.standard_error, self.noise or 0.0),
             train_batch_size=trial.batch.train_batch_size,
             memory_bytes=memory.peak if memory is not None and memory.is_exact else None,
             changes=len(self.changes(trial)),
@@ -275,6 +277,13 @@ class Run:
         if not again:
             return self.outcomes[best.id]
         return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+
+    @property
+    def noise(self) -> float | None:
+        """By how much the runs of one configuration differ (relative standard deviation), as the
+        finals have shown; None before."""
+        comparison = None if self.finals is None else self.finals.comparison
+        return self._earlier_noise if comparison is None else comparison.noise
 
     @property
     def best_value(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.memory.forecast import Forecast
@@ -87,6 +88,10 @@ class SearchPhase(Phase):
     def hear(self, trial: Trial, outcome: Outcome) -> None:
         if self.forecast is not None:
             self.forecast.learn(trial.overrides, trial.script_args, outcome)
+        if outcome.metrics is not None and self._run.noise is not None:
+            # Earlier finals have shown how much one run differs from the next.
+            metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
+            outcome = replace(outcome, metrics=metrics)
         proposals = self._proposals.pop(trial.id, [])
         for proposal in proposals:
             self._search.tell(proposal, outcome)

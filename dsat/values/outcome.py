@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
@@ -81,6 +81,11 @@ class Metrics(Recorded):
     def standard_error(self) -> float:
         """Of `latency`, as a fraction of it; of two steps alone an interval says little else."""
         return self.ci95 / student_t95(max(1, self.num_steps - 1))
+
+    def at_least_as_uncertain(self, standard_error: float) -> Metrics:
+        """The same with an interval that is as wide as this standard error makes it, or wider."""
+        least = standard_error * student_t95(max(1, self.num_steps - 1))
+        return self if self.ci95 >= least else replace(self, ci95=least)
 
     def value(self, metric: str) -> float | None:
         """The value of one of `METRIC_NAMES`."""

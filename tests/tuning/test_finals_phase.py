@@ -180,6 +180,32 @@ def test_with_more_trials_the_search_goes_on_and_has_finals_anew() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_noise_that_finals_have_shown_is_known_to_the_search_that_goes_on() -> None:
+    plan = finals_plan(max_trials=12, finals=4)
+    tuner, journal = tuner_of(plan)
+    drive(tuner, Buckets({10: 1.1}, spread=0.05))
+    noise = tuner.run.noise
+    assert noise is not None and 0.005 < noise < 0.1
+    resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
+    assert resumed.run.finals is None and resumed.run.noise == noise
+    told: list[float] = []
+    search = resumed._decisions._search
+    assert search is not None
+    tell = search._search.tell
+
+    def listen(proposal: Any, outcome: Outcome) -> None:
+        assert outcome.metrics is not None
+        told.append(outcome.metrics.standard_error)
+        tell(proposal, outcome)
+
+    search._search.tell = listen  # type: ignore[method-assign]
+    [trial] = resumed.next_trials(1)
+    outcome = Buckets({}).outcome(trial)
+    assert outcome.metrics is not None and outcome.metrics.standard_error < noise
+    resumed.record(trial.id, outcome)
+    assert told == [pytest.approx(noise)]
+
+
 def test_there_is_nothing_to_decide_without_something_to_compare() -> None:
     assert not finals_of(ran_to_the_end(dict.fromkeys(range(2, 11), 0.5)))
 
