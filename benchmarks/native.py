@@ -34,7 +34,7 @@ from dsat.report.format import duration
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 
 BIN = Path(sys.executable).parent
@@ -204,7 +204,7 @@ def _stopwatch(
     command = ["python3", *script]
     user = experiment.of_command(command, "stopwatch", model_dir, model_dir / "ds_config.json")
     program = entrypoint.parse(user.entrypoint, model_dir)
-    options = LocalOptions(600.0, start_step=3, end_step=8, max_steps=20)
+    options = LocalOptions(TrialOptions(timeout_s=600.0, end_step=8))
     engine = LocalEngine(user, program, machine, model_dir, options, slots_per_trial=1)
     found: list[list[float]] = [[] for _ in configs]
     try:

@@ -43,7 +43,7 @@ from dsat.space.overrides import overrides_for
 from dsat.tuning.journal import Journal, MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -295,15 +295,15 @@ def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
     command += ["--steps", "1000", "--deepspeed", "--deepspeed_config"]
     command.append(str(folder / "ds_config.json"))
     user = experiment.of_command(command, spec.name, model_dir, folder / "ds_config.json")
-    options = LocalOptions(
-        trial_timeout_s=600.0,
+    options = TrialOptions(
+        timeout_s=600.0,
         slot_memory_bytes=spec.slot_memory_bytes,
         start_step=START_STEP,
         end_step=END_STEP,
         max_steps=MAX_STEPS,
     )
     program = entrypoint.parse(user.entrypoint, model_dir)
-    return LocalEngine(user, program, machine, folder, options, slots_per_trial=1)
+    return LocalEngine(user, program, machine, folder, LocalOptions(options), slots_per_trial=1)
 
 
 def about_machine(machine: Machine) -> dict[str, str]:

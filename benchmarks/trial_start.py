@@ -27,7 +27,7 @@ from benchmarks.common import run_trial
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "six_steps.py"
 BIN = Path(sys.executable).parent
@@ -92,7 +92,7 @@ class DsatTrials:
             entrypoint.parse(user.entrypoint, model_dir),
             machine,
             folder,
-            LocalOptions(600.0, cold=cold, start_step=3, end_step=6, max_steps=4),
+            LocalOptions(TrialOptions(timeout_s=600.0, end_step=6, max_steps=4), cold=cold),
             slots_per_trial=RANKS,
         )
         self.count = 0

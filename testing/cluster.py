@@ -24,13 +24,11 @@ from dsat.determined_cluster.search import ClusterSearch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
+from dsat.values.trial import TrialOptions
 
 OPTIONS = ClusterOptions(
     hparams={"deepspeed_config": "ds.json"},
-    start_step=3,
-    end_step=5,
-    max_steps=20,
-    trial_timeout_s=600.0,
+    trial=TrialOptions(timeout_s=600.0),
 )
 
 

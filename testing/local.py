@@ -19,7 +19,7 @@ from dsat.engines.local import LocalEngine, LocalOptions, Machine
 from dsat.engines.local.engine import free_ports
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 120.0
@@ -45,6 +45,7 @@ def engine_of(
     slots_per_trial: int = 1,
     entry: str | None = None,
     ds_config: Mapping[str, Any] | None = None,
+    cold: bool = False,
     **options: Any,
 ) -> LocalEngine:
     """An engine for one of the programs beside this file, with a time-out of two minutes."""
@@ -58,7 +59,7 @@ def engine_of(
         entrypoint.parse(user.entrypoint, user.model_dir),
         cpu_machine(slots),
         folder,
-        LocalOptions(**{"trial_timeout_s": PATIENCE_S, **options}),
+        LocalOptions(TrialOptions(**{"timeout_s": PATIENCE_S, **options}), cold=cold),
         slots_per_trial=slots_per_trial,
     )
 

@@ -34,7 +34,7 @@ from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
 from dsat.values.files import cache_folder
-from dsat.values.trial import BatchTriple
+from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
 # Offloading to a disk is the same for the slot as offloading to the host.
@@ -109,7 +109,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
         program,
         machine,
         folder,
-        LocalOptions(trial_timeout_s=survey.TIMEOUT_S),
+        LocalOptions(TrialOptions(timeout_s=survey.TIMEOUT_S)),
         slots_per_trial=1,
     )
     try:

@@ -17,6 +17,7 @@ from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Target
+from dsat.values.trial import TrialOptions
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _capture(
     experiment: Experiment, program: Entrypoint, machine: Machine, slots: int, timeout_s: float
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
-    options = LocalOptions(trial_timeout_s=timeout_s, cold=True)
+    options = LocalOptions(TrialOptions(timeout_s=timeout_s), cold=True)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(experiment, program, machine, folder, options, slots_per_trial=slots)
     try:

@@ -19,7 +19,7 @@ from dsat.in_trial.meter import MeterSpec
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
+from dsat.values.trial import Trial, TrialOptions
 
 CREATE, VALIDATE, CLOSE, SHUTDOWN = "create", "validate", "close", "shutdown"
 
@@ -61,20 +61,12 @@ class ClusterOptions:
     Attributes:
         hparams: the user's hyperparameters.
         config: their experiment configuration, for the unit of a trial's length.
-        start_step, end_step, max_steps: see `MeterSpec`.
-        trial_timeout_s: a trial that takes longer, from its start on the slots, is ended.
-        own_micro_batch: that of the user's own configuration.
-        slot_memory_bytes: if given, what each slot may use.
+        trial: what holds for the trials of any engine.
     """
 
     hparams: Mapping[str, Any]
-    start_step: int
-    end_step: int
-    max_steps: int
-    trial_timeout_s: float
+    trial: TrialOptions
     config: Mapping[str, Any] = field(default_factory=dict)
-    own_micro_batch: int | None = None
-    slot_memory_bytes: int | None = None
 
 
 class ClusterEngine:
@@ -163,13 +155,10 @@ class ClusterEngine:
 
     def hparams(self, trial: Trial) -> dict[str, Any]:
         """All hyperparameters of a trial."""
-        spec = self._meter(trial)
         return {
             **trial_hparams(self._options.hparams, trial.overrides),
             ds_config.DSAT_MODE_KEY: True,
-            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
-                spec, trial.id, self._options.trial_timeout_s
-            ),
+            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(self._meter(trial), trial.id),
         }
 
     def length(self, trial: Trial) -> int:
@@ -177,16 +166,7 @@ class ClusterEngine:
         return length_in_units(self._meter(trial).longest, self._options.config, trial.batch)
 
     def _meter(self, trial: Trial) -> MeterSpec:
-        options = self._options
-        return MeterSpec.of_trial(
-            trial,
-            start_step=options.start_step,
-            end_step=options.end_step,
-            max_steps=options.max_steps,
-            slots=self._slots_per_trial,
-            own_micro_batch=options.own_micro_batch,
-            slot_memory_bytes=options.slot_memory_bytes,
-        )
+        return MeterSpec.of_trial(trial, self._options.trial, slots=self._slots_per_trial)
 
     # -- events
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from dsat.determined_cluster.engine import ClusterOptions
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import Experiment, trial_hparams
 from dsat.space.plan import Plan
+from dsat.values.codec import Recorded
+from dsat.values.trial import TrialOptions
 
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
@@ -44,7 +46,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Recorded):
     """Everything that the search runner needs to know.
 
     Attributes:
@@ -52,7 +54,7 @@ class Job:
         info: for people, into the journal's first line.
         config: the user's experiment configuration without what may be a secret.
         hparams: as in `Experiment`.
-        steps: first and last measured step, and the most of them.
+        trial: how trials are measured.
         max_concurrent_trials: at once.
         max_slots: that trials may use at once, if limited.
         run_full_experiment: whether to train with the best configuration at the end.
@@ -62,11 +64,9 @@ class Job:
     info: Mapping[str, Any]
     config: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    steps: tuple[int, int, int]
-    trial_timeout_s: float
+    trial: TrialOptions
     max_concurrent_trials: int
     max_slots: int | None = None
-    slot_memory_bytes: int | None = None
     run_full_experiment: bool = False
 
     @property
@@ -77,27 +77,14 @@ class Job:
 
     @property
     def options(self) -> ClusterOptions:
-        start, end, most = self.steps
-        return ClusterOptions(
-            hparams=self.hparams,
-            config=self.config,
-            start_step=start,
-            end_step=end,
-            max_steps=most,
-            trial_timeout_s=self.trial_timeout_s,
-            own_micro_batch=self.plan.own_batch.micro_batch,
-            slot_memory_bytes=self.slot_memory_bytes,
-        )
+        return ClusterOptions(hparams=self.hparams, config=self.config, trial=self.trial)
 
     def to_text(self) -> str:
-        return json.dumps({**asdict(self), "plan": self.plan.to_json()}, indent=1) + "\n"
+        return json.dumps(self.to_json(), indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        values = {f.name: data[f.name] for f in fields(cls)}
-        values.update(plan=Plan.from_json(data["plan"]), steps=tuple(data["steps"]))
-        return cls(**values)
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:

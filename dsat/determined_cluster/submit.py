@@ -178,11 +178,9 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         },
         config=job.without_secrets(experiment.config),
         hparams=experiment.hparams,
-        steps=(settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps),
-        trial_timeout_s=settings.trial_timeout_s,
+        trial=settings.trial_options(plan.own_batch.micro_batch),
         max_concurrent_trials=settings.max_concurrent_trials,
         max_slots=settings.max_slots,
-        slot_memory_bytes=settings.slot_memory_bytes,
         run_full_experiment=settings.run_full_experiment,
     )
     config = job.runner_config(

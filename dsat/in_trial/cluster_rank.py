@@ -39,11 +39,10 @@ _SETTLED = (
 _attached: Task | None = None
 
 
-def spec_for_hparams(meter: MeterSpec, trial_id: int, timeout_s: float) -> dict[str, Any]:
+def spec_for_hparams(meter: MeterSpec, trial_id: int) -> dict[str, Any]:
     """What a trial's hyperparameters hold under `DSAT_TRIAL_KEY`."""
     # As text, because a master takes a null or a nested value for a hyperparameter of its own.
-    text = json.dumps({"meter": meter.to_json(), "timeout_s": timeout_s}, separators=(",", ":"))
-    return {"id": trial_id, "spec": text}
+    return {"id": trial_id, "spec": json.dumps(meter.to_json(), separators=(",", ":"))}
 
 
 def attach(hparams: Mapping[str, Any] | None) -> Task | None:
@@ -55,8 +54,8 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
     global _attached
     if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
-        spec = replace(MeterSpec.from_json(data["meter"]), host_slots=_slots_of_this_host())
-        _attached = Task(install(spec, lambda outcome: None), data["timeout_s"])
+        spec = replace(MeterSpec.from_json(data), host_slots=_slots_of_this_host())
+        _attached = Task(install(spec, lambda outcome: None), spec.options.timeout_s)
         _attached.watch()
     return _attached
 

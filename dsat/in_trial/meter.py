@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
@@ -24,9 +24,10 @@ from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.profiler import ModelProfiler
 from dsat.in_trial.samples import UNCOUNTED, SampleCounter
 from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
+from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial, TrialKind, TrialOptions
 
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
 LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
@@ -57,81 +58,54 @@ HOST_ACCIDENTS = (
 
 
 @dataclass(frozen=True)
-class MeterSpec:
+class MeterSpec(Recorded):
     """What to measure and what to expect.
 
     Attributes:
-        start_step, end_step: optimizer steps, counted from 1, both measured.
-        max_steps: the most steps to measure while the confidence interval is too wide, and the best
-            so far is in it or beyond its worse end.
+        options: what holds for all trials of the run.
         micro_batch, gas, stage, slots: what the engine must turn out to use.
-        own_micro_batch: that of the user's own configuration, which the script must not go on with.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
-        slot_memory_bytes: what a slot may use, if less than it has.
         to_beat: see `Trial`.
     """
 
-    start_step: int
-    end_step: int
-    max_steps: int
+    options: TrialOptions
     micro_batch: int
     gas: int
     stage: int
     slots: int
-    own_micro_batch: int | None = None
     host_slots: int = 1
     profile: bool = False
     flops_per_sample: float | None = None
-    slot_memory_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_trial(
-        cls,
-        trial: Trial,
-        *,
-        start_step: int,
-        end_step: int,
-        max_steps: int,
-        slots: int,
-        own_micro_batch: int | None = None,
-        host_slots: int = 1,
-        slot_memory_bytes: int | None = None,
+        cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
         """What to measure in a trial."""
         profile = trial.kind is TrialKind.PROFILE
         if profile:
             # It is not compared with anything: one step after the first is enough.
-            start_step, end_step, max_steps = 2, 2, 1
+            options = replace(options, start_step=2, end_step=2, max_steps=1)
         return cls(
-            start_step=start_step,
-            end_step=end_step,
-            max_steps=max_steps,
+            options,
             micro_batch=trial.batch.micro_batch,
             gas=trial.batch.gas,
             stage=trial.stage,
             slots=slots,
-            own_micro_batch=own_micro_batch,
             host_slots=host_slots,
             profile=profile,
             flops_per_sample=trial.flops_per_sample,
-            slot_memory_bytes=slot_memory_bytes,
             to_beat=trial.to_beat,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MeterSpec:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     @property
     def longest(self) -> int:
         """Optimizer steps that the training loop must be ready to make."""
-        return self.start_step - 1 + self.max_steps + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
+        first, most = self.options.start_step, self.options.max_steps
+        return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
 
 
 class TrialComplete(SystemExit):
@@ -211,7 +185,8 @@ class Meter:
             return "the script ended without calling deepspeed.initialize with an optimizer"
         return (
             f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
-            f"{self.spec.end_step} are measured: give it more data or lower --end-profile-step"
+            f"{self.spec.options.end_step} are measured: give it more data or lower "
+            "--end-profile-step"
         )
 
     def watch(self, engine: Any) -> None:
@@ -281,17 +256,17 @@ class Meter:
                 engine,
                 micro_batch=self.spec.micro_batch,
                 host_slots=self.spec.host_slots,
-                slot_memory_bytes=self.spec.slot_memory_bytes,
+                slot_memory_bytes=self.spec.options.slot_memory_bytes,
             )
             if self.spec.profile
             else None
         )
         self._steps: list[StepMarks] = []
-        self._samples = SampleCounter(spec.micro_batch, spec.own_micro_batch)
+        self._samples = SampleCounter(spec.micro_batch, spec.options.own_micro_batch)
         self._current = StepMarks(begin=self._clock.mark())
         self._began = self._current.begin
-        self._first_measured = spec.start_step
-        self._next_check = spec.end_step - spec.start_step + 1
+        self._first_measured = spec.options.start_step
+        self._next_check = spec.options.end_step - spec.options.start_step + 1
         self._skipped = 0
         self._warm_up_over = False
         for name, around in zip(PHASES, (self._forward, self._backward, self._step), strict=True):
@@ -398,7 +373,7 @@ class Meter:
             return
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
-        if applied == self.spec.start_step - 1 and not self.spec.profile:
+        if applied == self.spec.options.start_step - 1 and not self.spec.profile:
             self._first_measured += self._extra_warm_up(marks, applied)
             self._current = StepMarks(begin=self._clock.mark())
         self._warm_up_over = applied + 1 >= self._first_measured
@@ -446,7 +421,7 @@ class Meter:
         times = summarize([row[0] for row in rows], [_may_be_accident(row) for row in rows])
         self.outcome = self._outcome(rows, times, [samples[i] for i in full])
         measured_s = sum(row[0] for row in rows) / 1e3
-        count, most = len(full), max(spec.max_steps, 1)
+        count, most = len(full), max(spec.options.max_steps, 1)
         enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
         missing_s = 0.0
         if not self._accelerator.is_synchronized_device() and not spec.profile:
@@ -555,10 +530,11 @@ def _limit_device_memory(spec: MeterSpec) -> None:
     """Makes the device's allocator refuse more than the slot may use."""
     from deepspeed.accelerator import get_accelerator
 
-    if spec.slot_memory_bytes is None or get_accelerator().device_name() != "cuda":
+    limit = spec.options.slot_memory_bytes
+    if limit is None or get_accelerator().device_name() != "cuda":
         return
     import torch
 
     device = int(os.environ.get("LOCAL_RANK", "0"))  # the one that DeepSpeed is going to use
-    fraction = spec.slot_memory_bytes / get_accelerator().total_memory(device)
+    fraction = limit / get_accelerator().total_memory(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)

@@ -30,6 +30,7 @@ from dsat.inputs.option import (
 )
 from dsat.inputs.value_lists import STAGES
 from dsat.values.objective import METRIC_NAMES
+from dsat.values.trial import TrialOptions
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
@@ -387,6 +388,17 @@ class Settings(Target):
             )
         if self.train_batch_size is not None and self.max_train_batch_size is not None:
             raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
+
+    def trial_options(self, own_micro_batch: int) -> TrialOptions:
+        """How trials are measured; the micro batch is that of the user's own configuration."""
+        return TrialOptions(
+            timeout_s=self.trial_timeout_s,
+            start_step=self.start_profile_step,
+            end_step=self.end_profile_step,
+            max_steps=self.max_profile_steps,
+            slot_memory_bytes=self.slot_memory_bytes,
+            own_micro_batch=own_micro_batch,
+        )
 
 
 _GIB = 2**30

@@ -36,6 +36,28 @@ class BatchTriple:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrialOptions(Recorded):
+    """How the trials of a run are measured, and within which limits.
+
+    Attributes:
+        timeout_s: a trial that takes longer, from its start on the slots, is ended.
+        start_step, end_step: optimizer steps, counted from 1, both measured.
+        max_steps: the most steps to measure while the confidence interval is too wide, and the best
+            so far is in it or beyond its worse end.
+        slot_memory_bytes: what a slot may use, if less than it has.
+        own_micro_batch: that of the user's own configuration; a script that goes on with it,
+            whatever its trial's configuration says, is found out.
+    """
+
+    timeout_s: float
+    start_step: int = 3
+    end_step: int = 5
+    max_steps: int = 20
+    slot_memory_bytes: int | None = None
+    own_micro_batch: int | None = None
+
+
 @dataclass(frozen=True)
 class Proposal:
     """What a search wants tried: settings and a micro batch.

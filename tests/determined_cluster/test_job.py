@@ -12,6 +12,7 @@ import yaml
 from dsat.determined_cluster import job as jobs
 from dsat.determined_cluster.job import Job
 from dsat.inputs import experiment
+from dsat.values.trial import TrialOptions
 from testing.helpers import plan_of
 
 SECRET = "hunter2"
@@ -53,8 +54,7 @@ def job(tmp_path: Path, **changes: Any) -> Job:
         "info": {"name": found.name},
         "config": jobs.without_secrets(found.config),
         "hparams": found.hparams,
-        "steps": (3, 5, 20),
-        "trial_timeout_s": 60.0,
+        "trial": TrialOptions(timeout_s=60.0, slot_memory_bytes=5),
         "max_concurrent_trials": 3,
     }
     return Job(**{**values, **changes})
@@ -81,7 +81,7 @@ def test_the_users_runner_configuration_wins(tmp_path: Path) -> None:
 
 
 def test_the_job_survives_its_file_and_holds_no_secret(tmp_path: Path) -> None:
-    told = job(tmp_path, max_slots=8, slot_memory_bytes=5)
+    told = job(tmp_path, max_slots=8)
     path = tmp_path / jobs.JOB_FILE
     path.write_text(told.to_text())
     assert Job.read(path) == told

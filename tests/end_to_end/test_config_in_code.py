@@ -78,7 +78,7 @@ OWN = read_json(PROGRAMS / "in_code" / "own.json")
 def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """An engine that is given no configuration."""
     folder = tmp_path_factory.mktemp("unknown")
-    with bench_of("in_code", folder, ds_config={}, trial_timeout_s=6.0) as bench:
+    with bench_of("in_code", folder, ds_config={}, timeout_s=6.0) as bench:
         yield bench
 
 

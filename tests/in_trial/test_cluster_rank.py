@@ -17,10 +17,11 @@ from dsat.in_trial import cluster_rank
 from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
 from dsat.in_trial.meter import Meter, MeterSpec
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
+from dsat.values.trial import TrialOptions
 from testing.helpers import ran, weightless
 from tests.conftest import ROOT
 
-SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
+SPEC = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=2)
 
 
 @dataclass
@@ -182,8 +183,9 @@ SCRIPT = """
 import sys, time
 from dsat.in_trial.meter import Meter, MeterSpec
 from dsat.in_trial.cluster_rank import Task
+from dsat.values.trial import TrialOptions
 
-spec = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=2)
+spec = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=2)
 meter = Meter(spec, print)
 Task(meter, {timeout_s}).watch()
 {body}

@@ -31,8 +31,9 @@ from dsat.in_trial.meter import (
 from dsat.in_trial.samples import UNCOUNTED
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome
+from dsat.values.trial import TrialOptions
 
-SPEC = MeterSpec(start_step=3, end_step=5, max_steps=20, micro_batch=4, gas=1, stage=1, slots=1)
+SPEC = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=1)
 
 
 class Clock:
@@ -372,7 +373,8 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
     ("start", "end", "most", "measured"), [(1, 1, 1, 1), (2, 2, 1, 1), (1, 4, 9, 4), (5, 5, 9, 3)]
 )
 def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:
-    spec = replace(SPEC, start_step=start, end_step=end, max_steps=most)
+    options = replace(SPEC.options, start_step=start, end_step=end, max_steps=most)
+    spec = replace(SPEC, options=options)
     metrics = metrics_of(steps_of(clock, spec, lambda step: 10.0))
     assert metrics.num_steps == measured
     assert metrics.ci95 == pytest.approx(1.0 if measured == 1 else 0.0)
@@ -827,8 +829,10 @@ def profile_of(
     evaluate_first: bool = False,
     slot_memory_bytes: int | None = None,
 ) -> ModelProfile:
-    one = replace(SPEC, start_step=2, end_step=2, max_steps=1, micro_batch=BATCH, gas=gas)
-    spec = replace(one, profile=True, slot_memory_bytes=slot_memory_bytes)
+    options = TrialOptions(
+        timeout_s=60.0, start_step=2, end_step=2, max_steps=1, slot_memory_bytes=slot_memory_bytes
+    )
+    spec = MeterSpec(options, micro_batch=BATCH, gas=gas, stage=1, slots=1, profile=True)
     engine = RealEngine(module, gas)
     attach(engine, spec)
     inputs = torch.randn(BATCH, WIDE, requires_grad=inputs_need_grad)

@@ -24,7 +24,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
@@ -48,23 +48,14 @@ class LocalOptions:
     """How trials are run and measured.
 
     Attributes:
-        trial_timeout_s: a trial that takes longer is ended.
-        slot_memory_bytes: if given, what each slot may use.
+        trial: what holds for the trials of any engine.
         cold: start each rank as a fresh Python process.
-        start_step, end_step, max_steps: see `MeterSpec`.
         seed: `trial_seed` of Determined scripts.
-        own_micro_batch: that of the user's own configuration; a script that goes on with it,
-            whatever its trial's configuration says, is found out.
     """
 
-    trial_timeout_s: float
-    slot_memory_bytes: int | None = None
+    trial: TrialOptions
     cold: bool = False
-    start_step: int = 3
-    end_step: int = 5
-    max_steps: int = 20
     seed: int = 42
-    own_micro_batch: int | None = None
 
 
 @dataclass
@@ -140,13 +131,9 @@ class LocalEngine:
             return
         spec = MeterSpec.of_trial(
             trial,
-            start_step=self._options.start_step,
-            end_step=self._options.end_step,
-            max_steps=self._options.max_steps,
+            self._options.trial,
             slots=self._slots_per_trial,
-            own_micro_batch=self._options.own_micro_batch,
             host_slots=self._machine.num_slots,
-            slot_memory_bytes=self._options.slot_memory_bytes,
         )
         self._start(trial, self._trials / trial.name, spec)
 
@@ -308,7 +295,7 @@ class LocalEngine:
             ports=tuple(free_ports(3)),
             seed=self._options.seed,
             cold=self._cold,
-            cpu_memory_bytes=self._options.slot_memory_bytes,
+            cpu_memory_bytes=self._options.trial.slot_memory_bytes,
             capture=trial.id == CAPTURE_ID,
             simulation_socket=simulation_socket,
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
@@ -323,7 +310,7 @@ class LocalEngine:
     # -- ending
 
     def _times_left(self, now: float) -> list[float]:
-        limit = self._options.trial_timeout_s
+        limit = self._options.trial.timeout_s
         return [r.began_s + limit - now for r in self._measured() if not r.timed_out]
 
     def _measured(self) -> list[_Running]:
@@ -331,7 +318,7 @@ class LocalEngine:
 
     def _end_overdue(self, now: float) -> None:
         for running in self._measured():
-            if now - running.began_s >= self._options.trial_timeout_s and not running.timed_out:
+            if now - running.began_s >= self._options.trial.timeout_s and not running.timed_out:
                 running.timed_out = True
                 self._supervisor.send({"op": "kill", "trial": running.trial.id, "grace_s": 0})
 
@@ -389,7 +376,7 @@ class LocalEngine:
         if running.canceled:
             return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
         if running.timed_out:
-            limit = f"{self._options.trial_timeout_s:g} s"
+            limit = f"{self._options.trial.timeout_s:g} s"
             return Outcome(
                 OutcomeKind.TIMEOUT,
                 message=f"no result after {limit}; raise --trial-timeout?",

@@ -46,7 +46,7 @@ def misbehave(behaviour: str, op: Any) -> None:
 
 def main(context: Any, info: Any) -> None:
     hparams = info.trial.hparams
-    spec = json.loads(hparams["_dsat_trial"]["spec"])["meter"]
+    spec = json.loads(hparams["_dsat_trial"]["spec"])
     behaviours = dict(enumerate(hparams.get("behaviours", [])))
     for op in context.searcher.operations():
         deadline = time.monotonic() + hparams["lasts_s"]

@@ -22,7 +22,7 @@ from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial, TrialKind, TrialOptions
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import (
     Bench,
@@ -122,7 +122,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         tmp_path_factory.mktemp("tight"),
         slots_per_trial=2,
         slot_memory_bytes=400 * 2**20,
-        trial_timeout_s=12.0,
+        timeout_s=12.0,
     ) as bench:
         yield bench
 
@@ -424,7 +424,7 @@ def test_a_module_with_an_include(tmp_path: Path) -> None:
     program = entrypoint.parse(
         "python3 -m package.main --deepspeed_config ds_config.json", user.model_dir
     )
-    options = LocalOptions(trial_timeout_s=60)
+    options = LocalOptions(TrialOptions(timeout_s=60))
     engine = LocalEngine(user, program, cpu_machine(1), tmp_path, options, slots_per_trial=1)
     try:
         bench = Bench(engine, tmp_path)
