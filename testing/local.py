@@ -59,7 +59,9 @@ def engine_of(
         entrypoint.parse(user.entrypoint, user.model_dir),
         cpu_machine(slots),
         folder,
-        LocalOptions(TrialOptions(**{"timeout_s": PATIENCE_S, **options}), cold=cold),
+        LocalOptions(
+            TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}), cold=cold
+        ),
         slots_per_trial=slots_per_trial,
     )
 

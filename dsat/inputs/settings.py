@@ -197,7 +197,7 @@ class Settings(Target):
     start_profile_step: int = option(
         "--start-profile-step",
         kind=at_least(1),
-        default=3,
+        default=TrialOptions.start_step,
         metavar="N",
         plan_field="measured",
         help="the first optimizer step that is measured, counted from 1",
@@ -205,7 +205,7 @@ class Settings(Target):
     end_profile_step: int = option(
         "--end-profile-step",
         kind=at_least(1),
-        default=7,
+        default=TrialOptions.end_step,
         metavar="N",
         plan_field="measured",
         help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
@@ -215,7 +215,7 @@ class Settings(Target):
     max_profile_steps: int = option(
         "--max-profile-steps",
         kind=at_least(1),
-        default=20,
+        default=TrialOptions.max_steps,
         metavar="N",
         plan_field="measured",
         help="the most optimizer steps that are measured, unless these take less than 2 s on an "

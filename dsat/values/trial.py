@@ -52,7 +52,7 @@ class TrialOptions(Recorded):
 
     timeout_s: float
     start_step: int = 3
-    end_step: int = 5
+    end_step: int = 7
     max_steps: int = 20
     slot_memory_bytes: int | None = None
     own_micro_batch: int | None = None

@@ -33,7 +33,7 @@ from dsat.in_trial.steps import CI_TARGET, relative_ci95
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome
 from dsat.values.trial import TrialOptions
 
-SPEC = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=1)
+SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
 
 
 class Clock:
