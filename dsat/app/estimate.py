@@ -38,7 +38,7 @@ from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
 # Offloading to a disk is the same for the slot as offloading to the host.
-_LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
+LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     finally:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
-    advice = cards.advise(facts, partial(configuration, base), _LADDER, sequence_length)
+    advice = cards.advise(facts, partial(configuration, base), LADDER, sequence_length)
     return Estimate(experiment.name, facts, found, advice)
 
 
@@ -193,15 +193,11 @@ def lines(
     if exact:
         with contextlib.suppress(SimulationUnavailable):  # each line says so by itself
             simulator.prepare(
-                [
-                    (configuration(base, s, slots), 1, slots)
-                    for slots in slot_counts
-                    for s in _LADDER
-                ]
+                [(configuration(base, s, slots), 1, slots) for slots in slot_counts for s in LADDER]
             )
     found = []
     for slots in slot_counts:
-        for strategy in _LADDER:
+        for strategy in LADDER:
             config = configuration(base, strategy, slots)
             estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
             anchors: tuple[Anchor, ...] = ()

@@ -34,11 +34,19 @@ _INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
 # Arguments of `from_pretrained` that concern files of weights and where they go.
 _OF_LOADING = (
-    *("device_map", "disable_mmap", "ignore_mismatched_sizes", "key_mapping", "low_cpu_mem_usage"),
+    *(
+        "adapter_kwargs",
+        "adapter_name",
+        "device_map",
+        "disable_mmap",
+        "ignore_mismatched_sizes",
+        "key_mapping",
+        "low_cpu_mem_usage",
+    ),
     *("max_memory", "offload_buffers", "offload_folder", "offload_state_dict", "state_dict"),
     *("tqdm_class", "use_safetensors", "variant", "weights_only", "_fast_init"),
 )
-_NOT_FAKED = ("adapter_kwargs", "gguf_file", "quantization_config", "tp_plan", "distributed_config")
+_NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan", "distributed_config", "device_mesh")
 _TRANSFORMERS_LOADS_FLOAT32 = 4  # up to this version, where a script names no type
 
 
@@ -110,6 +118,9 @@ class FakeParameters:
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same form, for a real one that is to be none."""
         size = tensor.numel() * tensor.element_size()
+        if is_scripts(tensor):
+            self.fake_bytes += size
+            return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
             return tensor
         if size < SMALLEST_FAKE_BYTES and self._real_bytes + size <= MOST_REAL_BYTES:
@@ -310,9 +321,11 @@ def _when_imported(name: str, change: Callable[[Any], None]) -> None:
 
 def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.from_pretrained` that looks for the configuration and for no weights."""
-    asked = [key for key in _NOT_FAKED if kwargs.get(key) is not None]
+    asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
     if asked:
         raise NeedsRealParameters(f"from_pretrained with {asked[0]}")
+    if os.path.exists(os.path.join(str(name), "adapter_config.json")):
+        raise NeedsRealParameters("from_pretrained of an adapter")
     for key in _OF_LOADING:
         kwargs.pop(key, None)
     wants_info = kwargs.pop("output_loading_info", False)

@@ -1,0 +1,123 @@
+"""Models that are built without the memory of their parameters."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dsat.in_trial.simulation.fake_parameters import FakeParameters, is_scripts
+
+WIDE = 2**15  # a matrix of so many rows and columns takes 4 GiB
+
+
+@pytest.fixture
+def fakes() -> Iterator[FakeParameters]:
+    found = FakeParameters()
+    found.install()
+    try:
+        yield found
+    finally:
+        found.uninstall()
+
+
+class Own(torch.nn.Module):
+    """Creates its parameters and buffers by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = torch.nn.Parameter(0.02 * torch.randn(WIDE, WIDE))
+        self.zeros = torch.nn.Parameter(torch.zeros((WIDE, WIDE), dtype=torch.float32))
+        self.scale = torch.nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("mask", torch.ones(WIDE, WIDE))
+
+
+def test_a_model_of_many_gigabytes_takes_no_memory(fakes: FakeParameters) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    own = Own()
+    model = torch.nn.Sequential(own, torch.nn.Linear(WIDE, WIDE), torch.nn.Embedding(WIDE, WIDE))
+    torch.nn.init.trunc_normal_(own.zeros)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 300 * 1024
+    assert fakes.fake_bytes == 5 * 4 * WIDE**2
+    assert sum(p.numel() for p in model.parameters()) == 4 * WIDE**2 + WIDE + 3
+    assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+
+
+def test_small_parameters_and_data_are_real(fakes: FakeParameters) -> None:
+    own = Own()
+    assert own.scale.tolist() == [2.0, 2.0, 2.0]
+    data = torch.randn(100, 7)
+    assert not isinstance(data, FakeTensor) and data.numpy().shape == (100, 7)
+    assert not is_scripts(own.scale) and is_scripts(own.drawn)
+
+
+def test_a_value_of_a_fake_parameter_is_of_its_type(fakes: FakeParameters) -> None:
+    layer = torch.nn.Linear(WIDE, WIDE)
+    assert isinstance(layer.weight.norm().item(), float)
+    assert not bool((layer.weight > 0).any())
+    assert isinstance((layer.weight > 0).sum().item(), int)
+
+
+@pytest.mark.parametrize("convert", ["bfloat16", "half", "double"])
+def test_types_can_be_changed(fakes: FakeParameters, convert: str) -> None:
+    layer = torch.nn.Linear(WIDE, WIDE)
+    weight, mask = layer.weight, torch.nn.Module()
+    mask.register_buffer("mask", torch.ones(WIDE, WIDE))
+    getattr(torch.nn.Sequential(layer, mask), convert)()
+    assert layer.weight is weight, "an optimizer holds this very parameter"
+    assert layer.weight.dtype == layer.bias.dtype == mask.mask.dtype != torch.float32
+
+
+def test_a_copy_has_parameters_of_its_own(fakes: FakeParameters) -> None:
+    layer = torch.nn.Linear(WIDE, WIDE)
+    layer.weight.requires_grad_(False)
+    other = copy.deepcopy(torch.nn.ModuleList([layer, layer]))
+    assert other[0] is other[1] and other[0].weight is not layer.weight
+    assert isinstance(other[0].weight, torch.nn.Parameter) and is_scripts(other[0].weight)
+    assert not other[0].weight.requires_grad and other[0].bias.requires_grad
+
+
+def test_files_of_weights_are_not_read(fakes: FakeParameters, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    real = {"weight": torch.zeros(4096, 4096, dtype=torch.bfloat16)}
+    safetensors.save_file(real, tmp_path / "model.safetensors")
+    torch.save(real, tmp_path / "model.pt")
+    for found in (
+        safetensors.load_file(tmp_path / "model.safetensors"),
+        torch.load(tmp_path / "model.pt", weights_only=True),
+    ):
+        assert isinstance(found["weight"], FakeTensor)
+        assert found["weight"].shape == (4096, 4096) and found["weight"].dtype == torch.bfloat16
+    layer = torch.nn.Linear(4096, 4096, bias=False)
+    layer.load_state_dict(found)
+
+
+def test_pretrained_weights_need_not_be_there(fakes: FakeParameters, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    assert type(model).__name__ == "LlamaForCausalLM" and not model.training
+    assert model.config._attn_implementation == "eager"
+    assert is_scripts(model.lm_head.weight) and model.dtype == torch.bfloat16
+    sized = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert sized.dtype == torch.float32
+
+
+def test_everything_is_undone() -> None:
+    before = (torch.nn.Parameter.__new__, torch.nn.Module._apply, torch.randn, torch.load)
+    found = FakeParameters()
+    found.install()
+    found.uninstall()
+    assert before == (torch.nn.Parameter.__new__, torch.nn.Module._apply, torch.randn, torch.load)
+    assert not isinstance(torch.nn.Linear(1024, 1024).weight, FakeTensor)

@@ -1,0 +1,42 @@
+"""Finding a model's configuration without downloading anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.inputs import hf_config
+from dsat.inputs.option import LORA
+
+
+def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama"}))
+    assert hf_config.find(str(file)) == hf_config.find(str(tmp_path)) == file.resolve()
+
+
+@pytest.mark.parametrize("name", ["org/no-such-model", "no-such-model", "a/b/c/config.json"])
+def test_nothing_is_downloaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match="no copy of a model of this name") as raised:
+        hf_config.find(name)
+    assert "Nothing is downloaded" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 8}'])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserInputError, match=r"config\.json"):
+        hf_config.find(str(tmp_path))
+
+
+def test_adapters() -> None:
+    found = {"r": "16", "target": "q_proj+v_proj"}
+    assert LORA.read("r=16,target=q_proj+v_proj") == LORA.read(found) == found
+    assert LORA.read(LORA.write(found)) == found
+    for wrong in ("16", "r=", "r=0", "rank=8", "r=x", "r=8,dropout=2"):
+        with pytest.raises(ValueError, match=r"invalid|less than|not a"):
+            LORA.read(wrong)
