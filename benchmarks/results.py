@@ -1,6 +1,6 @@
 """Runs the benchmarks and writes what they found into benchmarks/RESULTS.md, with a picture.
 
-    python -m benchmarks.results [--parts scale trial_start replay memory native native_16]
+    python -m benchmarks.results [--parts scale replay winners_curse ...]
 
 Parts that are not run now are taken from when they were run last.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import native, picture, replay, tables
+from benchmarks import native, picture, replay, tables, winners_curse
 from benchmarks.bars import Bar, of_native, of_replay
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "scale": ("benchmarks.search_scale", "--trials", "10000"),
     "trial_start": ("benchmarks.trial_start",),
     "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
+    "winners_curse": ("benchmarks.winners_curse", "--seeds", "120", "--methods", "asha"),
     "memory": ("benchmarks.memory_accuracy",),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
     "native_16": ("benchmarks.native", "--side", "16", "--output", str(KEPT / "tuned_16.json")),
@@ -123,6 +124,7 @@ def report(
             )
             for name, (workload, _) in NATIVE.items()
         ),
+        ("winners_curse", "The gain that is reported against the gain that there is", _curse),
         ("memory", "Simulated memory against real memory", _table),
         ("scale", "Cost of a decision", _block),
         ("trial_start", "Start of a trial", _block),
@@ -170,6 +172,10 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
             "",
         ]
     return lines
+
+
+def _curse(part: Part) -> list[str]:
+    return [*winners_curse.EXPLANATION, "", *_table(part)]
 
 
 def _table(part: Part) -> list[str]:

@@ -57,6 +57,10 @@ WARM_UP, LEAST_STEPS, MOST_STEPS, TARGET = 2, 5, 20, 0.02
 MOST_BIAS, MOST_WORSE, LEAST_COVERED, MOST_COST = 0.01, 0.05, 0.93, 0.30
 
 
+# What the columns are, for the report.
+EXPLANATION = (__doc__ or "").split("\n\n", 2)[2].strip().splitlines()
+
+
 @dataclass(frozen=True)
 class World:
     """Configurations and noise; all noise is relative, its size a standard deviation.
