@@ -19,7 +19,6 @@ from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
 from dsat.tuning.run import (
     EVENT_FINISHED,
-    EVENT_MEMORY_BASIS,
     EVENT_PROPOSED,
     EVENT_WAITING,
     Run,
@@ -43,7 +42,7 @@ class Decisions:
         self.run = Run()
         self._trials = TrialFactory(plan, self.run)
         self._profile = ProfilePhase(plan, self._trials)
-        self._search: SearchPhase | None = None
+        self._begun: SearchPhase | None = None
         self._finals = FinalsPhase(plan, self.run, self._trials)
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
@@ -60,26 +59,27 @@ class Decisions:
         if self.run.finals is not None:
             trial = self._finals.next_trial()
             return None if trial is None else _proposed(trial)
-        if self._search is None:
+        search = self._search
+        if search is None:
             trial = self._profile.next_trial()
             return None if trial is None else _proposed(trial)
         if self._search_over(ignore_budget=ignore_budget) is not None:
             return self._next_finals()
         if self._waiting:
             return None
-        trial = self._search.next_trial()
+        trial = search.next_trial()
         self._waiting = trial is None
         event = {"event": EVENT_WAITING} if trial is None else _proposed(trial)
-        skipped = self._search.take_skipped()
+        skipped = search.take_skipped()
         return {**event, "skipped": skipped} if skipped else event
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Takes in what happened."""
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
-            self._hear(event["trial_id"])
-        elif event["event"] == EVENT_MEMORY_BASIS:
-            self._begin_search(self.run.memory_basis)
+            self._waiting = False
+            trial = self.run.trials[event["trial_id"]]
+            self._phase_of(trial).hear(trial, event["outcome"])
 
     @property
     def stop_reason(self) -> str | None:
@@ -96,20 +96,43 @@ class Decisions:
     @property
     def needs_memory_basis(self) -> bool:
         """Whether nothing more is decided before it is set what memory is predicted from."""
-        return self._profile.space is not None and self._search is None
+        by_itself = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
+        return self._profile.over and not by_itself and self.run.memory_basis is None
 
     @property
     def search_began(self) -> bool:
-        return self._search is not None
+        """Whether what comes next is of the search, or after it."""
+        return self._profile.over and not self.needs_memory_basis
 
     @property
     def forecast(self) -> Forecast | None:
         """Predicted memory, if it is predicted, from when the search begins."""
-        return None if self._search is None else self._search.forecast
+        search = self._search
+        return None if search is None else search.forecast
+
+    @property
+    def _search(self) -> SearchPhase | None:
+        """The search, made when it is first asked for anything."""
+        if self._begun is None and self.search_began:
+            self._begun = SearchPhase(
+                self.plan,
+                self.run,
+                self._trials,
+                self._profile.space,
+                self._basis,
+                baseline=not self._profile.climbed,
+            )
+        return self._begun
+
+    @property
+    def _basis(self) -> Basis | None:
+        if self.plan.memory_model == BY_FORMULA:
+            assert self.run.profile is not None
+            return Basis.of_profile(self.run.profile, self.plan.switches)
+        return self.run.memory_basis
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Of each strategy that is searched its first configuration."""
-        assert self._profile.space is not None
         space, configs = self._profile.space, []
         for branch in space.branches:
             settings = branch.settings(0)
@@ -118,34 +141,12 @@ class Decisions:
             configs.append(self.plan.config(overrides))
         return configs
 
-    def _hear(self, trial_id: int) -> None:
-        self._waiting = False
-        trial, outcome = self.run.trials[trial_id], self.run.outcomes[trial_id]
-        self._phase_of(trial).hear(trial, outcome)
-        if not self.needs_memory_basis:
-            return
-        assert self.run.profile is not None
-        if self.plan.memory_model == BY_FORMULA:
-            self._begin_search(Basis.of_profile(self.run.profile, self.plan.switches))
-        elif self.plan.memory_model == NO_MEMORY_MODEL:
-            self._begin_search(None)
-
     def _phase_of(self, trial: Trial) -> Phase:
         if trial.kind is TrialKind.PROFILE:
             return self._profile
-        assert self._search is not None
-        return self._search
-
-    def _begin_search(self, basis: Basis | None) -> None:
-        assert self._profile.space is not None
-        self._search = SearchPhase(
-            self.plan,
-            self.run,
-            self._trials,
-            self._profile.space,
-            basis,
-            baseline=not self._profile.climbed,
-        )
+        search = self._search
+        assert search is not None
+        return search
 
     def _next_finals(self) -> dict[str, Any] | None:
         """That the finals begin, if the search is over and there is something to decide."""
@@ -163,8 +164,9 @@ class Decisions:
         if not ignore_budget and len(self.run.trials) >= for_search:
             rest = " but those of the finals" if for_search < most else ""
             return f"all {most} trials{rest} are done"
-        if self._search is not None and self._search.stop_reason is not None:
-            return self._search.stop_reason
+        search = self._search
+        if search is not None and search.stop_reason is not None:
+            return search.stop_reason
         if self.run.hopeless:
             return "every trial failed, and none ran out of memory"
         if self._waiting and not self.run.running:
@@ -173,4 +175,4 @@ class Decisions:
 
 
 def _proposed(trial: Trial) -> dict[str, Any]:
-    return {"event": EVENT_PROPOSED, "trial": trial.to_json()}
+    return {"event": EVENT_PROPOSED, "trial": trial}

@@ -6,7 +6,7 @@ from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning import strategies
 from dsat.tuning.phase import Phase, TrialFactory
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
@@ -19,12 +19,12 @@ class ProfilePhase(Phase):
         trials: makes its trials.
 
     Attributes:
-        space: what is to be searched, once the model is profiled.
+        profile: of the model, once it is known.
         failure: why it cannot be profiled, once that is known.
     """
 
     def __init__(self, plan: Plan, trials: TrialFactory) -> None:
-        self.space: Space | None = None
+        self.profile: ModelProfile | None = None
         self.failure: str | None = None
         self._plan = plan
         self._trials = trials
@@ -36,6 +36,17 @@ class ProfilePhase(Phase):
     def climbed(self) -> bool:
         """Whether the user's own strategy does not fit."""
         return self._rung >= 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the model is profiled."""
+        return self.profile is not None
+
+    @property
+    def space(self) -> Space:
+        """What is to be searched, once the model is profiled."""
+        assert self.profile is not None
+        return strategies.make_space(self._plan, self.profile, rung=self._rung)
 
     def next_trial(self) -> Trial | None:
         micro_batch, self._next_micro_batch = self._next_micro_batch, None
@@ -51,7 +62,7 @@ class ProfilePhase(Phase):
                 "kernels?). Use --metric throughput"
             )
         else:
-            self.space = strategies.make_space(self._plan, profile, rung=self._rung)
+            self.profile = profile
 
     def _hear_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Profiles again in another way, or gives up."""

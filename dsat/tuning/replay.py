@@ -8,7 +8,8 @@ from typing import Any
 from dsat.errors import JournalMismatch
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
-from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING
+from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING, event_of
+from dsat.values.codec import encode
 from dsat.values.trial import Trial
 
 
@@ -17,14 +18,15 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
     Args:
         decisions: of a plan, nothing applied to them.
-        events: of the earlier run. It may have had more trials than are planned now, or fewer.
+        events: of the earlier run, as its journal holds them. It may have had more trials than are
+            planned now, or fewer.
 
     Raises:
         JournalMismatch: the events were decided by another program, plan or seed.
     """
-    for event in events:
+    for event in map(event_of, events):
         if event["event"] == EVENT_START:
-            _check_plan(decisions.plan, Plan.from_json(event["plan"]))
+            _check_plan(decisions.plan, event["plan"])
         elif event["event"] in (EVENT_PROPOSED, EVENT_WAITING):
             _check_decision(decisions, event)
         decisions.apply(event)
@@ -40,9 +42,9 @@ def _check_plan(plan: Plan, earlier: Plan) -> None:
 
 
 def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
-    decided = _trial_of(decisions.next_event(ignore_budget=True) or {})
-    earlier = _trial_of(event)
-    if decided == earlier:
+    decided: Trial | None = (decisions.next_event(ignore_budget=True) or {}).get("trial")
+    earlier: Trial | None = event.get("trial")
+    if encode(decided) == encode(earlier):
         return
     said = "nothing" if decided is None else decided.name
     if earlier is None:
@@ -54,7 +56,3 @@ def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
         f"{began}, but this dsat decides {said}. The run was made by another version: start a new "
         "one."
     )
-
-
-def _trial_of(event: Mapping[str, Any]) -> Trial | None:
-    return Trial.from_json(event["trial"]) if "trial" in event else None

@@ -15,6 +15,7 @@ from dsat.space.plan import Plan
 from dsat.tuning import same_training
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.same_training import Finding
+from dsat.values.codec import decode
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 
@@ -41,8 +42,23 @@ VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str]}  #
 HOPELESS_AFTER = 4
 
 
+def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """An event with its values, from what a journal holds of it; the way back is `encode`.
+
+    Raises:
+        DecodeError: it holds a value that is none.
+    """
+    kinds = VALUES_OF.get(line["event"], {})
+    return {
+        key: decode(kinds[key], data, key) if key in kinds else data for key, data in line.items()
+    }
+
+
 class Run:
     """A pure function of the events applied so far.
+
+    Args:
+        lines: events as a journal holds them.
 
     Attributes:
         plan: None until the first event.
@@ -62,7 +78,7 @@ class Run:
         ended_s: that time when a trial ended, by trial id.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.plan: Plan | None = None
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
@@ -86,19 +102,19 @@ class Run:
         self.trials_since_best = 0
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
-        for event in events:
-            self.apply(event)
+        for line in lines:
+            self.apply(event_of(line))
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Folds one event in; a kind that is not known is skipped."""
+        """Folds one event in, its values as they are; a kind that is not known is skipped."""
         kind = event["event"]
         self.running_s += event.get("elapsed_s", 0.0)
         self.skipped += event.get("skipped", [])
         if kind == EVENT_START:
-            self.plan = Plan.from_json(event["plan"])
+            self.plan = event["plan"]
             self.info = event["info"]
         elif kind == EVENT_PROPOSED:
-            trial = Trial.from_json(event["trial"])
+            trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
@@ -106,9 +122,9 @@ class Run:
                 self._enter_final(trial)
             self.stop_reason = None
         elif kind == EVENT_FINISHED:
-            self._finish(event["trial_id"], Outcome.from_json(event["outcome"]))
+            self._finish(event["trial_id"], event["outcome"])
         elif kind == EVENT_MEMORY_BASIS:
-            self.memory_basis = Basis.from_json(event["basis"])
+            self.memory_basis = event["basis"]
         elif kind == EVENT_FINALS:
             self._begin_finals(event)
         elif kind == EVENT_BUDGET:

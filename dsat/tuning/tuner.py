@@ -25,6 +25,7 @@ from dsat.tuning.run import (
     EVENT_STOPPED,
     Run,
 )
+from dsat.values.codec import encode
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -72,7 +73,7 @@ class Tuner:
                 {
                     "event": EVENT_START,
                     "schema": SCHEMA_VERSION,
-                    "plan": plan.to_json(),
+                    "plan": plan,
                     "info": dict(info or {}),
                 }
             )
@@ -93,7 +94,7 @@ class Tuner:
                 break
             self._append(event)
             if event["event"] == EVENT_PROPOSED:
-                trials.append(self.run.trials[event["trial"]["id"]])
+                trials.append(event["trial"])
                 free_slots -= self.plan.slots_per_trial
         return trials
 
@@ -102,7 +103,7 @@ class Tuner:
         assert trial_id in self.run.trials, trial_id
         if trial_id in self.run.outcomes:
             return
-        self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome.to_json()})
+        self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome})
 
     @property
     def needs_memory_basis(self) -> bool:
@@ -112,7 +113,7 @@ class Tuner:
     def set_memory_basis(self, basis: Basis) -> None:
         """Enters what memory is predicted from, and begins the search."""
         assert self.needs_memory_basis
-        self._append({"event": EVENT_MEMORY_BASIS, "basis": basis.to_json()})
+        self._append({"event": EVENT_MEMORY_BASIS, "basis": basis})
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Of each strategy that is searched its first configuration."""
@@ -153,5 +154,5 @@ class Tuner:
         now = self._clock()
         event = {**event, "elapsed_s": round(now - self._last_event_s, 3)}
         self._last_event_s = now
-        self._journal.append(event)
+        self._journal.append(encode(event))
         self._decisions.apply(event)

@@ -677,13 +677,13 @@ def _recorded(plan: Plan, *values: tuple[BatchTriple, Outcome]) -> Run:
     """A run with these trials in this order; the first is the baseline."""
     run = Run([{"event": "start", "plan": plan.to_json(), "info": {}}])
     profile = Trial(0, TrialKind.PROFILE, "profile", 0, BatchTriple(1, 1, 1), {})
-    run.apply({"event": "proposed", "trial": profile.to_json()})
-    run.apply({"event": "finished", "trial_id": 0, "outcome": ran(1e6).to_json()})
+    run.apply({"event": "proposed", "trial": profile})
+    run.apply({"event": "finished", "trial_id": 0, "outcome": ran(1e6)})
     for trial_id, (batch, outcome) in enumerate(values, start=1):
         kind = TrialKind.BASELINE if trial_id == 1 else TrialKind.SEARCH
         trial = Trial(trial_id, kind, f"t{trial_id}", 1, batch, batch.config())
-        run.apply({"event": "proposed", "trial": trial.to_json()})
-        run.apply({"event": "finished", "trial_id": trial_id, "outcome": outcome.to_json()})
+        run.apply({"event": "proposed", "trial": trial})
+        run.apply({"event": "finished", "trial_id": trial_id, "outcome": outcome})
     return run
 
 
