@@ -15,6 +15,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
 from testing.helpers import World, failed, plan_of, ran
+from tests.tuning.test_finals_phase import Buckets, finals_plan
 
 OOM_LOG = "RuntimeError: CUDA error: out of memory"
 
@@ -103,6 +104,22 @@ def test_a_search_goes_from_the_profile_to_the_shutdown(method: str) -> None:
     for fact in ("parameters 200,000,000", "memory per slot", "activations", "largest micro batch"):
         assert fact in said
     assert f"best {search.run.best.name}" in said
+
+
+@pytest.mark.parametrize("point", ["handled", "saved", "posted"])
+@pytest.mark.parametrize("kill_after", [0, 12, 24, 30])
+def test_finals_run_alone_on_a_cluster_too(kill_after: int, point: str) -> None:
+    theatre = Theatre(finals_plan(finals=6), (kill_after, point))
+    theatre.world = Buckets({10: 1.2}, spread=0.02)
+    undisturbed = Theatre(finals_plan(finals=6))
+    undisturbed.world = theatre.world
+    run, other = theatre.play().run, undisturbed.play().run
+    finals = [t.id for t in run.trials.values() if t.kind is TrialKind.FINAL]
+    assert 4 <= len(finals) <= 6 and finals == list(range(finals[0], len(run.trials)))
+    assert list(run.trials.values()) == list(other.trials.values())
+    assert run.best is not None and other.best is not None and run.best.id == other.best.id
+    ended = list(run.outcomes)
+    assert ended.index(finals[0]) == finals[0], "it began when all of the search had ended"
 
 
 PLAN = plan_of("asha", max_trials=9)
