@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
+from dsat.engines.local.launch import settings_of_ranks
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.report import summary
@@ -26,6 +29,7 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     launcher = ["torchrun", "--standalone", f"--nproc-per-node={slots}"]
     if program.passes_local_rank:
         launcher = ["deepspeed", "--num_gpus", str(slots)]
+        launcher += ["--bind_cores_to_rank"] if program.binds_cores else []
     script = ["--module", program.module] if program.module else [program.script]
     found = program.for_config(
         str(config.resolve()),
@@ -52,6 +56,15 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     return words
 
 
+def _settings(ready: Prepared, run: Run) -> Mapping[str, str]:
+    """What the trials on devices had in their environment, and the training is to have as well."""
+    if ready.machine.is_cpu:  # see `conditions`
+        return {}
+    given = {**os.environ, **ready.experiment.env, **ready.program.env}
+    config, slots = summary.best_config(run) or {}, ready.plan.slots_per_trial
+    return settings_of_ranks(ready.machine, ready.program, config, slots, given)
+
+
 def line(ready: Prepared, run: Run, folder: Path) -> str:
     """What to type to train with the best configuration."""
     command = of_run(ready, run, folder / summary.BEST_CONFIG_FILE)
@@ -59,6 +72,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
         # The user's own variables may be credentials: named, not written down.
         words = [
             *(f'{name}="${name}"' for name in ready.program.env),
+            *(f"{name}={value}" for name, value in _settings(ready, run).items()),
             *conditions(
                 ready.machine,
                 ready.plan.slots_per_trial,

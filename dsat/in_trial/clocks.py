@@ -44,6 +44,37 @@ def clock_for(accelerator: Any) -> Clock:
     return _DeviceClock(accelerator)
 
 
+_BACK_WITHIN_S = 20.0  # a driver frees what a killed process held
+_UNCHANGED_FOR_S = 3.0
+_POLL_S = 0.1
+_MAY_BE_HELD = 0.1  # of a device: contexts and what else is small
+
+
+def wait_for_memory(accelerator: Any, index: int) -> None:
+    """Waits while a device gets memory back that a process held which has ended.
+
+    What does not come back within a few seconds is another program's, and not waited for.
+
+    Args:
+        accelerator: DeepSpeed's.
+        index: of the device.
+    """
+    if accelerator.device_name() != "cuda":
+        return
+    import torch
+
+    began_s = last_change_s = time.monotonic()
+    before = 0
+    while (now_s := time.monotonic()) - began_s < _BACK_WITHIN_S:
+        free, total = torch.cuda.mem_get_info(index)
+        held = total - free - torch.cuda.memory_reserved(index)
+        if held < _MAY_BE_HELD * total or now_s - last_change_s > _UNCHANGED_FOR_S:
+            return
+        if free != before:
+            before, last_change_s = free, now_s
+        time.sleep(_POLL_S)
+
+
 class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 

@@ -6,15 +6,17 @@ import errno
 import os
 import re
 import runpy
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
-# (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL and the CUDA libraries.
+# (c10/core/impl/alloc_cpu.cpp), the CUDA and HIP runtimes, NCCL (its allocation functions), Triton
+# and the CUDA libraries.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -23,6 +25,14 @@ _OUT_OF_MEMORY = (
     "cuda runtime error (2)",
     "Cuda failure 2 'out of memory'",
     "HIP error: out of memory",
+    "hipErrorOutOfMemory",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "Failed to CUDA calloc",
+    "Failed to CUDA malloc",
+    "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]: out of memory",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -33,6 +43,26 @@ _OUT_OF_MEMORY = (
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 
 
+# cuBLAS makes its handle, and cuDNN finds a kernel, only with memory left; but they may also fail
+# for another reason.
+_FOR_WANT_OF_MEMORY = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+)
+_NEARLY_FULL = 0.03  # of the device that is left
+# Pinned memory is the host's: NCCL's and torch's host allocations, cudaHostRegister.
+_HOST_OUT_OF_MEMORY = (
+    "Failed to CUDA host alloc",
+    "Failed to CUDA host malloc",
+    "cudaHostRegister",
+    "cudaHostAlloc",
+    "pin_memory",
+    "Cannot allocate memory",
+    "out of memory (2)",
+)
+
+
 def classify(error: BaseException) -> OutcomeKind:
     """How a trial ended, by the exception's type and those it was raised from."""
     chain = list(_chain(error))
@@ -41,10 +71,11 @@ def classify(error: BaseException) -> OutcomeKind:
     # determined.InvalidHP by name: a script's own refusal.
     if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
         return OutcomeKind.INVALID
-    if any(_is_out_of_memory(link) for link in chain):
-        return OutcomeKind.OOM
-    if any(_is_host_out_of_memory(link) for link in chain):
-        return OutcomeKind.HOST_OOM
+    for link in chain:
+        if _is_host_out_of_memory(link):
+            return OutcomeKind.HOST_OOM
+        if _is_out_of_memory(link):
+            return OutcomeKind.OOM
     return OutcomeKind.ERROR
 
 
@@ -100,7 +131,25 @@ def _is_out_of_memory(error: BaseException) -> bool:
     # torch.OutOfMemoryError and torch.cuda.OutOfMemoryError by name: torch may not be imported.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(part in text for part in _FOR_WANT_OF_MEMORY) and _is_nearly_full():
+        return True
+    return any(part in text for part in _OUT_OF_MEMORY)
+
+
+def _is_nearly_full() -> bool:
+    """Whether the device has no memory left, neither free nor kept by torch for reuse."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    except RuntimeError:  # the device has failed
+        return False
+    return bool(free + kept < _NEARLY_FULL * total)
 
 
 def _is_host_out_of_memory(error: BaseException) -> bool:
@@ -109,7 +158,25 @@ def _is_host_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     worker = "DataLoader worker" in text and ("signal: Killed" in text or "Bus error" in text)
-    return isinstance(error, RuntimeError) and (worker or "Cannot allocate memory" in text)
+    return isinstance(error, RuntimeError) and (worker or _is_of_host(text, _frames(error)))
+
+
+def _is_of_host(text: str, frames: Sequence[str]) -> bool:
+    """Whether a message is of an allocation on the host; `frames` are names of functions.
+
+    A failed `cudaHostAlloc` says no more than "CUDA error: out of memory"; where it came from does.
+    """
+    if "DefaultCPUAllocator" in text:  # on a CPU it is the slot's own
+        return False
+    if any(part in text for part in _HOST_OUT_OF_MEMORY) and (
+        "out of memory" in text or "Cannot allocate" in text or "Failed to CUDA host" in text
+    ):
+        return True
+    return "CUDA error: out of memory" in text and "pin_memory" in frames
+
+
+def _frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import loaders
-from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for
+from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
 from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
@@ -87,8 +87,9 @@ class MeterSpec(Recorded):
         """What to measure in a trial."""
         profile = trial.kind is TrialKind.PROFILE
         if profile:
-            # It is not compared with anything: one step after the first is enough.
-            options = replace(options, start_step=2, end_step=2, max_steps=1)
+            # It is not compared with anything: one step is enough. Peaks are those of the second,
+            # since an optimizer's moments are there after the first.
+            options = replace(options, start_step=3, end_step=3, max_steps=1)
         return cls(
             options,
             micro_batch=trial.batch.micro_batch,
@@ -127,6 +128,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
         The meter.
     """
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     meter = Meter(spec, on_complete)
     loaders.watch()
@@ -134,6 +136,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
+        wait_for_memory(get_accelerator(), int(os.environ.get("LOCAL_RANK", "0")))
         _limit_device_memory(spec)
         result = original(*args, **kwargs)
         if has_optimizer(result[0]):
@@ -250,6 +253,8 @@ class Meter:
         self._clock = clock_for(self._accelerator)
         self._memory = MemoryWatch(self._accelerator, self._before)
         self._memory.note("init")
+        # The communicator of the meter's own all-reduces is made while there is memory for it.
+        self._maximum([0.0])
         self._losses = LossWatch(engine, functools.partial(_in_training, engine))
         self._profiler = (
             ModelProfiler(

@@ -133,8 +133,11 @@ def _prepare(
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()
     numpy.random.seed()
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
+    # torch has read OMP_NUM_THREADS when the parent of this process imported it.
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = spec.threads or (int(given) if given.isdigit() else None)
+    if threads:
+        torch.set_num_threads(threads)
     task = {**spec.task, "folder": folder}
     determined_shim.install(determined_shim.LocalTask(**task))
     if spec.program["trial_class"]:

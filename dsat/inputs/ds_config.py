@@ -150,6 +150,24 @@ def same_setting(one: str, other: str) -> bool:
     return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
+def _check_data_parallel(config: Mapping[str, Any], *, where: str) -> None:
+    """Raises UserInputError if slots work on the same samples: the batch would be another one."""
+    tensor = config.get("tensor_parallel")
+    sizes = {
+        "sequence_parallel_size": config.get("sequence_parallel_size"),
+        "tensor_parallel.autotp_size": tensor.get("autotp_size")
+        if isinstance(tensor, Mapping)
+        else None,
+    }
+    for key, size in sizes.items():
+        if isinstance(size, int) and size > 1:
+            raise UserInputError(
+                f"{size} slots would share each sample, and dsat tunes data-parallel training only",
+                where=f"{where}: {key}",
+                hint="Take it out to tune the rest; memory and speed are then those without it.",
+            )
+
+
 def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
     """The batch sizes as DeepSpeed derives them (`DeepSpeedConfig._set_batch_related_parameters`).
 
@@ -159,8 +177,10 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
         where: the file to name in errors.
 
     Raises:
-        UserInputError: none is given, one is no positive integer, or they contradict each other.
+        UserInputError: none is given, one is no positive integer, or they contradict each other; or
+            slots share samples.
     """
+    _check_data_parallel(config, where=where)
     given: dict[str, int] = {}
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)

@@ -55,6 +55,7 @@ class Entrypoint:
         python_options: options of the interpreter itself.
         env: assignments in front of the command.
         passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
+        binds_cores: whether the launcher binds each rank to its share of the processor cores.
         one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
         slots: the number of ranks that the command itself asks for, if any.
         takes_all_slots: whether the launcher starts a rank on every device of the machine.
@@ -69,6 +70,7 @@ class Entrypoint:
     env: dict[str, str] = field(default_factory=dict)
     passes_local_rank: bool = False
     one_thread: bool = False
+    binds_cores: bool = False
     slots: int | None = None
     takes_all_slots: bool = False
     takes_hf_flags: bool = False
@@ -326,6 +328,7 @@ def _deepspeed(words: list[str]) -> Entrypoint:
     return replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
+        binds_cores="--bind_cores_to_rank" in options,
         slots=(slots := _count(options, "--num_gpus", "--num_accelerators")),
         takes_all_slots=slots is None,
     )

@@ -192,3 +192,35 @@ def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:
 def test_a_log_of_any_bytes_is_readable(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_bytes(b"\xff\xfe broken\n")
     assert "broken" in judge(tmp_path, [None], [7]).detail
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Failed to CUDA calloc async 608 bytes", OutcomeKind.OOM),
+        ("Failed to CUDA malloc 4194304 bytes", OutcomeKind.OOM),
+        ("Triton Error [CUDA]: out of memory", OutcomeKind.OOM),
+        ("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", OutcomeKind.OOM),
+        ("Failed to CUDA host alloc 1048576 bytes", OutcomeKind.HOST_OOM),
+        ("cudaHostRegister failed: out of memory (2)", OutcomeKind.HOST_OOM),
+        ("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", OutcomeKind.ERROR),
+        ("GET was unable to find an engine to execute this computation", OutcomeKind.ERROR),
+    ],
+)
+def test_allocations_of_cuda_libraries_are_told_apart(text: str, kind: OutcomeKind) -> None:
+    assert failures.classify(RuntimeError(text)) is kind
+
+
+def test_what_cublas_says_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
+    error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert failures.classify(error) is OutcomeKind.OOM
+
+
+def test_pinned_memory_is_the_hosts() -> None:
+    def pin_memory() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError) as caught:
+        pin_memory()
+    assert failures.classify(caught.value) is OutcomeKind.HOST_OOM

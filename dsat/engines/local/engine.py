@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import trial_result
-from dsat.engines.local.launch import COMMAND_FILE, Launch, working_folder
-from dsat.engines.local.machine import Machine
+from dsat.engines.local import leftovers, trial_result
+from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
+from dsat.engines.local.machine import Machine, problem_with
+from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
-from dsat.errors import EngineError, ScriptFailed
+from dsat.errors import ScriptFailed
 from dsat.in_trial.meter import MeterSpec
 from dsat.in_trial.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, result_file
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
@@ -39,6 +41,22 @@ _NO_FORK_CUDA = (
     "CUDA driver initialization failed",
     "CUDA unknown error",
 )
+# How a process ends whose threads or locks did not survive the fork.
+_DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
+# What is worth a look at the device: https://docs.nvidia.com/deploy/xid-errors
+_DEVICE_MAY_BE_BROKEN = (
+    "CUDA error",
+    "CUDA driver error",
+    "HIP error",
+    "Cuda failure",
+    "unhandled cuda error",
+    "NCCL error",
+    "ECC error",
+    "Xid",
+    "was killed by SIGABRT",
+    "was killed by SIGBUS",
+)
+_STUCK = "a rank waits for the device's driver and cannot be ended"
 _LINGER_S = 20.0
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
@@ -66,8 +84,20 @@ class _Running:
     slots: list[int]
     began_s: float
     cold: bool
+    alone: bool = False
+    swap: list[Path] = field(default_factory=list)
     canceled: bool = False
     timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What has been asked for; it may have to wait for slots."""
+
+    trial: Trial
+    folder: Path
+    meter: MeterSpec | None
+    simulation_socket: Path | None
 
 
 class LocalEngine:
@@ -103,13 +133,16 @@ class LocalEngine:
         self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
-        self._free = list(range(machine.num_slots))
+        self._slots = Slots(machine, slots_per_trial)
+        self._waiting: list[_Start] = []
         self._known: set[int] = set()
         self._running: dict[int, _Running] = {}
         self._closed = False
         self._untold: list[tuple[int, Outcome]] = []
         self._fell_back = False
-        self._ports_lost: set[int] = set()
+        self._aborts_by_itself = False
+        self._cannot_fork = ""
+        self._tried_again: set[int] = set()
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options)
         self._cwd = working_folder(experiment, folder)
@@ -119,16 +152,19 @@ class LocalEngine:
             env={**experiment.env, **program.env},
             trials=folder.resolve(),
         )
+        leftovers.remove_compiler_locks({**os.environ, **experiment.env, **program.env})
         if not self._cold:
-            self._supervisor.warm_up()
+            self._warm_up()
 
     @property
     def num_slots(self) -> int:
-        return self._machine.num_slots
+        """Slots that work."""
+        return self._slots.usable
 
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
+        self._slots.check_free(waiting=len(self._waiting))
         spec = MeterSpec.of_trial(
             trial,
             self._options.trial,
@@ -227,17 +263,24 @@ class LocalEngine:
             wait_s = min([deadline - now, *self._times_left(now)])
             for message in self._supervisor.receive(max(0.0, wait_s)):
                 running = self._running.pop(message["trial"])
-                self._free = sorted([*self._free, *running.slots])
+                leftovers.remove(running.swap)
                 if running.trial.id == SIMULATION_ID:
+                    self._start_waiting()
                     continue
                 outcome = self._outcome(running, message)
-                if self._may_be_the_fork(running, outcome):
+                broken = self._quarantined(running, outcome, stuck=message.get("stuck", False))
+                self._slots.give_back(running.slots)
+                if not outcome.ok:
+                    leftovers.remove_compiler_locks(os.environ)
+                if self._may_be_the_fork(running, outcome) and not broken:
                     self._cold = self._fell_back = True
                     self._run_again(running)
                     continue
-                if self._lost_its_port(running, outcome):
+                if self._deserves_another_start(running, outcome, broken=broken):
                     self._run_again(running)
                     continue
+                self._note_aborts(running, outcome)
+                self._start_waiting()
                 if running.trial.kind is TrialKind.PROFILE:
                     outcome = self._after_profile(running, outcome)
                 ended.append((running.trial.id, outcome))
@@ -246,6 +289,9 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
+        for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
+            self._waiting.remove(waiting)
+            self._untold.append((trial_id, Outcome(OutcomeKind.CANCELED, message="canceled")))
         if trial_id in self._running:
             self._running[trial_id].canceled = True
             self._supervisor.send({"op": "kill", "trial": trial_id, "grace_s": 0})
@@ -265,18 +311,36 @@ class LocalEngine:
         meter: MeterSpec | None,
         simulation_socket: Path | None = None,
     ) -> None:
-        needed = 0 if simulation_socket is not None else self._slots_per_trial
-        if len(self._free) < needed:
-            raise EngineError(
-                f"trial {trial.name} needs {needed} slots and {len(self._free)} are free"
-            )
-        slots = self._free[:needed]
-        del self._free[:needed]
         self._known.add(trial.id)
+        self._waiting.append(_Start(trial, folder, meter, simulation_socket))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Starts what has been asked for, in that order, as far as there is room."""
+        while self._waiting:
+            start = self._waiting[0]
+            config = ds_config.for_use(self._experiment.base_config, start.trial.overrides)
+            # Its optimizer needs the host's cores and memory for itself.
+            alone = offloads(config) and not self._machine.is_cpu
+            needed = 0 if start.simulation_socket is not None else self._slots_per_trial
+            trials = [r for r in self._running.values() if r.trial.id != SIMULATION_ID]
+            if needed and (any(r.alone for r in trials) or (alone and trials)):
+                return
+            if not self._slots.has(needed):
+                self._slots.check_enough()
+                return
+            del self._waiting[0]
+            self._start_on(start, self._slots.take(needed), config, alone=alone and needed > 0)
+
+    def _start_on(
+        self, start: _Start, slots: list[int], config: dict[str, Any], *, alone: bool
+    ) -> None:
+        trial, folder, meter = start.trial, start.folder, start.meter
         if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        config = ds_config.for_use(self._experiment.base_config, trial.overrides)
+        config, swap = leftovers.with_own_swap_folder(config, f"{self._folder.name}-{trial.name}")
+        leftovers.make(swap)
         program = self._program
         if trial.id != CAPTURE_ID:
             config_path = folder / CONFIG_FILE
@@ -289,6 +353,7 @@ class LocalEngine:
             program=program,
             machine=self._machine,
             trial=trial,
+            config=config,
             folder=folder,
             meter=meter,
             slots=tuple(slots),
@@ -297,13 +362,13 @@ class LocalEngine:
             cold=self._cold,
             cpu_memory_bytes=self._options.trial.slot_memory_bytes,
             capture=trial.id == CAPTURE_ID,
-            simulation_socket=simulation_socket,
+            simulation_socket=start.simulation_socket,
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
         write_atomically(folder / COMMAND_FILE, launch.command_text(self._cwd))
         self._running[trial.id] = _Running(
-            trial, folder, meter, slots, time.monotonic(), self._cold
+            trial, folder, meter, slots, time.monotonic(), self._cold, alone, swap
         )
         self._supervisor.send(launch.request(self._cwd))
 
@@ -330,20 +395,53 @@ class LocalEngine:
         """
         if running.cold or outcome.kind is not OutcomeKind.ERROR:
             return False
-        no_fork = any(part in outcome.message for part in _NO_FORK_CUDA)
+        signs = _NO_FORK_CUDA if self._aborts_by_itself else (*_NO_FORK_CUDA, *_DIED_OF_FORK)
+        no_fork = any(part in outcome.message for part in signs)
         return running.trial.kind is TrialKind.PROFILE or no_fork
+
+    def _note_aborts(self, running: _Running, outcome: Outcome) -> None:
+        """A trial that is aborted in fresh processes too is not the fork's fault."""
+        if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
+            self._aborts_by_itself = True
+            if running.trial.kind is not TrialKind.PROFILE and self._fell_back:
+                self._cold = self._fell_back = False
+
+    def _quarantined(self, running: _Running, outcome: Outcome, *, stuck: bool) -> bool:
+        """Takes the slots of a trial out of the run whose devices no longer work; whether any."""
+        if self._machine.is_cpu or outcome.ok:
+            return False
+        if stuck:
+            for slot in running.slots:
+                self._slots.quarantine(slot, _STUCK)
+            return True
+        if outcome.kind is not OutcomeKind.TIMEOUT and not (
+            outcome.kind is OutcomeKind.ERROR
+            and any(sign in outcome.message + outcome.detail for sign in _DEVICE_MAY_BE_BROKEN)
+        ):
+            return False
+        problems = {slot: problem_with(self._machine, slot) for slot in running.slots}
+        for slot, problem in problems.items():
+            if problem:
+                self._slots.quarantine(slot, problem)
+        return any(problems.values())
 
     def _run_again(self, running: _Running) -> None:
         self._start(running.trial, running.folder, running.meter)
 
-    def _lost_its_port(self, running: _Running, outcome: Outcome) -> bool:
-        """Whether another program took a port between its choice and its use; tried again once."""
+    def _deserves_another_start(self, running: _Running, outcome: Outcome, *, broken: bool) -> bool:
+        """Whether a trial failed for what is none of its configuration's.
+
+        The device is broken, or another program took a port between its choice and its use, which
+        is tried again once.
+        """
         lost = outcome.kind is OutcomeKind.ERROR and any(
             part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
         )
-        if not lost or running.trial.id in self._ports_lost:
+        if broken:  # each time there are fewer slots
+            return not running.canceled
+        if not lost or running.trial.id in self._tried_again:
             return False
-        self._ports_lost.add(running.trial.id)
+        self._tried_again.add(running.trial.id)
         return True
 
     def _after_profile(self, running: _Running, outcome: Outcome) -> Outcome:
@@ -351,9 +449,14 @@ class LocalEngine:
             self._cold = self._fell_back = False
         if outcome.ok and not self._cold:
             self._import_what_it_imports(running.folder)
-        if not self._fell_back:
+        if not (self._fell_back or self._cannot_fork):
             return outcome
-        return replace(outcome, warnings=(*outcome.warnings, FRESH_PROCESSES_ONLY))
+        reason = f" ({self._cannot_fork})" if self._cannot_fork else ""
+        return replace(outcome, warnings=(*outcome.warnings, FRESH_PROCESSES_ONLY + reason))
+
+    def _warm_up(self, modules: Sequence[str] = ()) -> None:
+        self._cannot_fork = self._supervisor.warm_up(modules)
+        self._cold = bool(self._cannot_fork)
 
     def _import_what_it_imports(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imports."""
@@ -362,7 +465,7 @@ class LocalEngine:
         except FileNotFoundError:
             return
         if modules:
-            self._supervisor.warm_up(modules)
+            self._warm_up(modules)
 
     def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:
         folder, statuses = running.folder, message["statuses"]

@@ -19,6 +19,10 @@ from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values.trial import Trial
 
 COMMAND_FILE = "cmd.txt"
+# Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
+# is understood by all versions of torch; the newer one goes before it where both are set.
+ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR_VARIABLES = {*ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 _SHOWN_TO_SCRIPTS = frozenset(
     """
     checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
@@ -37,6 +41,7 @@ class Launch:
         program: its entrypoint, with the trial's own configuration.
         machine: the slots.
         trial: as the tuner decided it.
+        config: its DeepSpeed configuration.
         folder: of the trial.
         meter: what is measured; None in a run that is not.
         slots: numbers of the slots; none if the script is only run for simulations.
@@ -53,6 +58,7 @@ class Launch:
     program: Entrypoint
     machine: Machine
     trial: Trial
+    config: Mapping[str, Any]
     folder: Path
     meter: MeterSpec | None
     slots: tuple[int, ...]
@@ -126,11 +132,7 @@ class Launch:
             env["PATH"] = os.pathsep.join([programs, path])
         for variable in self.machine.visible_devices:
             env[variable] = ",".join(self._devices)
-        if self.machine.is_cpu:
-            env["OMP_NUM_THREADS"] = "1"
-        elif self._ranks > 1 and (self.program.one_thread or not self.program.passes_local_rank):
-            # As torchrun has it, which starts the training later on.
-            env.setdefault("OMP_NUM_THREADS", "1")
+        env.update(settings_of_ranks(self.machine, self.program, self.config, self._ranks, env))
         if self.cold:
             package = str(Path(__file__).resolve().parents[3])
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), package]))
@@ -138,8 +140,6 @@ class Launch:
 
     def request(self, cwd: Path) -> dict[str, Any]:
         """What the supervisor is asked for, to be run in the folder `cwd`."""
-        # As taskset gives them to a command that is run by hand: to its ranks together.
-        cores = [int(self.machine.devices[s]) for s in self.slots] if self.machine.is_cpu else []
         return {
             "op": "launch",
             "trial": self.trial.id,
@@ -148,7 +148,8 @@ class Launch:
             "port": self.ports[0],
             "command": self._cold_command if self.cold else None,
             "ranks": [
-                {"env": self.environment(rank), "cores": cores} for rank in range(self._ranks)
+                {"env": self.environment(rank), "cores": self._cores(rank)}
+                for rank in range(self._ranks)
             ],
             "linger_s": self.linger_s,
         }
@@ -171,6 +172,20 @@ class Launch:
         lines = [f"# {shlex.join(self.program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
         return "\n".join([*lines, " &\n".join(ranks)]) + "\n"
 
+    def _cores(self, rank: int) -> list[int]:
+        """The processor cores that a rank is bound to; none if it may use all."""
+        if self.machine.is_cpu:
+            # As taskset gives them to a command that is run by hand: to its ranks together.
+            return [int(self.machine.devices[slot]) for slot in self.slots]
+        if not (self.program.binds_cores and self.slots):
+            return []
+        own = sorted(os.sched_getaffinity(0))
+        # Beside other trials, each slot has its cores.
+        sharers = _sharers(self.machine, self.config, self._ranks)
+        place = rank if sharers == self._ranks else self.slots[rank]
+        share = max(1, len(own) // sharers)
+        return own[place * share : (place + 1) * share]
+
     @property
     def _ranks(self) -> int:
         return len(self.slots) or 1
@@ -184,6 +199,53 @@ class Launch:
         options = self.program.python_options
         module = ["-m", "dsat.in_trial.rank", str(self.folder.resolve())]
         return [sys.executable, *options, *module]
+
+
+def settings_of_ranks(
+    machine: Machine,
+    program: Entrypoint,
+    config: Mapping[str, Any],
+    ranks: int,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """Variables that memory and speed depend on, the same in trials and in training.
+
+    Args:
+        machine: where the ranks run.
+        program: what they run, with its launcher's habits.
+        config: their DeepSpeed configuration.
+        ranks: how many there are.
+        given: variables that there are already; what the user has set is left alone, but on a CPU,
+            whose slots are cores.
+    """
+    settings = {}
+    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
+        settings.update(ALLOCATOR_SETTINGS)
+    if machine.is_cpu:
+        settings["OMP_NUM_THREADS"] = "1"
+    elif "OMP_NUM_THREADS" not in given:
+        sharers = _sharers(machine, config, ranks)
+        as_torchrun = program.one_thread or not program.passes_local_rank
+        if as_torchrun and ranks > 1 and not offloads(config):
+            settings["OMP_NUM_THREADS"] = "1"
+        elif sharers > 1:
+            settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+    return settings
+
+
+def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
+    """Ranks among which the cores are divided, those of trials side by side included.
+
+    The optimizer of a trial that offloads runs on the cores, and the trial has them alone.
+    """
+    return ranks if offloads(config) else machine.num_slots
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed configuration keeps anything in the host's memory or on a disk."""
+    zero = config.get("zero_optimization") or {}
+    sections = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
+    return any(section.get("device", "none") != "none" for section in sections)
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:

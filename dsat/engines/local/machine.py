@@ -7,16 +7,26 @@ is done where nothing else happens.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from dsat.errors import EngineError
 
 _MARK = "dsat-slots "
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
+_FIND_LIMIT_S = 180.0
+_CHECK_LIMIT_S = 60.0
+# What other programs hold of a device that is in use; less may be a desktop or a monitor.
+_BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,15 @@ class Machine:
 
     Attributes:
         accelerator: DeepSpeed's name of it (`cuda`, `cpu`, `xpu`, ...).
-        device_name: of the first device, for people.
+        device_name: of the devices, for people.
         devices: one entry per slot: what the visible-devices variable must say, or the processor
             core of a CPU slot.
         visible_devices: environment variables that choose devices; none on a CPU.
-        memory_bytes: of one device; of the whole host on a CPU.
+        memory_bytes: of the smallest device; of the whole host on a CPU.
+        device_memory_bytes: of each device, where there are any.
+        expandable_segments: whether torch's allocator can be told to use them.
+        left_out: why other devices are no slots, for people.
+        warnings: what else people should know of the slots.
     """
 
     accelerator: str
@@ -37,6 +51,10 @@ class Machine:
     devices: tuple[str, ...]
     visible_devices: tuple[str, ...]
     memory_bytes: int
+    device_memory_bytes: tuple[int, ...] = ()
+    expandable_segments: bool = False
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
@@ -46,11 +64,19 @@ class Machine:
     def num_slots(self) -> int:
         return len(self.devices)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some devices have more memory than others."""
+        return len(set(self.device_memory_bytes)) > 1
+
     def describe(self) -> str:
         plural = "" if self.num_slots == 1 else "s"
+        sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
+        memory = " and ".join(f"{size / 2**30:.0f}" for size in sizes)
+        left_out = "".join(f"; {reason}" for reason in self.left_out)
         return (
             f"{self.num_slots} {self.accelerator} slot{plural} "
-            f"({self.device_name}, {self.memory_bytes / 2**30:.0f} GiB)"
+            f"({self.device_name}, {memory} GiB){left_out}"
         )
 
 
@@ -60,18 +86,49 @@ def find_machine() -> Machine:
     Raises:
         EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
-    command = [sys.executable, "-m", "dsat.engines.local.machine"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    for line in process.stdout.splitlines():
-        if line.startswith(_MARK):
-            data = json.loads(line[len(_MARK) :])
-            data = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-            return Machine(**data)
-    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-    raise EngineError(
-        f"the accelerators of this machine cannot be found: {last}. Check that "
-        f"`{sys.executable} -c 'import deepspeed'` works."
+    found = _ask([], os.environ, _FIND_LIMIT_S)
+    if isinstance(found, str):
+        raise EngineError(
+            f"the accelerators of this machine cannot be found: {found}. Check that "
+            f"`{sys.executable} -c 'import deepspeed'` works."
+        )
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    return Machine(**values)
+
+
+def problem_with(machine: Machine, slot: int) -> str:
+    """Why a fresh process cannot use a slot's device; empty if it can."""
+    env = dict(os.environ)
+    for variable in machine.visible_devices:
+        env[variable] = machine.devices[slot]
+    found = _ask(["--check"], env, _CHECK_LIMIT_S)
+    return found if isinstance(found, str) else ""
+
+
+def _ask(options: Sequence[str], env: Mapping[str, str], limit_s: float) -> dict[str, Any] | str:
+    """What a process that may use the accelerator answers, or why it does not.
+
+    It may be stuck in the driver, beyond the reach of signals: it is not waited for any longer.
+    """
+    command = [sys.executable, "-m", "dsat.engines.local.machine", *options]
+    process = subprocess.Popen(  # noqa: S603
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+        return f"no answer within {limit_s:g} s: the driver may be stuck"
+    for line in out.splitlines():
+        if line.startswith(_MARK):
+            answer: dict[str, Any] = json.loads(line[len(_MARK) :])
+            return answer
+    lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
+    # torch's errors go on with advice.
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    return (named or lines)[-1]
 
 
 def _inspect() -> Machine:
@@ -92,18 +149,84 @@ def _inspect() -> Machine:
             memory_bytes=int(psutil.virtual_memory().total),
         )
     variables = _visible_devices_variables(accelerator)
-    device_name = name
-    if name == "cuda":
-        import torch
-
-        device_name = torch.cuda.get_device_name(0)
+    ids = visible_ids(accelerator.device_count(), variables)
+    found, broken = [], []
+    for index, device in enumerate(ids):
+        try:
+            found.append(_Device.of(accelerator, index, device))
+        except RuntimeError as error:
+            broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
+    if not found:
+        raise SystemExit("; ".join(broken) or f"there is no {name} device")
+    # A choice of the user's is one.
+    chosen = any(os.environ.get(variable) for variable in variables)
+    idle = found if chosen else [device for device in found if not device.is_busy] or found
+    used = {device.device: device.describe_use(name) for device in found if device.is_busy}
+    kept = [device.device for device in idle]
     return Machine(
         accelerator=name,
-        device_name=device_name,
-        devices=tuple(visible_ids(accelerator.device_count(), variables)),
+        device_name=", ".join(dict.fromkeys(device.name for device in idle)),
+        devices=tuple(kept),
         visible_devices=tuple(variables),
-        memory_bytes=int(accelerator.total_memory(0)),
+        memory_bytes=min(device.total_bytes for device in idle),
+        device_memory_bytes=tuple(device.total_bytes for device in idle),
+        expandable_segments=name == "cuda" and _has_nvml(),
+        left_out=(
+            *broken,
+            *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
+        ),
+        warnings=tuple(
+            f"{text}: trials there may run out of memory"
+            for device, text in used.items()
+            if device in kept
+        ),
     )
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device as a process sees it that does nothing with it."""
+
+    device: str
+    name: str
+    total_bytes: int
+    taken_bytes: int
+
+    @classmethod
+    def of(cls, accelerator: Any, index: int, device: str) -> _Device:
+        """Raises RuntimeError if the device does not answer."""
+        total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
+        if name == "cuda":
+            import torch
+
+            name = torch.cuda.get_device_name(index)
+            free, total = torch.cuda.mem_get_info(index)
+            taken = total - free
+        return cls(device, name, total, taken)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
+
+    def describe_use(self, accelerator: str) -> str:
+        taken, total = self.taken_bytes / 2**30, self.total_bytes / 2**30
+        return (
+            f"{accelerator} {self.device} is in use by other programs "
+            f"({taken:.1f} of {total:.0f} GiB)"
+        )
+
+
+def _has_nvml() -> bool:
+    """Whether NVIDIA's management library is there.
+
+    Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in
+    c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
+    """
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
@@ -115,9 +238,23 @@ def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
     return [str(index) for index in range(count)]
 
 
-def _visible_devices_variables(accelerator: object) -> list[str]:
+def _visible_devices_variables(accelerator: Any) -> list[str]:
     names = getattr(accelerator, "visible_devices_envs", None)
-    return list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
+    found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
+    # ROCm looks at its own name first, so one that the user has set must follow.
+    return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
+
+
+def _check() -> dict[str, float]:
+    """Uses the one device that is visible; raises what it raises."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    began_s = time.monotonic()
+    accelerator = get_accelerator()
+    torch.empty(1, device=accelerator.device_name()).add_(1).cpu()
+    accelerator.synchronize()
+    return {"took_s": time.monotonic() - began_s}
 
 
 def _processor_name() -> str:
@@ -132,4 +269,5 @@ def _processor_name() -> str:
 
 
 if __name__ == "__main__":
-    print(_MARK + json.dumps(asdict(_inspect())))
+    answer = _check() if sys.argv[1:] == ["--check"] else asdict(_inspect())
+    print(_MARK + json.dumps(answer))

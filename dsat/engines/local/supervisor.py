@@ -19,7 +19,8 @@ Requests:
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
-     "killed": [whether this process killed it, by rank]}
+     "killed": [whether this process killed it, by rank],
+     "stuck": whether a rank could not be killed: it waits in the kernel, for a driver perhaps}
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # A rank that sees another one fail ends by itself soon; its own report may say more.
 _GRACE_AFTER_FAILURE_S = 0.3
+# A killed process ends when its last call into the kernel returns; that of a driver may never.
+_STUCK_AFTER_S = 60.0
+_CANARY_LIMIT_S = 60.0
+_CANARY_IS_FULL = 3
 
 
 @dataclass
@@ -56,10 +61,11 @@ class _Group:
     linger_s: float | None
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
-    victims: set[int] = field(default_factory=set)
+    killed_ranks: set[int] = field(default_factory=set)
     killed: bool = False
     kill_at: float | None = None
-    kin: set[int] = field(default_factory=set)
+    killed_at: float | None = None
+    descendants: set[int] = field(default_factory=set)
 
     @property
     def ended(self) -> bool:
@@ -215,18 +221,24 @@ class Supervisor:
             if grace_s is not None:
                 self._end(group, grace_s, signal_first=False)
             return
+        self._finish(group)
+
+    def _finish(self, group: _Group, *, stuck: bool = False) -> None:
         del self._groups[group.trial]
-        _kill_all(group.pids[0], group.kin | self._strays(group))
+        _kill_all(group.pids[0], group.descendants | self._strays(group))
         unlink_shared_memory(group.port)
         self._answer(
             {
                 "event": "ended",
                 "trial": group.trial,
-                "statuses": [group.statuses[rank] for rank in range(len(group.pids))],
-                "killed": [rank in group.victims for rank in range(len(group.pids))],
+                "statuses": [
+                    group.statuses.get(rank, -signal.SIGKILL) for rank in range(len(group.pids))
+                ],
+                "killed": [rank in group.killed_ranks for rank in range(len(group.pids))],
+                "stuck": stuck,
             }
         )
-        if not self._groups:
+        if not self._groups and not stuck:
             _kill_everything_below()
 
     def _end(self, group: _Group, grace_s: float, *, signal_first: bool = True) -> None:
@@ -246,12 +258,16 @@ class Supervisor:
         for group in self._groups.values():
             if group.kill_at is not None and group.kill_at <= now and not group.killed:
                 self._kill(group)
+        for group in list(self._groups.values()):
+            if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
+                self._finish(group, stuck=True)
 
     def _kill(self, group: _Group) -> None:
         group.killed = True
-        group.victims = set(range(len(group.pids))) - group.statuses.keys()
-        group.kin |= _descendants(group.pids[rank] for rank in group.victims)
-        _kill_all(group.pids[0], group.kin)
+        group.killed_at = time.monotonic()
+        group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
+        group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
+        _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
         """What an ended trial started and left to this process, while other trials go on."""
@@ -261,7 +277,9 @@ class Supervisor:
         return strays | _descendants(strays)
 
     def _timeout_s(self) -> float | None:
-        deadlines = [g.kill_at for g in self._groups.values() if g.kill_at and not g.killed]
+        groups = self._groups.values()
+        deadlines = [g.kill_at for g in groups if g.kill_at and not g.killed]
+        deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
@@ -285,9 +303,51 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
             return {"ok": False, "reason": "an import initialised CUDA"}
     if _num_threads() > threads_before:
         return {"ok": False, "reason": "an import started threads"}
+    if problem := _canary(os.environ.get("DS_ACCELERATOR", "cpu")):
+        return {"ok": False, "reason": problem}
     gc.collect()
     gc.freeze()  # forked ranks then share these objects instead of copying them
     return {"ok": True, "reason": ""}
+
+
+def _canary(accelerator: str) -> str:
+    """Why a forked process cannot use the device, if it cannot.
+
+    Asking how many devices there are is enough to spoil it, and an import may do that unseen.
+    """
+    if accelerator == "cpu" or "torch" not in sys.modules:
+        return ""
+    pid = os.fork()
+    if pid == 0:
+        _sing(accelerator)
+    deadline = time.monotonic() + _CANARY_LIMIT_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(status)
+            if status in (0, _CANARY_IS_FULL):  # that it is full says nothing of forks
+                return ""
+            return f"after the imports, a forked process cannot use {accelerator} (status {status})"
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return f"a forked process that uses {accelerator} does not come back"
+
+
+def _sing(accelerator: str) -> NoReturn:
+    status = 1
+    try:
+        import torch
+
+        torch.empty(1, device=accelerator)
+        status = 0
+    except Exception as error:
+        full = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
+        status = _CANARY_IS_FULL if full else 1
+        sys.stderr.write(f"no device in a forked process: {error}\n")
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _num_threads() -> int:

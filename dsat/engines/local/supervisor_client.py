@@ -95,23 +95,32 @@ class SupervisorClient:
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def warm_up(self, modules: Sequence[str] = ()) -> None:
+    def warm_up(self, modules: Sequence[str] = ()) -> str:
         """Has the supervisor import what ranks need, or more modules later on.
 
         If the supervisor can no longer fork afterwards, it is started again without them. Nothing
         may be running.
 
+        Returns:
+            Why no ranks can be forked even with only torch and DeepSpeed imported: they must be
+            fresh processes. Empty if they can be.
+
         Raises:
-            EngineError: it cannot fork even with only torch and DeepSpeed imported.
+            EngineError: the imports take too long.
         """
         if self._warm(modules or WARM_MODULES):
-            return
+            return ""
+        self._restart()
+        if modules and self._warm(WARM_MODULES):
+            return ""
+        reason = self._reason
+        if modules:
+            self._restart()
+        return reason
+
+    def _restart(self) -> None:
         self.close()
         self._start()
-        if not self._warm(WARM_MODULES):
-            raise EngineError(
-                f"trials cannot be forked on this machine: {self._reason}. Use --cold."
-            )
 
     def close(self) -> None:
         """Ends the supervisor, and with it everything that it started."""

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dsat.in_trial.simulation import named_cuda
+from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 
@@ -40,6 +42,7 @@ class FunctionRules(TorchFunctionMode):
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], *, as_cpu: bool) -> None:
         super().__init__()
         self._adopt = adopt
+        self._device = "cpu" if as_cpu else DEVICE_TYPE
         self._replaced: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: functools.partial(_attention, as_cpu),
         }
@@ -48,6 +51,9 @@ class FunctionRules(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = self._adopted(args), self._adopted(kwargs or {})
+        args, kwargs = named_cuda.as_autocast(func, args, kwargs, self._device)
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._device)
         return self._replaced.get(func, func)(*args, **kwargs)
 
     def _adopted(self, value: Any) -> Any:
@@ -58,7 +64,7 @@ class FunctionRules(TorchFunctionMode):
             return type(value)(self._adopted(part) for part in value)
         if type(value) is dict:
             return {key: self._adopted(part) for key, part in value.items()}
-        return value
+        return named_cuda.renamed(value, self._device)
 
 
 def _attention(
@@ -124,6 +130,7 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     # The functions themselves, for callers that another function stands above; see FunctionRules.
     functional.scaled_dot_product_attention = functools.partial(_attention, device_type == "cpu")
     _patch_moves(tracker, device_type)
+    named_cuda.forget_the_real_one()
 
 
 @contextlib.contextmanager

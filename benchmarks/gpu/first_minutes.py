@@ -1,0 +1,385 @@
+"""The first 20 minutes with a GPU: what a CUDA without a device cannot tell.
+
+    python -m benchmarks.gpu.first_minutes FOLDER [--part 1|2|3] [--steps NAME ...] [--short]
+
+Each step is independent, prints a line for each finding, and writes `FOLDER/STEP.json`; what trials
+measured (`metrics.json`) is kept below `FOLDER/STEP`. A part takes at most 10 minutes: a step that
+would begin later is left for another call. The exit status is 1 if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import run_trial
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local.machine import problem_with
+from dsat.engines.local.supervisor_client import SupervisorClient
+from dsat.inputs import entrypoint, experiment
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PROGRAM = Path(__file__).with_name("loop.py")
+_PART_S = 600.0
+_MIB = 2**20
+
+
+class StepFailed(Exception):
+    """What was seen is not what must be."""
+
+
+@dataclass
+class Report:
+    """What a step finds.
+
+    Attributes:
+        folder: for what it leaves.
+        machine: the slots.
+        short: only so much as shows that the step runs.
+    """
+
+    folder: Path
+    machine: Machine
+    short: bool
+    findings: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        self.findings[name] = value
+        print(f"  {name}: {value}", flush=True)
+
+    def check(self, name: str, right: bool, value: Any = "") -> None:
+        """Notes a finding that must be so.
+
+        Raises:
+            StepFailed: it is not.
+        """
+        self.note(name, value if value != "" else right)
+        if not right:
+            raise StepFailed(f"{name}: {value}")
+
+
+# -- the steps
+
+
+def devices(report: Report) -> None:
+    """Slots by default, by id, by UUID and without any; what the machine has (D16)."""
+    for tool, options in (("nvidia-smi", ["-L"]), ("nvcc", ["--version"])):
+        path = shutil.which(tool)
+        text = "" if path is None else _output([path, *options])
+        report.note(tool, text.strip().splitlines()[-1:] or "not there")
+    report.note("machine", report.machine.describe())
+    for warning in report.machine.warnings:
+        report.note("warning", warning)
+    last = report.machine.devices[-1]
+    chosen = [last, *_uuids()[-1:]]
+    for device in chosen[: 1 if report.short else None]:
+        found = _in_environment({"CUDA_VISIBLE_DEVICES": device})
+        report.check(f"CUDA_VISIBLE_DEVICES={device}", found.devices == (device,), found.devices)
+    began_s = time.monotonic()
+    report.check("slot 0 answers", not (problem := problem_with(report.machine, 0)), problem or "")
+    report.note("asking a slot took (s)", round(time.monotonic() - began_s, 1))
+
+
+def forks(report: Report) -> None:
+    """Ranks forked from a warm process, with NVML and without it (D2, D3)."""
+    for name, env in (("with NVML", {}), ("NVML hidden", _without_nvml(report.folder))):
+        log = report.folder / "supervisor.log"
+        client = SupervisorClient(
+            report.machine.accelerator, log, env=env, trials=report.folder.resolve()
+        )
+        began_s = time.monotonic()
+        try:
+            reason = client.warm_up()
+        finally:
+            client.close()
+        report.note(name, reason or "ranks can be forked")
+        report.note(f"{name}, warm-up (s)", round(time.monotonic() - began_s, 1))
+
+
+def simulations(report: Report) -> None:
+    """`estimate --exact` on the examples; nothing of it may touch the device (D1, D9, D20)."""
+    for name in ("plain",) if report.short else ("plain", "hf_trainer"):
+        words = ["python3", "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
+        if name == "hf_trainer":
+            words = ["python3", "train.py", "--deepspeed", "ds_config.json"]
+        options = ["--slots", "1", *([] if report.short else ["--exact"])]
+        status, out = _dsat(["estimate", *options, "--", *words], EXAMPLES / name)
+        (report.folder / f"{name}.txt").write_text(out)
+        last = out.strip().splitlines()[-1:]
+        report.check(f"estimate {name}", status == 0 and "simulation died" not in out, last)
+
+
+def search(report: Report) -> None:
+    """A search with a limit: who runs out of memory, and how far off the prediction is (D4, D8)."""
+    run = report.folder / "run"
+    options = ["--max-trials", "4" if report.short else "16", "--slot-memory", "4GiB", "--json"]
+    if report.short:
+        options = ["--max-trials", "4", "--json", "--max-profile-steps", "3"]
+    config, folder = EXAMPLES / "core_api" / "deepspeed.yaml", EXAMPLES / "core_api"
+    words = ["model", str(config), str(folder), "--run-dir", str(run), *options]
+    status, out = _dsat(words, report.folder)
+    report.check("search ended", status == 0, out.strip().splitlines()[-1:] if status else status)
+    for path in sorted(run.glob("trials/*/metrics.json")):
+        memory = json.loads(path.read_text()).get("memory") or {}
+        allocated, reserved = (
+            max((memory.get(kind) or {}).values(), default=0)
+            for kind in ("allocated_bytes", "reserved_bytes")
+        )
+        context = memory.get("context_bytes", 0)
+        report.note(
+            path.parent.name,
+            f"allocated {allocated / _MIB:.0f}, reserved {reserved / _MIB:.0f}, "
+            f"context {context / _MIB:.0f} MiB",
+        )
+    shutil.copytree(run / "trials", report.folder / "trials", dirs_exist_ok=True)
+
+
+def starts(report: Report) -> None:
+    """One configuration warm and cold: the same figures, and how long a trial takes."""
+    for cold in (False, True):
+        name = "cold" if cold else "warm"
+        with _Engine(report, name, cold=cold) as engine:
+            for number in (1,) if report.short else (1, 2, 3):
+                outcome = run_trial(engine, _trial(number))
+                report.check(f"{name} {number}", outcome.ok, _line(outcome))
+
+
+def operators(report: Report) -> None:
+    """DeepSpeed's own Adam is compiled; a compiler that was killed holds up nobody (D13)."""
+    if shutil.which("nvcc") is None:
+        report.note("left out", "no nvcc")
+        return
+    fused = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
+    os.environ["TORCH_EXTENSIONS_DIR"] = str((report.folder / "extensions").resolve())
+    with _Engine(report, "killed", config=fused) as engine:
+        engine.launch(_trial(1))
+        engine.poll(20.0)
+        engine.cancel(1)
+        while not engine.poll(10.0):
+            pass
+        outcome = run_trial(engine, _trial(2))
+        report.check("after a kill", outcome.ok, _line(outcome))
+
+
+def offload(report: Report) -> None:
+    """What an offloaded optimizer takes of the host, and what threads are worth (D5, D7)."""
+    if shutil.which("nvcc") is None:
+        report.note("left out", "no nvcc: DeepSpeed compiles CPUAdam with CUDA's headers")
+        return
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}, "zero_optimization": zero}
+    for threads in ("1", ""):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if threads:
+            os.environ["OMP_NUM_THREADS"] = threads
+        with _Engine(report, f"threads-{threads or 'all'}", config=config) as engine:
+            outcome = run_trial(engine, _trial(1))
+            report.check(f"{threads or 'all'} threads", outcome.ok, _line(outcome))
+    os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def memory_back(report: Report) -> None:
+    """A process with most of the memory is killed, and a trial starts at once (D17)."""
+    code = (
+        "import sys, time, torch\n"
+        "free, _ = torch.cuda.mem_get_info()\n"
+        "kept = torch.empty(int(free * 0.9), dtype=torch.uint8, device='cuda')\n"
+        "print('has it', flush=True)\ntime.sleep(600)"
+    )
+    hog = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert hog.stdout is not None
+    with _Engine(report, "after") as engine:
+        report.check("memory was taken", hog.stdout.readline().strip() == "has it")
+        hog.send_signal(signal.SIGKILL)
+        outcome = run_trial(engine, _trial(1))
+        hog.wait()
+        report.check("trial at once", outcome.ok, _line(outcome))
+
+
+def precisions(report: Report) -> None:
+    """fp16, whose first steps are skipped, and bf16."""
+    for name in ("bf16",) if report.short else ("bf16", "fp16"):
+        with _Engine(report, name, config={name: {"enabled": True}}) as engine:
+            outcome = run_trial(engine, _trial(1))
+            report.check(name, outcome.ok, _line(outcome))
+
+
+def side_by_side(report: Report) -> None:
+    """With two GPUs: a trial alone against beside another, and one of two ranks (D6, D14)."""
+    if report.machine.num_slots < 2:
+        report.note("left out", "one GPU")
+        return
+    with _Engine(report, "alone") as engine:
+        alone = run_trial(engine, _trial(1))
+        report.check("alone", alone.ok, _line(alone))
+        engine.launch(_trial(2))
+        engine.launch(_trial(3))
+        ended: dict[int, Outcome] = {}
+        while len(ended) < 2:
+            ended.update(engine.poll(30.0))
+        for number, outcome in sorted(ended.items()):
+            report.check(f"beside, {number}", outcome.ok, _line(outcome))
+    with _Engine(report, "two ranks", slots=2) as engine:
+        outcome = run_trial(engine, _trial(1, ranks=2))
+        report.check("two ranks", outcome.ok, _line(outcome))
+
+
+STEPS: Mapping[str, tuple[int, Callable[[Report], None]]] = {
+    "devices": (1, devices),
+    "forks": (1, forks),
+    "simulations": (1, simulations),
+    "search": (1, search),
+    "starts": (2, starts),
+    "operators": (2, operators),
+    "offload": (2, offload),
+    "memory_back": (3, memory_back),
+    "precisions": (3, precisions),
+    "side_by_side": (3, side_by_side),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3))
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS), metavar="NAME")
+    parser.add_argument("--short", action="store_true", help="only see that each step runs")
+    arguments = parser.parse_args(argv)
+    parts = (arguments.part,) if arguments.part else (1, 2, 3)
+    names = arguments.steps or [name for name, (part, _) in STEPS.items() if part in parts]
+    machine = find_machine()
+    began_s, failed = time.monotonic(), []
+    for name in names:
+        if time.monotonic() - began_s > _PART_S:
+            print(f"{name}: left for another call, {_PART_S / 60:g} minutes are over")
+            continue
+        folder = arguments.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        report = Report(folder, machine, arguments.short)
+        print(f"{name}: {STEPS[name][1].__doc__}", flush=True)
+        step_began_s = time.monotonic()
+        try:
+            STEPS[name][1](report)
+        except Exception as error:
+            failed.append(name)
+            report.note("failed", f"{type(error).__name__}: {error}")
+            (folder / "traceback.txt").write_text(traceback.format_exc())
+        report.note("took (s)", round(time.monotonic() - step_began_s, 1))
+        text = json.dumps(report.findings, indent=1, default=str) + "\n"
+        (arguments.folder / f"{name}.json").write_text(text)
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+# -- what they share
+
+
+class _Plain(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+class _Engine:
+    """A local engine for the six-step program, closed at the end of the block."""
+
+    def __init__(
+        self,
+        report: Report,
+        name: str,
+        *,
+        slots: int = 1,
+        cold: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder = report.folder / name.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        adam = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
+        base = {"optimizer": adam, "zero_optimization": {"stage": 1}, **(config or {})}
+        command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json"]
+        (folder / "ds_config.json").write_text(json.dumps(base))
+        program = entrypoint.parse(command, folder)
+        user = experiment.of_dict(command, name, folder, base)
+        options = LocalOptions(trial_timeout_s=240.0, cold=cold, max_steps=6)
+        run = folder / "run"
+        run.mkdir(exist_ok=True)
+        self._engine = LocalEngine(
+            user, program, report.machine, run, options, slots_per_trial=slots
+        )
+
+    def __enter__(self) -> LocalEngine:
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+def _trial(number: int, *, ranks: int = 1) -> Trial:
+    batch = BatchTriple(4 * ranks, 4, 1)
+    return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=batch.config())
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.metrics is None:
+        return f"{outcome.kind.value}: {outcome.message}"
+    return (
+        f"{outcome.metrics.latency:.1f} ms a step +-{outcome.metrics.ci95:.0%}, "
+        f"{outcome.duration_s:.1f} s in all"
+    )
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout
+
+
+def _uuids() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    text = _output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    return [line.strip() for line in text.splitlines() if line.startswith("GPU-")]
+
+
+def _in_environment(variables: Mapping[str, str]) -> Machine:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        return find_machine()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _without_nvml(folder: Path) -> dict[str, str]:
+    """Variables of a process that finds a management library that cannot be loaded."""
+    hidden = folder / "no-nvml"
+    hidden.mkdir()
+    (hidden / "libnvidia-ml.so.1").touch()
+    paths = [str(hidden.resolve()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"LD_LIBRARY_PATH": os.pathsep.join(paths)}
+
+
+def _dsat(words: Sequence[str], folder: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "dsat", *words]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=env, check=False, timeout=_PART_S
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

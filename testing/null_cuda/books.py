@@ -1,0 +1,155 @@
+"""The state of the null CUDA's devices: made, read and changed by tests."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from testing.null_cuda.build import Libraries
+
+_MAX_DEVICES, _MAX_ENTRIES, _MAX_FAULTS = 16, 512, 16
+_GIB = 2**30
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (
+        ("total_bytes", ctypes.c_uint64),
+        ("busy_bytes", ctypes.c_uint64),
+        ("error", ctypes.c_uint64),
+        ("throttle", ctypes.c_uint64),
+        ("uuid", ctypes.c_char * 64),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_int64),
+        ("device", ctypes.c_int64),
+        ("bytes", ctypes.c_uint64),
+        ("gone_at_ms", ctypes.c_uint64),
+    )
+
+
+class _Books(ctypes.Structure):
+    _fields_ = (
+        ("devices", ctypes.c_uint64),
+        ("context_bytes", ctypes.c_uint64),
+        ("reclaim_ms", ctypes.c_uint64),
+        ("fired", ctypes.c_uint64 * _MAX_FAULTS),
+        ("device", _Device * _MAX_DEVICES),
+        ("entry", _Entry * _MAX_ENTRIES),
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        total_bytes: its memory.
+        busy_bytes: what of it a process holds that is none of ours.
+        uuid: `GPU-...`, or `MIG-...` of a part of a device; by default its number.
+        name: what it is called.
+    """
+
+    total_bytes: int = 8 * _GIB
+    busy_bytes: int = 0
+    uuid: str = ""
+    name: str = "Null H100"
+
+
+class NullCuda:
+    """A machine with devices that keep books and compute nothing.
+
+    Args:
+        libraries: the compiled null CUDA.
+        path: of the file with the books.
+        devices: what the machine has.
+        nvml: whether the management library is installed.
+        context_bytes: what each process takes of each device that it uses, besides its tensors.
+        reclaim_s: how long the memory of a process that has ended stays taken.
+    """
+
+    def __init__(
+        self,
+        libraries: Libraries,
+        path: Path,
+        devices: Sequence[Device] = (Device(),),
+        *,
+        nvml: bool = True,
+        context_bytes: int = 64 * 2**20,
+        reclaim_s: float = 0.0,
+    ) -> None:
+        self._libraries = libraries
+        self._path = path
+        self._nvml = nvml
+        path.write_bytes(bytes(ctypes.sizeof(_Books)))
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._books = _Books.from_buffer(self._map)
+        self._books.devices = len(devices)
+        self._books.context_bytes = context_bytes
+        self._books.reclaim_ms = int(reclaim_s * 1000)
+        for index, device in enumerate(devices):
+            entry = self._books.device[index]
+            entry.total_bytes, entry.busy_bytes = device.total_bytes, device.busy_bytes
+            uuid = device.uuid or f"GPU-{index:08x}-0000-0000-0000-000000000000"
+            entry.uuid, entry.name = uuid.encode(), device.name.encode()
+
+    def environment(self, faults: str = "", **variables: str) -> dict[str, str]:
+        """All variables of a process that is to see the devices.
+
+        Args:
+            faults: what fails; `CALL#N=WHAT` at its N-th call in a process, `CALL>BYTES=WHAT` once
+                a process would hold more, separated by `;`. `@D` behind the call means only on
+                device D, `*T` only its first T times in all processes. WHAT is the number of an
+                error, `hang` or `abort`.
+            variables: more of them.
+        """
+        folders = [self._libraries.driver, *([self._libraries.nvml] if self._nvml else [])]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "NULL_CUDA_"))}
+        before = env.get("LD_LIBRARY_PATH")
+        return {
+            **env,
+            "LD_PRELOAD": str(self._libraries.preload),
+            "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([before] if before else [])]),
+            "NULL_CUDA_BOOKS": str(self._path.resolve()),
+            "NULL_CUDA_FAULTS": faults,
+            # The older interface has questions that can be answered without a device.
+            "TORCH_CUDNN_V8_API_DISABLED": "1",
+            "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+            **variables,
+        }
+
+    def break_device(self, index: int, error: int) -> None:
+        """From now on every call on a device fails, as after an Xid; 0 mends it."""
+        self._books.device[index].error = error
+
+    def occupy(self, index: int, busy_bytes: int) -> None:
+        """Another program takes so much of a device."""
+        self._books.device[index].busy_bytes = busy_bytes
+
+    def throttle(self, index: int, reasons: int) -> None:
+        """What NVML says holds the clocks down: a bit mask."""
+        self._books.device[index].throttle = reasons
+
+    def uuid(self, index: int) -> str:
+        """Of a device, as NVML and CUDA_VISIBLE_DEVICES have it."""
+        return bytes(self._books.device[index].uuid).decode()
+
+    def fired(self) -> list[int]:
+        """How often each fault came up, in the order in which they were given."""
+        return list(self._books.fired)
+
+    def held(self) -> Mapping[tuple[int, int], int]:
+        """Bytes by process and device, of processes that live."""
+        return {
+            (entry.pid, entry.device): entry.bytes
+            for entry in self._books.entry
+            if entry.pid and entry.bytes and os.path.exists(f"/proc/{entry.pid}")
+        }

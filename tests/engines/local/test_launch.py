@@ -1,0 +1,77 @@
+"""What memory and speed depend on besides the configuration: the ranks' environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsat.engines.local import leftovers
+from dsat.engines.local.launch import offloads, settings_of_ranks
+from dsat.inputs.entrypoint import Entrypoint
+from testing.local import cpu_machine
+
+GPUS = replace(cpu_machine(4), accelerator="cuda", expandable_segments=True)
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+PROGRAM = Entrypoint(script="train.py", passes_local_rank=True)
+
+
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
+    threads = {
+        (ranks, bool(config)): settings_of_ranks(GPUS, PROGRAM, config, ranks, {})
+        for ranks in (1, 2, 4)
+        for config in ({}, OFFLOAD)
+    }
+    assert {key: found.get("OMP_NUM_THREADS") for key, found in threads.items()} == {
+        (1, False): "4",
+        (2, False): "4",
+        (4, False): "4",
+        (1, True): None,  # one rank, alone: torch's own choice
+        (2, True): "8",
+        (4, True): "4",
+    }
+    torchrun = replace(PROGRAM, one_thread=True)
+    assert settings_of_ranks(GPUS, torchrun, {}, 2, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_has_set_is_left_alone() -> None:
+    given = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert settings_of_ranks(GPUS, PROGRAM, OFFLOAD, 2, given) == {}
+    expandable = settings_of_ranks(GPUS, PROGRAM, {}, 2, {})["PYTORCH_CUDA_ALLOC_CONF"]
+    assert expandable == "expandable_segments:True"
+
+
+def test_trials_that_swap_to_nvme_have_folders_of_their_own(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}}
+    assert offloads(config)
+    own, folders = leftovers.with_own_swap_folder(config, "run-z3")
+    assert own["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "run-z3")
+    assert config["zero_optimization"]["offload_param"] == nvme
+    leftovers.make(folders)
+    (tmp_path / "run-z3" / "zero_stage_3").mkdir()
+    leftovers.remove(folders)
+    assert list(tmp_path.iterdir()) == []
+    assert not offloads({"zero_optimization": {"offload_param": {"device": "none"}}})
+
+
+def test_a_lock_is_removed_only_if_nobody_holds_it(tmp_path: Path) -> None:
+    stale, held = tmp_path / "fused_adam" / "lock", tmp_path / "cpu_adam" / "lock"
+    for path in (stale, held):
+        path.parent.mkdir()
+    stale.touch()
+    descriptor = os.open(held, os.O_CREAT | os.O_EXCL)
+    try:
+        env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+        assert leftovers.remove_compiler_locks(env) == [stale]
+        assert held.exists() and not stale.exists()
+    finally:
+        os.close(descriptor)

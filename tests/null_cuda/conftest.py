@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from testing.null_cuda import Device, Libraries, NullCuda, NullCudaUnavailable, build
+
+ROOT = Path(__file__).parents[2]
+MachineOf = Callable[..., NullCuda]
+
+
+@pytest.fixture(scope="session")
+def libraries() -> Libraries:
+    try:
+        return build(ROOT / ".cache" / "null_cuda")
+    except NullCudaUnavailable as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture
+def null_cuda(libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineOf:
+    """Makes a machine whose devices all processes see that the test starts, but not the test's."""
+
+    def make(*devices: Device, faults: str = "", **options: object) -> NullCuda:
+        machine = NullCuda(libraries, tmp_path / "books", devices or (Device(),), **options)  # type: ignore[arg-type]
+        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in machine.environment(faults).items():
+            monkeypatch.setenv(name, value)
+        return machine
+
+    return make

@@ -1,0 +1,207 @@
+"""The local engine and its supervisor on devices that fail as GPUs do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.local import LocalEngine, LocalOptions, find_machine
+from dsat.errors import EngineError
+from dsat.inputs import entrypoint, experiment
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.local import PROGRAMS
+from testing.null_cuda import Device
+from tests.null_cuda.conftest import MachineOf
+
+_GIB = 2**30
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000},
+}
+OOM, HOST_OOM, ERROR, OK, TIMEOUT = (
+    OutcomeKind.OOM,
+    OutcomeKind.HOST_OOM,
+    OutcomeKind.ERROR,
+    OutcomeKind.OK,
+    OutcomeKind.TIMEOUT,
+)
+
+
+def trial(number: int, kind: TrialKind = TrialKind.SEARCH, **overrides: Any) -> Trial:
+    batch = BatchTriple(4, 4, 1)
+    return Trial(number, kind, f"t{number}", 1, batch, overrides={**batch.config(), **overrides})
+
+
+@contextlib.contextmanager
+def engine_on_devices(
+    folder: Path, *, slots: int = 1, program: str = "tiny", **options: Any
+) -> Iterator[LocalEngine]:
+    folder.mkdir()
+    user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
+    hparams = {**user.hparams, "deepspeed_config": _CONFIG}
+    user = replace(user, ds_config=_CONFIG, hparams=hparams)
+    engine = LocalEngine(
+        user,
+        entrypoint.parse(user.entrypoint, user.model_dir),
+        find_machine(),
+        folder,
+        LocalOptions(trial_timeout_s=options.pop("trial_timeout_s", 120.0), max_steps=4, **options),
+        slots_per_trial=slots,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def outcome_of(engine: LocalEngine, number: int, **overrides: Any) -> Outcome:
+    engine.launch(trial(number, **overrides))
+    while not (ended := engine.poll(10.0)):
+        pass
+    [(trial_id, outcome)] = ended
+    assert trial_id == number
+    return outcome
+
+
+def env_of(folder: Path, number: int) -> str:
+    return (folder / "trials" / f"t{number}" / "cmd.txt").read_text()
+
+
+# What fails on rank 1 of two, and what becomes of the trial.
+FAILURES = [
+    ("cuMemCreate>40000000=2", OOM, "CUDA out of memory"),
+    ("cudaLaunchKernel#60=2", OOM, "out of memory"),
+    ("cublasCreate_v2=3", OOM, "CUBLAS_STATUS_ALLOC_FAILED"),
+    ("cublasCreate_v2=1", ERROR, "CUBLAS_STATUS_NOT_INITIALIZED"),
+    ("cublasSgemm_v2#2=13", ERROR, "CUBLAS_STATUS_EXECUTION_FAILED"),
+    ("cublasLtMatmul#2=14", ERROR, "CUBLAS_STATUS_INTERNAL_ERROR"),
+    ("cudaLaunchKernel#80=700", ERROR, "illegal memory access"),
+    ("cudaLaunchKernel#80=710", ERROR, "device-side assert"),
+    ("cudaLaunchKernel#80=719", ERROR, "unspecified launch failure"),
+    ("cudaLaunchKernel#80=214", ERROR, "uncorrectable ECC error"),
+    ("cudaLaunchKernel#80=abort", ERROR, "SIGABRT"),
+    ("cudaMemcpyAsync#4=719", ERROR, "unspecified launch failure"),
+    ("cudaStreamSynchronize#2=702", ERROR, "launch timed out"),
+    ("cudaEventRecord#3=719", ERROR, "unspecified launch failure"),
+    ("cudaSetDevice#2=46", ERROR, "busy or unavailable"),
+    ("ncclCommInitRank=2", ERROR, "unhandled system error"),
+    ("ncclAllReduce#2=1", ERROR, "unhandled cuda error"),
+    ("ncclBroadcast#1=6", ERROR, "remote process exited"),
+    ("cudaLaunchKernel#80=hang", TIMEOUT, "no result after"),
+    ("ncclAllReduce#2=hang", TIMEOUT, "no result after"),
+]
+
+
+@pytest.mark.slow
+def test_each_driver_failure_has_its_outcome_and_leaves_a_free_slot(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = null_cuda(Device(), Device())
+    found = []
+    with engine_on_devices(tmp_path / "run", slots=2, trial_timeout_s=40) as engine:
+        for number, (fault, _, _) in enumerate(FAILURES, 1):
+            call, _, what = fault.partition("=")
+            name = call.partition("#")[0].partition(">")[0]
+            on_one = f"{name}@1{call.removeprefix(name)}={what}"
+            monkeypatch.setenv("NULL_CUDA_FAULTS", on_one)
+            engine.launch(trial(number))
+            monkeypatch.setenv("NULL_CUDA_FAULTS", "")
+            while not (ended := engine.poll(10.0)):
+                pass
+            found.append(ended[0][1])
+        assert engine.num_slots == 2
+        last = outcome_of(engine, len(FAILURES) + 1)
+    for (fault, kind, text), outcome in zip(FAILURES, found, strict=True):
+        assert (fault, outcome.kind) == (fault, kind), outcome.message
+        assert text in outcome.message + outcome.detail, (fault, outcome.message)
+    assert last.ok, last.detail
+    assert not machine.held()
+
+
+@pytest.mark.slow
+def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
+    null_cuda: MachineOf, tmp_path: Path
+) -> None:
+    machine = null_cuda(Device(), Device(), Device())
+    with engine_on_devices(tmp_path / "run", slots=1) as engine:
+        assert outcome_of(engine, 0, kind=TrialKind.PROFILE).ok
+        machine.break_device(0, 214)
+        for number in (1, 2, 3):
+            engine.launch(trial(number))
+        ended: dict[int, Outcome] = {}
+        while len(ended) < 3:
+            ended.update(engine.poll(10.0))
+        assert all(outcome.ok for outcome in ended.values()), ended
+        assert engine.num_slots == 2
+        machine.break_device(1, 79)
+        machine.break_device(2, 79)
+        with pytest.raises(EngineError, match=r"0 of 3 still work .*uncorrectable ECC"):
+            outcome_of(engine, 4)
+    assert not machine.held()
+
+
+@pytest.mark.slow
+def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A MIG device, or no NVML: torch can only ask CUDA how many devices there are."""
+    null_cuda(Device(uuid="MIG-0a"), Device(uuid="MIG-0b"), nvml=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b")
+    spoilt = tmp_path / "modules"
+    spoilt.mkdir()
+    (spoilt / "sitecustomize.py").write_text("")
+    (spoilt / "determined_spoilt.py").write_text("import torch; torch.cuda.device_count()")
+    monkeypatch.setattr(
+        "dsat.engines.local.supervisor_client.WARM_MODULES",
+        ("torch", "deepspeed", "determined_spoilt"),
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert find_machine().devices == ("MIG-0b",)
+    with engine_on_devices(tmp_path / "run") as engine:
+        outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
+        assert outcome.ok, outcome.detail
+        [warning] = [text for text in outcome.warnings if "fresh processes" in text]
+        assert "a forked process cannot use cuda" in warning
+        assert "-m dsat.in_trial.rank" in env_of(tmp_path / "run", 0)
+        # Without NVML, torch 2.15 crashes at its first expandable segment.
+        assert "expandable_segments" not in env_of(tmp_path / "run", 0)
+
+
+@pytest.mark.slow
+def test_memory_that_is_reserved_is_what_is_allocated(null_cuda: MachineOf, tmp_path: Path) -> None:
+    null_cuda(Device(total_bytes=2 * _GIB))
+    with engine_on_devices(tmp_path / "run") as engine:
+        outcome = outcome_of(engine, 1)
+    assert outcome.ok, outcome.detail
+    assert "expandable_segments:True" in env_of(tmp_path / "run", 1)
+    assert outcome.memory is not None
+    for phase, allocated in outcome.memory.allocated_bytes.items():
+        # Segments grow by 2 MiB for small tensors, and by 20 MiB for large ones.
+        assert outcome.memory.reserved_bytes[phase] <= allocated + 24 * 2**20
+
+
+@pytest.mark.slow
+def test_devices_are_chosen_as_the_user_chose_them(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB), Device(4 * _GIB)]
+    machine = null_cuda(*devices)
+    found = find_machine()
+    assert found.devices == ("0", "2")
+    assert found.device_memory_bytes == (8 * _GIB, 4 * _GIB)
+    assert found.memory_bytes == 4 * _GIB
+    assert "cuda 1 is in use by other programs (6.1 of 8 GiB), and is left out" in found.describe()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(1)}")
+    found = find_machine()
+    assert found.devices == (machine.uuid(2), machine.uuid(1))
+    assert "in use by other programs" in found.warnings[0]
+    machine.break_device(2, 46)
+    assert "busy or unavailable" in find_machine().left_out[0]
