@@ -29,7 +29,7 @@ from dsat.engines.local.machine import problem_with
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -313,7 +313,7 @@ class _Engine:
         (folder / "ds_config.json").write_text(json.dumps(base))
         program = entrypoint.parse(command, folder)
         user = experiment.of_dict(command, name, folder, base)
-        options = LocalOptions(trial_timeout_s=240.0, cold=cold, max_steps=6)
+        options = LocalOptions(TrialOptions(timeout_s=240.0, max_steps=6), cold=cold)
         run = folder / "run"
         run.mkdir(exist_ok=True)
         self._engine = LocalEngine(

@@ -15,7 +15,7 @@ from dsat.engines.local import LocalEngine, LocalOptions, find_machine
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.local import PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
@@ -42,7 +42,7 @@ def trial(number: int, kind: TrialKind = TrialKind.SEARCH, **overrides: Any) -> 
 
 @contextlib.contextmanager
 def engine_on_devices(
-    folder: Path, *, slots: int = 1, program: str = "tiny", **options: Any
+    folder: Path, *, slots: int = 1, program: str = "tiny", timeout_s: float = 120.0
 ) -> Iterator[LocalEngine]:
     folder.mkdir()
     user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
@@ -53,7 +53,7 @@ def engine_on_devices(
         entrypoint.parse(user.entrypoint, user.model_dir),
         find_machine(),
         folder,
-        LocalOptions(trial_timeout_s=options.pop("trial_timeout_s", 120.0), max_steps=4, **options),
+        LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4)),
         slots_per_trial=slots,
     )
     try:
@@ -106,7 +106,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_a_free_slot(
 ) -> None:
     machine = null_cuda(Device(), Device())
     found = []
-    with engine_on_devices(tmp_path / "run", slots=2, trial_timeout_s=40) as engine:
+    with engine_on_devices(tmp_path / "run", slots=2, timeout_s=40) as engine:
         for number, (fault, _, _) in enumerate(FAILURES, 1):
             call, _, what = fault.partition("=")
             name = call.partition("#")[0].partition(">")[0]
