@@ -36,7 +36,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -289,14 +289,15 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
 
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = _num_threads()
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a user's library may do anything
-            sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+    with _without_compile_workers():
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a user's library may do anything
+                sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
@@ -348,6 +349,24 @@ def _sing(accelerator: str) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _without_compile_workers() -> Iterator[None]:
+    """Older torch starts inductor's workers at its import (`_inductor/async_compile.py` of 2.7.1).
+
+    Only that is prevented: a rank that compiles starts as many as ever, when it first compiles.
+    """
+    name = "TORCH_WARM_POOL"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _num_threads() -> int:

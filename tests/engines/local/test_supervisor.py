@@ -1,0 +1,62 @@
+"""The supervisor by its protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
+WARMS_A_POOL = """
+import os, threading
+if os.environ.get("TORCH_WARM_POOL", "1") == "1":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+STARTS_A_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+SAYS_WHAT_IS_LEFT = """
+import atexit, os, sys
+atexit.register(lambda: print("left:", os.environ.get("TORCH_WARM_POOL"), file=sys.stderr))
+"""
+
+
+def warmed(folder: Path, code: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """What the supervisor answers after it has imported a module, and what it printed."""
+    (folder / "library.py").write_text(code)
+    plain = {key: value for key, value in os.environ.items() if key != "TORCH_WARM_POOL"}
+    path = os.pathsep.join([str(folder), *sys.path])
+    found = subprocess.run(
+        [sys.executable, "-m", "dsat.engines.local.supervisor"],
+        input=json.dumps({"op": "warm", "modules": ["library"]}) + "\n",
+        env={**plain, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(found.stdout), found.stderr
+
+
+def test_an_import_that_starts_a_thread_forbids_to_fork(tmp_path: Path) -> None:
+    answer, _ = warmed(tmp_path, STARTS_A_THREAD)
+    assert (answer["ok"], answer["reason"]) == (False, "an import started threads")
+
+
+def test_torch_starts_no_compile_workers_in_advance(tmp_path: Path) -> None:
+    answer, _ = warmed(tmp_path, WARMS_A_POOL)
+    assert answer["ok"], answer
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_the_users_setting_is_back_after_the_imports(tmp_path: Path, value: str) -> None:
+    own = {"TORCH_WARM_POOL": value} if value else {}
+    answer, printed = warmed(tmp_path, SAYS_WHAT_IS_LEFT, **own)
+    assert answer["ok"]
+    assert f"left: {value or None}" in printed
