@@ -35,22 +35,34 @@ def facts_of(num_params: int) -> ModelFacts:
 class FakeSimulationHost:
     """An engine whose script answers every request for a configuration by `answer`.
 
+    Args:
+        facts, answer: what it answers.
+        fails: instead, every request fails so, those for activations among them.
+        fails_early: the script itself fails so, before it can be asked.
+
     Attributes:
         asked: every request that came.
     """
 
-    def __init__(self, facts: ModelFacts, answer: Answer) -> None:
+    def __init__(
+        self, facts: ModelFacts, answer: Answer, *, fails: str = "", fails_early: str = ""
+    ) -> None:
         self._hello: dict[str, Any] = {
             "model": [],
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": None,
         }
         self._facts, self._answer = facts, answer
+        self._fails, self._fails_early = fails, fails_early
         self.asked: list[dict[str, Any]] = []
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
-        threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
-        return address.with_suffix(".failure")
+        failure = address.with_suffix(".failure")
+        if self._fails_early:
+            failure.write_text(json.dumps({"message": self._fails_early}))
+        else:
+            threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
+        return failure
 
     def stop_simulation_server(self) -> None: ...
 
@@ -64,6 +76,8 @@ class FakeSimulationHost:
                 _send(connection, {**self._answered(self.asked[-1]), "number": number})
 
     def _answered(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._fails:
+            return {"failed": self._fails}
         if not request["activations_only"]:
             return self._answer(request)
         size, facts = request["micro_batch"], self._facts

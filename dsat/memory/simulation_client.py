@@ -25,6 +25,8 @@ _VERSIONS = ("torch", "deepspeed", "dsat")
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
 # What a model's own passes depend on; "auto" in them stands for what the script takes.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
+# What comes of functions and fields that another version of torch or DeepSpeed has not got.
+_OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
 _PATIENCE_S = 10.0  # with a script that itself ends a simulation in time
 
 
@@ -151,7 +153,7 @@ class Simulator:
     def _answered(self, question: Mapping[str, Any]) -> dict[str, Any]:
         answer = self._answers[self._key(question)]
         if "failed" in answer:
-            raise SimulationUnavailable(str(answer["failed"]))
+            raise SimulationUnavailable(_explained(str(answer["failed"])))
         return answer
 
     @property
@@ -304,6 +306,14 @@ class _Connection:
         self._socket.close()
 
 
+def _explained(message: str) -> str:
+    """An error's message, with the versions if it may be for them."""
+    if not message.startswith(_OF_ANOTHER_VERSION):
+        return message
+    versions = " and ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    return f"{message} (the simulation may not know {versions})"
+
+
 def _connect(
     engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
 ) -> _Connection:
@@ -319,7 +329,9 @@ def _connect(
         while not select.select([listener], [], [], 0.1)[0]:
             if failure.exists():
                 message = json.loads(failure.read_text(encoding="utf-8"))["message"]
-                raise SimulationUnavailable(f"the script cannot be simulated: {message}")
+                raise SimulationUnavailable(
+                    f"the script cannot be simulated: {_explained(message)}"
+                )
             if time.monotonic() > deadline:
                 raise SimulationUnavailable(
                     f"the script did not reach its first step within {timeout_s:g} s"

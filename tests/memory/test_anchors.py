@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
+from dsat.memory.predictor import MemoryModel
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
+from testing.helpers import plan_of
 from testing.simulation_host import (
     MIB,
     Answer,
@@ -85,3 +89,28 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
             found = simulator.estimate(config, micro_batch=2, slots=1)
             assert found.source == CLOSED_FORM and "no answer from the script" in found.note
             time.sleep(0.4)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_versions_that_the_simulation_does_not_know_cost_a_line(early: bool) -> None:
+    message = "AttributeError: module 'torch' has no attribute 'of_another_version'"
+    failing = {"fails_early" if early else "fails": message}
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), **failing)
+    plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB)
+    profile = ModelProfile(
+        num_params=FACTS.num_params,
+        trainable_params=FACTS.trainable_params,
+        param_bytes=FACTS.param_bytes,
+        activation_bytes_per_sample=20 * MIB,
+        flops_per_sample=1e12,
+        slot_memory_bytes=4 * GIB,
+    )
+    basis = anchors.of_run(host, plan, profile, CONFIGS, as_cpu=False, say=lambda line: None)
+    versions = f"torch {version('torch')} and deepspeed {version('deepspeed')}"
+    assert basis.note.endswith(f"{message} (the simulation may not know {versions})")
+    assert "\n" not in basis.note
+    model = MemoryModel(basis, slots=1, limit_bytes=4 * GIB)
+    for config in CONFIGS:
+        shape = model.shape(config, {})
+        assert shape.source == CLOSED_FORM
+        assert model.largest(shape) > 0
