@@ -3,7 +3,7 @@
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are kept and in which order they are added up, not what is computed. So
 losses may differ by rounding, and no more. How much that is, two runs of the user's own tell, but
-at least what a change of order does (`_ROUNDING`, measured by tests/end_to_end/test_losses.py).
+at least what a change of order may do (`_ROUNDING`, set by the size of the formats, not measured).
 """
 
 from __future__ import annotations
