@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ class StepMarks:
         forwards: how often the model was called.
         losses: how often a loss was given to a backward pass.
         rows: samples of each call, None where they cannot be counted.
+        tokens: tokens of each call, on whatever device; None where there are none to be seen.
+        elements: of all tensors that the model was called with.
     """
 
     begin: Any
@@ -25,6 +28,8 @@ class StepMarks:
     forwards: int = 0
     losses: int = 0
     rows: list[int | None] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+    elements: int = 0
     backward_began: Any = None
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
@@ -51,6 +56,12 @@ class StepMarks:
             return float(micro_batch * (self.micro_steps or gas))
         fed = sum(micro_batch if rows is None else rows for rows in self.rows)
         return fed * self.micro_steps / self.forwards
+
+    def tokens_fed(self) -> float:
+        """Tokens of all calls; NaN if those of one of them are not known."""
+        if not self.tokens or any(count is None for count in self.tokens):
+            return math.nan
+        return float(sum(float(count) for count in self.tokens))
 
     def milliseconds(self, clock: Clock) -> list[float]:
         """Latency, then the phases' sums."""

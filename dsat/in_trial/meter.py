@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +23,9 @@ from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.in_trial.samples import UNCOUNTED, SampleCounter
+from dsat.in_trial.samples import UNCOUNTED, SampleCounter, elements_of, leaves_of
 from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
+from dsat.in_trial.tokens import TokenCounter, over_ranks
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
@@ -268,6 +270,7 @@ class Meter:
         )
         self._steps: list[StepMarks] = []
         self._samples = SampleCounter(spec.micro_batch, spec.options.own_micro_batch)
+        self._tokens = TokenCounter(spec.micro_batch)
         self._current = StepMarks(begin=self._clock.mark())
         self._began = self._current.begin
         self._first_measured = spec.options.start_step
@@ -293,7 +296,7 @@ class Meter:
             os._exit(0)
         if not _in_training(self._engine):
             return original(*args, **kwargs)
-        inputs = [*args, *kwargs.values()]
+        inputs = list(leaves_of([*args, kwargs]))
         if not (self.steps_seen or self._current.forwards):
             self._samples.first(inputs)
             if not self._samples.counts:
@@ -313,6 +316,8 @@ class Meter:
         self._current.backward_began = end
         self._current.forwards += 1
         self._current.rows.append(self._samples.rows(inputs))
+        self._current.tokens.append(self._tokens.count(inputs).tokens)
+        self._current.elements += elements_of(inputs)
         return result
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -405,13 +410,18 @@ class Meter:
             [
                 [
                     *marks.milliseconds(self._clock),
+                    float(marks.elements),
                     float(not marks.is_full(spec.gas, spec.micro_batch)),
                 ]
                 for marks in self._steps
             ]
         )
         self._losses.read(self._mean)
-        samples = self._mean([m.samples(spec.gas, spec.micro_batch) for m in self._steps])
+        fed = self._mean(
+            [m.samples(spec.gas, spec.micro_batch) for m in self._steps]
+            + [m.tokens_fed() for m in self._steps]
+        )
+        samples, tokens = fed[:seen], fed[seen:]
         full = [i for i, row in enumerate(per_step) if not row[-1]]
         if not full:
             raise InvalidTrial(
@@ -422,9 +432,12 @@ class Meter:
             )
         if len(full) < seen:
             self.warn(SHORT_BATCHES)
-        rows = [per_step[i][:-1] for i in full]
-        times = summarize([row[0] for row in rows], [_may_be_accident(row) for row in rows])
-        self.outcome = self._outcome(rows, times, [samples[i] for i in full])
+        rows = [per_step[i][:-2] for i in full]
+        may_be_accident = _may_be_accident(rows, [per_step[i][-2] for i in full])
+        times = summarize([row[0] for row in rows], may_be_accident)
+        self.outcome = self._outcome(
+            rows, times, [samples[i] for i in full], [tokens[i] for i in full]
+        )
         measured_s = sum(row[0] for row in rows) / 1e3
         count, most = len(full), max(spec.options.max_steps, 1)
         enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
@@ -452,18 +465,26 @@ class Meter:
             for name, best in self.spec.to_beat.items()
         )
 
-    def _outcome(self, rows: list[list[float]], times: StepTimes, samples: list[float]) -> Outcome:
+    def _outcome(
+        self,
+        rows: list[list[float]],
+        times: StepTimes,
+        samples: list[float],
+        tokens: list[float],
+    ) -> Outcome:
         """What was measured in full steps: by the ordinary ones, accidents told apart.
 
         Args:
             rows: of each step, ms: its latency and its phases.
-            samples: of each step, the mean over the ranks.
+            samples, tokens: of each step, the mean over the ranks; NaN where they are not known.
         """
         spec = self.spec
         kept = [i for i in range(len(rows)) if i not in times.accidents]
         phases = [sum(rows[i][1 + k] for i in kept) / len(kept) for k in range(len(PHASES))]
-        fed = sum(samples[i] for i in kept) * spec.slots
-        throughput = fed / (times.mean * len(kept) / 1e3)
+        taken_s = times.mean * len(kept) / 1e3
+        throughput = sum(samples[i] for i in kept) * spec.slots / taken_s
+        tokens_per_second = sum(tokens[i] for i in kept) * spec.slots / taken_s
+        lengths = self._tokens.lengths(self._engine)
         warnings = list(self._warnings)
         if times.accidents:
             warnings.append(HOST_ACCIDENTS)
@@ -478,6 +499,7 @@ class Meter:
             ci95=times.ci95 if math.isfinite(times.ci95) else 1.0,
             accidents=len(times.accidents),
             lost_to_accidents=times.lost,
+            tokens_per_second=None if math.isnan(tokens_per_second) else tokens_per_second,
         )
         return Outcome(
             OutcomeKind.OK,
@@ -487,6 +509,7 @@ class Meter:
             warnings=tuple(warnings),
             step_ms=tuple(round(row[0], 4) for row in rows),
             training=self._losses.curve(),
+            sequences=over_ranks(self._maximum(lengths)),
         )
 
     def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
@@ -519,10 +542,14 @@ class Meter:
         return [float(value) for value in tensor.tolist()], dist.get_world_size()
 
 
-def _may_be_accident(row: list[float]) -> bool:
-    """Whether a step took its time inside of its phases; waiting for data is the script's own."""
-    latency, *phases = row
-    return sum(phases) > 0.5 * latency
+def _may_be_accident(rows: list[list[float]], elements: list[float]) -> list[bool]:
+    """Of each step, whether it took its time inside of its phases (waiting for data is the script's
+    own) and had no more to work on than usual (longer sequences, say)."""
+    usual = statistics.median(elements)
+    return [
+        sum(phases) > 0.5 * latency and size <= usual
+        for (latency, *phases), size in zip(rows, elements, strict=True)
+    ]
 
 
 def _in_training(engine: Any) -> bool:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.conformance import feeds_own
+
+if TYPE_CHECKING:
+    import torch
+
+    Leaf = torch.Tensor | torch.nn.utils.rnn.PackedSequence
 
 UNCOUNTED = (
     "the samples that the script feeds cannot be counted, because no tensor has the micro batch as "
@@ -40,17 +45,17 @@ class SampleCounter:
         """Whether the first micro step could be counted."""
         return bool(self._carriers)
 
-    def first(self, values: Iterable[Any]) -> None:
+    def first(self, leaves: Iterable[tuple[Path, Leaf]]) -> None:
         """Looks at the first micro step.
 
         Args:
-            values: arguments of the forward pass.
+            leaves: the tensors among the arguments of the forward pass.
 
         Raises:
             InvalidTrial: the script goes on with its own micro batch, so that its throughput would
                 be a lie, or there are fewer samples than the micro batch.
         """
-        shapes = dict(shapes_of(values))
+        shapes = {path: _shape(leaf) for path, leaf in leaves}
         for dimension in (0, 1):
             found = {
                 p: dimension for p, s in shapes.items() if _size(s, dimension) == self._micro_batch
@@ -77,41 +82,52 @@ class SampleCounter:
                 most_samples=samples,
             )
 
-    def rows(self, values: Iterable[Any]) -> int | None:
+    def rows(self, leaves: Iterable[tuple[Path, Leaf]]) -> int | None:
         """Rows of a micro step; None if it cannot be counted."""
         if not self._carriers:
             return None
         sizes = [
-            _size(shape, self._carriers[path])
-            for path, shape in shapes_of(values)
+            _size(_shape(leaf), self._carriers[path])
+            for path, leaf in leaves
             if path in self._carriers
         ]
         return max((size for size in sizes if size is not None), default=None)
 
 
-def shapes_of(values: Iterable[Any]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """The shapes of all tensors among values that have a dimension, each with its place.
+def leaves_of(values: Iterable[Any]) -> Iterator[tuple[Path, Leaf]]:
+    """All tensors among values that have a dimension, each with its place.
 
     Looks into lists, tuples, mappings (those of transformers among them), dataclasses and other
-    objects that hold tensors.
+    objects that hold tensors. Named arguments are to be given as a mapping.
     """
     for place, value in enumerate(values):
-        yield from _shapes(value, (str(place),), _DEPTH)
+        yield from _leaves(value, (str(place),), _DEPTH)
 
 
-def _shapes(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def elements_of(leaves: Iterable[tuple[Path, Leaf]]) -> int:
+    """The elements of all of them: how much there is to work on, the padding included."""
+    import torch
+
+    total = 0
+    for _, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            total += sum(part.numel() for part in leaf.unbind())
+        else:
+            total += leaf.data.numel()
+    return total
+
+
+def _leaves(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Leaf]]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            yield path, (value.size(0),)
-        elif value.dim():
-            yield path, tuple(value.shape)
+        if value.is_nested or value.dim():
+            yield path, value
         return
     if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module)):
         return
     if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        yield path, (int(value.batch_sizes[0]),)
+        yield path, value
         return
     inside: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
@@ -125,7 +141,16 @@ def _shapes(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, tuple[in
     else:
         return
     for name, part in inside:
-        yield from _shapes(part, (*path, str(name)), depth - 1)
+        yield from _leaves(part, (*path, str(name)), depth - 1)
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    """Of nested tensors and packed sequences it is the number of sequences alone."""
+    import torch
+
+    if not isinstance(leaf, torch.Tensor):
+        return (int(leaf.batch_sizes[0]),)
+    return (leaf.size(0),) if leaf.is_nested else tuple(leaf.shape)
 
 
 def _size(shape: tuple[int, ...], dimension: int) -> int | None:

@@ -26,6 +26,7 @@ _METRICS = {
     "FLOPS": "FLOPS_per_gpu",
     "flops": "FLOPS_per_gpu",
     "FLOPS_per_gpu": "FLOPS_per_gpu",
+    "tokens_per_second": "tokens_per_second",
     "forward": "forward",
     "fwd": "forward",
     "backward": "backward",

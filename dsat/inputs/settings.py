@@ -252,6 +252,16 @@ class Settings(Target):
         plan_field="max_micro_batch",
         help="the largest micro batch",
     )
+    max_seq_length: int | None = option(
+        "--max-seq-length",
+        kind=at_least(1),
+        metavar="N",
+        any_command=True,
+        plan_field="max_seq_length",
+        notable=True,
+        help="the longest sequence of your data, in tokens: the verdict warns if the best would "
+        "not fit there (default: the longest seen, or what the model takes if lengths vary)",
+    )
     divisible_by: int = option(
         "--divisible-by",
         kind=at_least(1),

@@ -161,7 +161,7 @@ class MemoryModel:
         source = CLOSED_FORM if more is None else SIMULATED
         return Shape(config, strategy, phases, source, is_guess)
 
-    def predicted_bytes(self, shape: Shape, micro_batch: int) -> int:
+    def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
         """The peak of one slot."""
         peak = max(shape.peak(phase, micro_batch) for phase in PHASES)
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)

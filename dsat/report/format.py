@@ -6,7 +6,11 @@ from dsat.values import memory_size
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Outcome
 
-_UNITS = {"throughput": "samples/s", "FLOPS_per_gpu": "FLOP/s per slot"}
+_UNITS = {
+    "throughput": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "FLOPS_per_gpu": "FLOP/s per slot",
+}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from dsat.report import format as fmt
+from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.finals import Finals, Gain
 from dsat.tuning.run import Run
 from dsat.tuning.same_training import Agreement
@@ -23,7 +24,7 @@ def verdict(run: Run) -> list[str]:
     best, outcome = run.best, run.best_outcome
     if best is None or outcome is None:
         return ["No configuration ran."]
-    lines = [f"Best: {best.name}, {fmt.outcome(outcome, run.plan.metric)}."]
+    lines = [f"Best: {best.name}, {fmt.outcome(outcome, run.plan.metric)}{_tokens(run)}."]
     if run.finals is not None and run.finals.over:
         lines += _of_finals(run, run.finals)
     else:
@@ -32,7 +33,17 @@ def verdict(run: Run) -> list[str]:
     if changed:
         said = ", ".join(f"{key}={value}" for key, value in changed.items())
         lines.append(f"The best needs other arguments of the script than yours: {said}.")
-    return lines + learning_rate_advice(run)
+    return lines + memory_warning(run) + learning_rate_advice(run)
+
+
+def _tokens(run: Run) -> str:
+    """The tokens per second of the best, unless they are the metric or there are none."""
+    assert run.plan is not None
+    outcome, name = run.best_outcome, "tokens_per_second"
+    if run.plan.metric == name or outcome is None or outcome.metrics is None:
+        return ""
+    value = outcome.metrics.value(name)
+    return "" if value is None else f", {fmt.metric(name, value)}"
 
 
 def gain(run: Run) -> Gain | None:

@@ -55,6 +55,7 @@ class Plan(Recorded):
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         offload_helps: whether slots have memory of their own, which offloading relieves.
         nvme_path: where offloading to NVMe may write.
+        max_seq_length: the longest sequence of the data, in tokens, if the user told it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.
@@ -85,6 +86,7 @@ class Plan(Recorded):
     memory_model: str = BY_FORMULA
     offload_helps: bool = False
     nvme_path: str | None = None
+    max_seq_length: int | None = None
     finals: int | None = 0
     indifference: float = 0.02
     measured: Mapping[str, Any] = field(default_factory=dict)

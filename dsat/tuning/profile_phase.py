@@ -61,6 +61,13 @@ class ProfilePhase(Phase):
                 "the profile trial failed: no FLOPs of the model could be counted (custom "
                 "kernels?). Use --metric throughput"
             )
+        elif (
+            self._plan.metric == "tokens_per_second" and outcome.value(self._plan.objective) is None
+        ):
+            self.failure = (
+                "the profile trial failed: no tokens could be counted, because the model's inputs "
+                "have no integer tensor of batch x length. Use --metric throughput"
+            )
         else:
             self.profile = profile
 

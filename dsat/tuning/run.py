@@ -16,7 +16,7 @@ from dsat.tuning import same_training
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.same_training import Finding
 from dsat.values.codec import decode
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, TrainingCurve
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, SequenceLengths, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 
 EVENT_START = "start"
@@ -311,6 +311,11 @@ class Run:
     def profile(self) -> ModelProfile | None:
         """What the profile trial found, once it ran."""
         return None if self._profiled is None else self._profiled.profile
+
+    @property
+    def profiled_sequences(self) -> SequenceLengths | None:
+        """The sequences of the profile trial, whose memory its profile tells of."""
+        return None if self._profiled is None else self._profiled.sequences
 
     @property
     def hopeless(self) -> bool:

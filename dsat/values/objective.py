@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
+LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput", "tokens_per_second")
 
 
 SMALLER_IS_BETTER = ("forward", "backward", "step", "latency")
 
 
 # Their relative intervals are that of the latency, the only one that is measured.
-KNOWN_TO_CI95 = ("FLOPS_per_gpu", "throughput", "latency")
+KNOWN_TO_CI95 = ("FLOPS_per_gpu", "throughput", "tokens_per_second", "latency")
 
 
 METRIC_NAMES = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)

@@ -64,6 +64,8 @@ class Metrics(Recorded):
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
         accidents: rare steps that took far longer by the host's doing; not in what is above.
         lost_to_accidents: what they took in excess, as a fraction of the time of all others.
+        tokens_per_second: over all slots, padding that a mask tells not counted; None where the
+            script's inputs have no sequences of tokens.
     """
 
     throughput: float
@@ -76,6 +78,7 @@ class Metrics(Recorded):
     ci95: float
     accidents: int = 0
     lost_to_accidents: float = 0.0
+    tokens_per_second: float | None = None
 
     @property
     def standard_error(self) -> float:
@@ -171,6 +174,20 @@ class TrainingCurve:
 
 
 @dataclass(frozen=True)
+class SequenceLengths:
+    """How long the sequences of a trial were, over all ranks and steps, in tokens.
+
+    Attributes:
+        shortest, longest: of the micro batches' lengths, the padding included.
+        model_takes: the model's `max_position_embeddings`; None if it says none.
+    """
+
+    shortest: int
+    longest: int
+    model_takes: int | None = None
+
+
+@dataclass(frozen=True)
 class Outcome(Recorded):
     """How a trial ended and what it measured.
 
@@ -183,6 +200,7 @@ class Outcome(Recorded):
         most_samples: the largest micro batch that there are data for, where one was too large.
         step_ms: the latency of each step that was measured, in ms, the slowest rank's.
         training: the losses that were seen; None of a trial that measured nothing.
+        sequences: None where the script's inputs have no sequences of tokens.
     """
 
     kind: OutcomeKind
@@ -197,6 +215,7 @@ class Outcome(Recorded):
     most_samples: int | None = None
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
+    sequences: SequenceLengths | None = None
 
     @property
     def ok(self) -> bool:

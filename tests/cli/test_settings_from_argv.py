@@ -38,6 +38,7 @@ COMMON: dict[str, Any] = {
     "max_train_batch_size": None,
     "min_micro_batch": 1,
     "max_micro_batch": None,
+    "max_seq_length": None,
     "divisible_by": 1,
     "slots": None,
     "trial_timeout_s": 1800.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from dsat.in_trial.meter import (
 )
 from dsat.in_trial.samples import UNCOUNTED
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
-from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, SequenceLengths
 from dsat.values.trial import TrialOptions
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
@@ -89,6 +90,7 @@ class FakeEngine:
         self.clock = clock
         self.training = True
         self.optimizer = object()
+        self.module: Any = None
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.device = torch.device("cpu")
         self.times_ms = (3.0, 5.0, 2.0)
@@ -411,12 +413,12 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
-    theirs = [[latency, 4.0, 1.0, 1.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+    theirs = [[latency, 4.0, 1.0, 1.0, 8.0, 0.0] for latency in (8.0, 12.0, 12.0)]
 
     def over_ranks(values: list[float]) -> list[float]:
-        if len(values) != 15:
+        if len(values) != 18:
             return values
-        rows = [values[i : i + 5] for i in range(0, 15, 5)]
+        rows = [values[i : i + 6] for i in range(0, 18, 6)]
         return [
             max(a, b)
             for mine, their in zip(rows, theirs, strict=True)
@@ -678,6 +680,67 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     assert HOST_ACCIDENTS in measured.warnings
     count = measured.metrics.num_steps
     assert measured.metrics.lost_to_accidents == pytest.approx(39.6 / (10.4 * count), rel=0.02)
+
+
+# -- tokens
+
+
+def test_tokens_and_lengths_are_measured(clock: Clock) -> None:
+    engine = FakeEngine(clock, gas=2)
+    engine.module = nn.Linear(2, 2)
+    attach(engine, replace(SPEC, gas=2, slots=3))
+    measured = train(engine, inputs=torch.ones(4, 50, dtype=torch.long))
+    assert metrics_of(measured).throughput == pytest.approx(3 * 8 / 0.018)
+    assert metrics_of(measured).tokens_per_second == pytest.approx(3 * 8 * 50 / 0.018)
+    assert measured is not None and measured.sequences == SequenceLengths(50, 50)
+
+
+def test_other_inputs_have_no_tokens(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    attach(engine)
+    measured = train(engine)
+    assert metrics_of(measured).tokens_per_second is None
+    assert measured is not None and measured.sequences is None
+
+
+def varying(clock: Clock, length: Callable[[int], int]) -> Outcome:
+    """Batches that take 0.1 ms per token of their length."""
+    engine = FakeEngine(clock)
+    engine.module = nn.Linear(2, 2)
+    attach(engine)
+
+    def feed() -> None:
+        for step in range(1, 1000):
+            engine.times_ms = (0.05 * length(step), 0.05 * length(step), 0.0)
+            engine.backward(engine.forward(torch.ones(4, length(step), dtype=torch.long)))
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        feed()
+    return complete.value.outcome
+
+
+def test_the_interval_is_as_wide_as_lengths_vary(clock: Clock) -> None:
+    even = varying(clock, lambda step: 100)
+    assert metrics_of(even).ci95 == pytest.approx(0)
+    lengths = random.Random(0).choices(range(50, 151), k=1000)
+    measured = varying(clock, lambda step: lengths[step])
+    metrics = metrics_of(measured)
+    assert metrics.num_steps == SPEC.options.max_steps and metrics.ci95 > 0.1
+    assert metrics.tokens_per_second == pytest.approx(4 / 0.0001)
+    fed = lengths[3 : 3 + metrics.num_steps]
+    assert metrics.throughput == pytest.approx(4 * len(fed) / (0.0001 * sum(fed)))
+    seen = lengths[1 : 3 + metrics.num_steps]
+    assert measured.sequences == SequenceLengths(min(seen), max(seen))
+
+
+def test_a_long_sequence_is_no_accident_of_the_host(clock: Clock) -> None:
+    def length(step: int) -> int:
+        return 1000 if step == 9 else 100 + 4 * (step % 3)
+
+    metrics = metrics_of(varying(clock, length))
+    assert metrics.accidents == 0 and metrics.ci95 > 0.1
+    assert metrics.latency > 11
 
 
 def test_measures_the_first_engine_that_trains(

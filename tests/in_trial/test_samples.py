@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.samples import SampleCounter
+from dsat.in_trial.samples import SampleCounter, leaves_of
 
 TRIAL, OWN = 5, 8
 
@@ -24,7 +24,7 @@ def feed(*shapes: tuple[int, ...]) -> list[Any]:
 def verdict(values: list[Any], micro_batch: int = TRIAL, own: int | None = OWN) -> str:
     counter = SampleCounter(micro_batch, own)
     try:
-        counter.first(values)
+        counter.first(leaves_of(values))
     except InvalidTrial as error:
         return "short" if error.smaller_may_run else "invalid"
     return "fine" if counter.counts else "warns"
@@ -88,7 +88,7 @@ def test_nested_inputs_are_seen() -> None:
 
 def test_the_message_says_how_to_mend_it() -> None:
     with pytest.raises(InvalidTrial) as caught:
-        SampleCounter(TRIAL, OWN).first(feed((8, 3)))
+        SampleCounter(TRIAL, OWN).first(leaves_of(feed((8, 3))))
     message = str(caught.value)
     assert "feeds 8 samples" in message and "is 5" in message
     assert "engine.train_micro_batch_size_per_gpu()" in message
@@ -127,21 +127,23 @@ class Holder:
 )
 def test_rows_are_counted_in_any_form(wrap: Callable[[torch.Tensor], Any]) -> None:
     counter = SampleCounter(5, None)
-    counter.first([wrap(torch.zeros(5, 9))])
+    counter.first(leaves_of([wrap(torch.zeros(5, 9))]))
     assert counter.counts
     for rows in (5, 2, 7):
-        assert counter.rows([wrap(torch.zeros(rows, 9))]) == rows
+        assert counter.rows(leaves_of([wrap(torch.zeros(rows, 9))])) == rows
 
 
 def test_sequences_of_several_lengths_are_counted_by_their_number() -> None:
     counter = SampleCounter(5, None)
-    counter.first([torch.zeros(5, 31)])
-    assert [counter.rows([torch.zeros(n, length)]) for n, length in ((5, 7), (3, 99))] == [5, 3]
+    counter.first(leaves_of([torch.zeros(5, 31)]))
+    assert [
+        counter.rows(leaves_of([torch.zeros(n, length)])) for n, length in ((5, 7), (3, 99))
+    ] == [5, 3]
 
 
 def test_too_few_samples_are_told_by_their_number() -> None:
     with pytest.raises(
         InvalidTrial, match="has 96 samples, fewer than the micro batch of 128"
     ) as e:
-        SampleCounter(128, 8).first([torch.zeros(96, 4), torch.zeros(96)])
+        SampleCounter(128, 8).first(leaves_of([torch.zeros(96, 4), torch.zeros(96)]))
     assert e.value.most_samples == 96

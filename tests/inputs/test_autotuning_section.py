@@ -209,8 +209,8 @@ ERRORS: list[tuple[Any, str]] = [
     (
         {"metric": "latencies"},
         "ds.json: autotuning.metric: must be one of throughput, latency, FLOPS, flops, "
-        "FLOPS_per_gpu, forward, fwd, backward, bwd, step, not 'latencies'. Did you mean "
-        "'latency'?",
+        "FLOPS_per_gpu, tokens_per_second, forward, fwd, backward, bwd, step, not 'latencies'. "
+        "Did you mean 'latency'?",
     ),
     (
         {"tuner_type": "xgboost"},

@@ -35,6 +35,7 @@ def run_of(
     baseline: Outcome | None = None,
     base: Mapping[str, Any] = BASE,
     predicted_bytes: int | None = None,
+    profile: Outcome | None = None,
 ) -> Run:
     """A run of the profile, perhaps the user's own configuration, and search trials.
 
@@ -58,7 +59,7 @@ def run_of(
         finished = {"event": "finished", "trial_id": number, "outcome": outcome.to_json()}
         events.append({**finished, "elapsed_s": 10.0})
 
-    add(TrialKind.PROFILE, 0, 1, profiled(World.profile))
+    add(TrialKind.PROFILE, 0, 1, profile or profiled(World.profile))
     if baseline is not None:
         add(TrialKind.BASELINE, 0, OWN.micro_batch, baseline)
     for stage, micro_batch, outcome in tried:
@@ -202,6 +203,7 @@ def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
         ("step", None, "-"),
         ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per slot"),
         ("FLOPS_per_gpu", 12.0, "12 FLOP/s per slot"),
+        ("tokens_per_second", 76_812.3, "76,812 tokens/s"),
     ],
 )
 def test_metrics_with_units(name: str, value: float | None, text: str) -> None:

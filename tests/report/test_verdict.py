@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from dsat.report import summary
+from dsat.report.longest_sequence import memory_warning
 from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
 from dsat.tuning.finals import Gain
-from testing.helpers import failed, plan_of, ran
+from dsat.tuning.run import Run
+from dsat.values.outcome import MemoryUse, SequenceLengths
+from testing.helpers import World, failed, plan_of, profiled, ran
 from tests.report.test_summary import run_of
 from tests.tuning.test_finals_phase import ran_to_the_end
 
@@ -115,6 +119,73 @@ def test_a_batch_alone_is_no_gain_at_the_same_batch() -> None:
     run = ran_to_the_end(speeds={}, batches=True)
     said = " ".join(verdict(run))
     assert "At your own global batch of 8 it would be your own configuration" in said
+
+
+# -- sequences
+
+
+def of_sequences(
+    longest: int, *, shortest: int | None = None, takes: int | None = None, used: int | None = None
+) -> Run:
+    """Profiled with 100 tokens, where a sample's activations are 1 GB; the best has 8 samples. The
+    model's parameters and optimizer take 3.6 GB of the 44 GB."""
+    memory = None if used is None else MemoryUse({"forward": used})
+    sequences = SequenceLengths(shortest or longest, longest, takes)
+    run = run_of(
+        (1, 8, replace(ran(150), sequences=sequences, memory=memory)),
+        baseline=ran(100),
+        profile=replace(profiled(World.profile), sequences=SequenceLengths(100, 100, takes)),
+    )
+    assert run.best is not None and run.best.name == "t2"
+    return run
+
+
+def with_option(run: Run, length: int) -> Run:
+    assert run.plan is not None
+    run.plan = replace(run.plan, max_seq_length=length)
+    return run
+
+
+def test_longer_sequences_that_would_not_fit_are_warned_of() -> None:
+    [said] = memory_warning(with_option(of_sequences(100, used=10 * 10**9), 1000))
+    # 10 GB, and 8 samples of 1 GB nine times more: 82 GB.
+    need = re.search(r"With 1000 \(--max-seq-length\) it is predicted to need ([\d.]+) GiB", said)
+    assert need is not None and float(need[1]) * 2**30 == pytest.approx(82e9, rel=0.02)
+    assert "a micro batch of 4 is predicted to fit (--max-micro-batch 4)" in said
+    assert said in verdict(with_option(of_sequences(100, used=10 * 10**9), 1000))
+
+
+def test_sequences_that_fit_are_not_warned_of() -> None:
+    assert memory_warning(with_option(of_sequences(100, used=10 * 10**9), 500)) == []
+    assert memory_warning(with_option(of_sequences(100, used=10 * 10**9), 50)) == []
+    assert memory_warning(run_of((1, 8, ran(150)), baseline=ran(100))) == []
+
+
+def test_a_prediction_stands_in_for_memory_that_was_not_counted() -> None:
+    [said] = memory_warning(with_option(of_sequences(100), 1000))
+    need = re.search(r"need ([\d.]+) GiB", said)
+    assert need is not None and 80e9 < float(need[1]) * 2**30 < 90e9
+    assert memory_warning(with_option(of_sequences(100), 400)) == []
+
+
+def test_what_the_model_takes_counts_where_lengths_vary() -> None:
+    [said] = memory_warning(of_sequences(100, shortest=60, takes=1000, used=10 * 10**9))
+    assert "With 1000 (the model's max_position_embeddings)" in said
+    assert "say so with --max-seq-length" in said
+    assert memory_warning(of_sequences(100, takes=1000, used=10 * 10**9)) == []
+
+
+def test_not_even_one_sample_may_fit() -> None:
+    [said] = memory_warning(with_option(of_sequences(100, used=10 * 10**9), 5000))
+    assert "no micro batch is predicted to fit" in said
+
+
+def test_tokens_are_told_beside_the_metric() -> None:
+    measured = ran(150).metrics
+    assert measured is not None
+    outcome = replace(ran(150), metrics=replace(measured, tokens_per_second=76_800.0))
+    assert verdict(run_of((1, 8, outcome)))[0].endswith("steps), 76,800 tokens/s.")
+    assert "tokens/s" not in verdict(run_of((1, 8, ran(150))))[0]
 
 
 # -- the knee

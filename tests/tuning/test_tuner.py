@@ -351,6 +351,18 @@ def test_a_model_whose_flops_were_not_counted(metric: str, flops: float, fails: 
     assert ("--metric throughput" in (tuner.stop_reason or "")) == fails
 
 
+@pytest.mark.parametrize("tokens", [None, 1e5])
+def test_a_script_whose_tokens_were_not_counted(tokens: float | None) -> None:
+    tuner, _ = _tuner(plan_of(metric="tokens_per_second"))
+    tuner.next_trials(1)
+    measured = ran(1.0).metrics
+    assert measured is not None
+    measured = replace(measured, tokens_per_second=tokens)
+    tuner.record(0, replace(profiled(weightless(15)), metrics=measured))
+    assert tuner.failed == (tokens is None)
+    assert ("no tokens could be counted" in (tuner.stop_reason or "")) == (tokens is None)
+
+
 def test_a_second_outcome_of_a_trial_is_ignored() -> None:
     tuner, journal = _begun(plan_of())
     (baseline,) = tuner.next_trials(1)

@@ -19,7 +19,7 @@ def _through_json(value: Any) -> Any:
 @pytest.mark.parametrize("metric", METRIC_NAMES)
 def test_the_direction_of_every_metric(metric: str) -> None:
     objective = Objective(metric)
-    smaller = metric not in ("FLOPS_per_gpu", "throughput")
+    smaller = metric not in ("FLOPS_per_gpu", "throughput", "tokens_per_second")
     assert objective.smaller_is_better == smaller
     assert objective.is_better(1.0, 2.0) == smaller
     assert objective.is_better(2.0, 1.0) != smaller
