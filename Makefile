@@ -39,7 +39,7 @@ browser:
 test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=oldest takes one.
+# Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=older takes one.
 compat: setup
 	$(PY) -m testing.compat $(COMPAT)
 
