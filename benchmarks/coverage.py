@@ -17,6 +17,11 @@ import numpy as np
 from dsat.in_trial.steps import CI_TARGET, steps_wanted, summarize
 from dsat.values.outcome import student_t95
 
+EXPLANATION = (
+    "Steps are drawn from processes whose mean is known, and measured until the meter's rule stops "
+    "(at most 20 steps). Told are how often the 95 % interval holds the mean and how many steps "
+    'that takes in the median; "before" is Student\'s t of independent steps from the third on.',
+)
 MOST_STEPS = 20
 TRUE_MEAN = 1.0
 Estimate = tuple[float, float]  # mean, and half-width of its interval as a fraction of it

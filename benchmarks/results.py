@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import native, picture, replay, tables, winners_curse
+from benchmarks import coverage, native, picture, replay, tables, winners_curse
 from benchmarks.bars import Bar, of_native, of_replay
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "trial_start": ("benchmarks.trial_start",),
     "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
     "winners_curse": ("benchmarks.winners_curse", "--seeds", "120", "--methods", "asha"),
+    "coverage": ("benchmarks.coverage",),
     "memory": ("benchmarks.memory_accuracy",),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
     "native_16": ("benchmarks.native", "--side", "16", "--output", str(KEPT / "tuned_16.json")),
@@ -125,6 +126,7 @@ def report(
             for name, (workload, _) in NATIVE.items()
         ),
         ("winners_curse", "The gain that is reported against the gain that there is", _curse),
+        ("coverage", "Whether the intervals of step times hold", _coverage),
         ("memory", "Simulated memory against real memory", _table),
         ("scale", "Cost of a decision", _block),
         ("trial_start", "Start of a trial", _block),
@@ -176,6 +178,10 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
 
 def _curse(part: Part) -> list[str]:
     return [*winners_curse.EXPLANATION, "", *_table(part)]
+
+
+def _coverage(part: Part) -> list[str]:
+    return [*coverage.EXPLANATION, "", *_table(part)]
 
 
 def _table(part: Part) -> list[str]:
