@@ -1,0 +1,101 @@
+"""The meter against time stamps that scripts of every kind write themselves, within 2 %."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from testing.local import PROGRAMS, bench_of
+
+pytestmark = pytest.mark.slow
+
+FIRST, STEPS = 3, 20
+MICRO_BATCH = 8
+TOLERANCE = 0.02
+
+# Called by the script at the end of each optimizer step. What it waits for then is the script's own
+# time, as loading data is, and makes steps long enough to be compared.
+STAMP = """
+import os, time
+
+def stamp():
+    with open(os.path.join(os.environ["DSAT_TRIAL_DIR"], "stamps.txt"), "a") as file:
+        file.write(f"{time.perf_counter()!r}\\n")
+    time.sleep(0.06)
+"""
+HERE = "__import__('stamp').stamp()"
+
+# By the kind of script: a program, its file, a part of its text, and what is put in its place.
+SCRIPTS = {
+    "plain": (
+        "loops",
+        "train.py",
+        "        backward(loss)\n        engine.step()\n",
+        f"        backward(loss)\n        engine.step()\n        {HERE}\n",
+    ),
+    "own accumulation": (
+        "loops",
+        "train.py",
+        "    for batch in batches(engine):\n"
+        "        loss = engine(batch).square().mean()\n"
+        "        log(loss)\n"
+        "        backward(loss)\n"
+        "        engine.step()\n",
+        "    for calls in range(1, 400):\n"
+        "        backward(engine(next(batches(engine))).square().mean())\n"
+        "        if calls % 4 == 0:\n"
+        "            engine.step()\n"
+        f"            {HERE}\n",
+    ),
+    "Trainer": (
+        "hf_trainer",
+        "train.py",
+        "        if self.path and state.global_step",
+        f"        {HERE}\n        if self.path and state.global_step",
+    ),
+    "Core API": (
+        "tiny",
+        "train.py",
+        "                steps += 1\n",
+        f"                steps += 1\n                {HERE}\n",
+    ),
+    "DeepSpeedTrial": (
+        "deepspeed_trial",
+        "model_def.py",
+        "        self.samples.update(len(inputs))\n        self.writer",
+        f"        self.samples.update(len(inputs))\n        {HERE}\n        self.writer",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_the_meter_agrees_with_the_scripts_own_clock(kind: str, tmp_path: Path) -> None:
+    program, name, part, stamped = SCRIPTS[kind]
+    folder = tmp_path / "program"
+    shutil.copytree(PROGRAMS / program, folder)
+    (folder / "stamp.py").write_text(STAMP)
+    text = (folder / name).read_text()
+    assert text.count(part) == 1
+    (folder / name).write_text(text.replace(part, stamped))
+
+    steps = {"start_step": FIRST, "end_step": FIRST + STEPS - 1, "max_steps": STEPS}
+    with bench_of(str(folder), tmp_path, **steps) as bench:
+        trial = bench.trial(micro_batch=MICRO_BATCH)
+        outcome = bench.run(trial)
+        assert outcome.ok and outcome.metrics is not None, bench.log(trial)
+        stamps = [float(line) for line in bench.read(trial, "stamps.txt").splitlines()]
+
+    # The last step that is measured ends the script, before its stamp.
+    assert len(stamps) == FIRST - 1 + STEPS - 1 and len(outcome.step_ms) == STEPS
+    by_script = [
+        1e3 * (b - a) for a, b in zip(stamps[FIRST - 2 :], stamps[FIRST - 1 :], strict=False)
+    ]
+    assert mean(outcome.step_ms[:-1]) == pytest.approx(mean(by_script), rel=TOLERANCE)
+
+    fed = MICRO_BATCH * (4 if kind == "own accumulation" else 1)
+    lost = outcome.metrics.accidents
+    kept = sorted(outcome.step_ms)[: STEPS - lost]
+    assert outcome.metrics.throughput == pytest.approx(fed / (mean(kept) / 1e3), rel=1e-3)
