@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from dsat.determined_cluster import trial_result
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
-from dsat.in_trial.meter import MeterSpec
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome

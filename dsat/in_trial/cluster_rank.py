@@ -22,7 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from dsat.in_trial import failures
-from dsat.in_trial.meter import Meter, MeterSpec, install
+from dsat.in_trial.meter import Meter, install
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 

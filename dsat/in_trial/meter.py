@@ -12,8 +12,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
@@ -22,20 +21,17 @@ from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for
 from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
+from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
 from dsat.in_trial.samples import UNCOUNTED, SampleCounter, elements_of, leaves_of
 from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
 from dsat.in_trial.tokens import TokenCounter, over_ranks
-from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind, TrialOptions
 
-MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
 LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
 # On an accelerator, whose clocks rise and fall with the load: so long at least, however many steps.
 WARM_UP_S, MEASURED_S = 1.0, 2.0
-MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
 
 SEVERAL_ENGINES = (
     "the script trains several engines, perhaps: throughput and latency are those of the whole "
@@ -57,58 +53,6 @@ HOST_ACCIDENTS = (
     "rare steps took far longer than all others, by the host's doing rather than the training's; "
     "they are counted apart, and throughput is that of the others"
 )
-
-
-@dataclass(frozen=True)
-class MeterSpec(Recorded):
-    """What to measure and what to expect.
-
-    Attributes:
-        options: what holds for all trials of the run.
-        micro_batch, gas, stage, slots: what the engine must turn out to use.
-        host_slots: slots that share the host, those of other trials included.
-        profile: count parameters, FLOPs and activations in the first step.
-        flops_per_sample: model FLOPs of a sample, from the profile trial.
-        to_beat: see `Trial`.
-    """
-
-    options: TrialOptions
-    micro_batch: int
-    gas: int
-    stage: int
-    slots: int
-    host_slots: int = 1
-    profile: bool = False
-    flops_per_sample: float | None = None
-    to_beat: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of_trial(
-        cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
-    ) -> MeterSpec:
-        """What to measure in a trial."""
-        profile = trial.kind is TrialKind.PROFILE
-        if profile:
-            # It is not compared with anything: one step is enough. Peaks are those of the second,
-            # since an optimizer's moments are there after the first.
-            options = replace(options, start_step=3, end_step=3, max_steps=1)
-        return cls(
-            options,
-            micro_batch=trial.batch.micro_batch,
-            gas=trial.batch.gas,
-            stage=trial.stage,
-            slots=slots,
-            host_slots=host_slots,
-            profile=profile,
-            flops_per_sample=trial.flops_per_sample,
-            to_beat=trial.to_beat,
-        )
-
-    @property
-    def longest(self) -> int:
-        """Optimizer steps that the training loop must be ready to make."""
-        first, most = self.options.start_step, self.options.max_steps
-        return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
 
 
 class TrialComplete(SystemExit):

@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, determined_shim, failures, hf_trainer
 from dsat.in_trial.clocks import ProcessMemory
-from dsat.in_trial.meter import Meter, MeterSpec, TrialComplete, install
+from dsat.in_trial.meter import Meter, TrialComplete, install
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.script_args import CHECKPOINTING

@@ -15,7 +15,8 @@ import pytest
 from dsat.errors import InvalidTrial
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
-from dsat.in_trial.meter import Meter, MeterSpec
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from dsat.values.trial import TrialOptions
 from testing.helpers import ran, weightless
@@ -181,7 +182,8 @@ def test_other_trials_are_left_alone(hparams: Any) -> None:
 
 SCRIPT = """
 import sys, time
-from dsat.in_trial.meter import Meter, MeterSpec
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.cluster_rank import Task
 from dsat.values.trial import TrialOptions
 

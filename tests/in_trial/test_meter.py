@@ -20,15 +20,13 @@ from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import clocks
 from dsat.in_trial.meter import (
     HOST_ACCIDENTS,
-    MAX_EXTRA_STEPS,
-    MAX_SKIPPED_STEPS,
     SEVERAL_ENGINES,
     SHORT_BATCHES,
     Meter,
-    MeterSpec,
     TrialComplete,
     install,
 )
+from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.samples import UNCOUNTED
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, SequenceLengths

@@ -18,7 +18,7 @@ from dsat.engines.local.machine import Machine, problem_with
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import ScriptFailed
-from dsat.in_trial.meter import MeterSpec
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, result_file
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs import ds_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local.machine import Machine
-from dsat.in_trial.meter import MeterSpec
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import RankSpec
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint

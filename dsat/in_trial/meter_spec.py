@@ -1,0 +1,64 @@
+"""What a meter is told of its trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from dsat.values.codec import Recorded
+from dsat.values.trial import Trial, TrialKind, TrialOptions
+
+MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
+MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
+
+
+@dataclass(frozen=True)
+class MeterSpec(Recorded):
+    """What to measure and what to expect.
+
+    Attributes:
+        options: what holds for all trials of the run.
+        micro_batch, gas, stage, slots: what the engine must turn out to use.
+        host_slots: slots that share the host, those of other trials included.
+        profile: count parameters, FLOPs and activations in the first step.
+        flops_per_sample: model FLOPs of a sample, from the profile trial.
+        to_beat: see `Trial`.
+    """
+
+    options: TrialOptions
+    micro_batch: int
+    gas: int
+    stage: int
+    slots: int
+    host_slots: int = 1
+    profile: bool = False
+    flops_per_sample: float | None = None
+    to_beat: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_trial(
+        cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
+    ) -> MeterSpec:
+        """What to measure in a trial."""
+        profile = trial.kind is TrialKind.PROFILE
+        if profile:
+            # It is not compared with anything: one step is enough. Peaks are those of the second,
+            # since an optimizer's moments are there after the first.
+            options = replace(options, start_step=3, end_step=3, max_steps=1)
+        return cls(
+            options,
+            micro_batch=trial.batch.micro_batch,
+            gas=trial.batch.gas,
+            stage=trial.stage,
+            slots=slots,
+            host_slots=host_slots,
+            profile=profile,
+            flops_per_sample=trial.flops_per_sample,
+            to_beat=trial.to_beat,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Optimizer steps that the training loop must be ready to make."""
+        first, most = self.options.start_step, self.options.max_steps
+        return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
