@@ -18,6 +18,11 @@ from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
 
+# The model search takes milliseconds a decision, and these tests ask for hundreds.
+MODEL_IS_SLOW = [
+    pytest.param(method, marks=pytest.mark.slow) if method == "model" else method
+    for method in SEARCHES
+]
 DRAWING = [method for method in SEARCHES if method != "gridsearch"]  # the others need no seed
 BISECTING = [method for method in DRAWING if method != "model"]
 
@@ -50,7 +55,7 @@ def _scripted(proposal: Proposal, salt: int) -> Outcome:
 
 
 @pytest.mark.parametrize("concurrency", [1, 5])
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_no_schedule_breaks_the_rules_of_a_lineage(method: str, concurrency: int) -> None:
     for seed in range(3 if method == "model" else 12):  # which takes milliseconds a decision
         search = search_of(method, _wide_space(), ceiling=60, seed=seed)
@@ -103,7 +108,7 @@ def test_the_whole_space_is_tried_when_there_is_time(method: str) -> None:
     assert len(sections) == len(asked) == 1 + 4 + 4 + 4
 
 
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_one_seed_one_schedule(method: str) -> None:
     def schedule(seed: int) -> list[Proposal]:
         search = search_of(method, _wide_space(), ceiling=60, seed=seed)
@@ -195,7 +200,7 @@ def test_each_stage_begins_from_what_fits_in_it() -> None:
     assert first == {1: 8, 3: 10}
 
 
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_a_search_has_no_reason_to_stop_unless_told(method: str) -> None:
     search = search_of(method, space_of(8))
     proposals_of(search, lambda _: ran(1.0))

@@ -153,6 +153,7 @@ def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
     return best, failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "trials"), [(1, 10), (2, 12), (8, 12)])
 def test_some_ten_trials_reach_the_best_of_a_large_space(slots: int, trials: int) -> None:
     """Several slots have seven knobs more, of which two matter by a few percent."""

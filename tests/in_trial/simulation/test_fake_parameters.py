@@ -17,6 +17,9 @@ from dsat.in_trial.simulation.fake_parameters import FakeParameters, is_scripts
 WIDE = 2**15  # a matrix of so many rows and columns takes 4 GiB
 
 
+pytestmark = pytest.mark.slow  # imports torch and DeepSpeed, some transformers
+
+
 @pytest.fixture
 def fakes() -> Iterator[FakeParameters]:
     found = FakeParameters()

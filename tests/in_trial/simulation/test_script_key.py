@@ -97,6 +97,7 @@ def test_a_configuration_that_holds_itself_has_an_end() -> None:
     assert script_key.settings_of([Layer(config=config)])
 
 
+@pytest.mark.slow  # imports transformers
 def test_the_attention_of_hugging_face_counts() -> None:
     def model(attention: str) -> Any:
         config = transformers.LlamaConfig(
