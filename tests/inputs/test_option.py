@@ -117,6 +117,7 @@ OTHER = {
     "max_train_batch_size": 64,
     "min_micro_batch": 2,
     "max_micro_batch": 8,
+    "max_seq_length": 512,
     "divisible_by": 4,
     "train_batch_size": 16,
     "slot_memory_bytes": 2**30,
