@@ -379,6 +379,10 @@ class Settings(Target):
 
     def __post_init__(self) -> None:
         start, end = self.start_profile_step, self.end_profile_step
+        if end == TrialOptions.end_step and 0 < self.max_profile_steps <= end - start:
+            # Who wants fewer steps than are usual says so in one option.
+            end = start + self.max_profile_steps - 1
+            object.__setattr__(self, "end_profile_step", end)
         if end < start:
             raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
         if self.max_profile_steps < end - start + 1:

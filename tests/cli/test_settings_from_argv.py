@@ -241,3 +241,9 @@ def test_contradictions(words: str, said: str, capsys: pytest.CaptureFixture[str
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert said in last
+
+
+def test_fewer_steps_than_usual_take_one_option() -> None:
+    settings = settings_from_argv.parse("asha d.yaml . --max-profile-steps 3".split())
+    assert isinstance(settings, Settings)
+    assert (settings.start_profile_step, settings.end_profile_step) == (3, 5)

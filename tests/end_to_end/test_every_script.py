@@ -111,13 +111,15 @@ def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
     )
     line = next(line for line in told.out.splitlines() if line.startswith("Train with it: "))
     command = shlex.split(line.partition("&& ")[2])
-    assert command[:3] == ["torchrun", "--standalone", "--nproc-per-node=2"]
+    start = command.index("torchrun")  # before it, the conditions of a trial
+    assert "OMP_NUM_THREADS=1" in command[:start]
+    assert command[start : start + 3] == ["torchrun", "--standalone", "--nproc-per-node=2"]
     best = plain / "run" / "best_ds_config.json"
-    assert command[3:] == [*script[:3], str(best), *SMALL_MODEL]
+    assert command[start + 3 :] == [*script[:3], str(best), *SMALL_MODEL]
     launched = environment_of_a_rank()
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's to set
         launched.pop(variable)
-    subprocess.run(command, cwd=plain, check=True, env=launched, timeout=120)
+    subprocess.run(["env", *command], cwd=plain, check=True, env=launched, timeout=120)
 
 
 IN_CODE = """
