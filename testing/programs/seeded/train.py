@@ -1,0 +1,116 @@
+"""A training that is the same on every run: seeded weights, each global batch's data by its step.
+
+Which rows a rank sees in which micro step follows from the global batch alone, so stages, buckets,
+and accumulation leave the mathematics as it is. The configuration's `behaviour` names a fault and
+its arguments.
+"""
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY, WIDTH, LENGTH = 64, 32, 16
+STEPS = 60
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class LanguageModel(nn.Module):
+    """Guesses the next token from the current one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.hidden = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inside = self.norm(functional.gelu(self.hidden(self.embedding(tokens[:, :-1]))))
+        logits = self.head(inside).float()
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def rows(step: int, micro_step: int, size: int, gas: int) -> torch.Tensor:
+    """A rank's part of a step's global batch: every token follows from the one before it."""
+    generator = torch.Generator().manual_seed(step)
+    count = size * gas * RANKS
+    first = torch.randint(VOCABULARY, (count, 1), generator=generator)
+    tokens = (first + 7 * torch.arange(LENGTH + 1)) % VOCABULARY
+    begin = (micro_step * RANKS + RANK) * size
+    return tokens[begin : begin + size]
+
+
+def forgets(engine: Any, name: str) -> None:
+    """The optimizer never sees the gradient of one parameter.
+
+    On a single rank ZeRO gives the optimizer one flat tensor with all parameters in their order.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    original = optimizer.step
+    parameters = dict(engine.module.named_parameters())
+    names = list(parameters)
+    begin = sum(parameters[before].numel() for before in names[: names.index(name)])
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        given = optimizer.param_groups[0]["params"]
+        if len(given) == len(names):
+            given[names.index(name)].grad.zero_()
+        else:
+            [flat] = given
+            flat.grad.view(-1)[begin : begin + parameters[name].numel()].zero_()
+        return original(*args, **kwargs)
+
+    optimizer.step = step
+
+
+def races(engine: Any, every: str, rank: str = "0") -> None:
+    """On one rank, a part of some buckets is reduced before its gradients have come: it is zero."""
+    if int(rank) != RANK:
+        return
+    zero = engine.optimizer
+    original = zero.average_tensor
+    calls = itertools.count(1)
+
+    def average(bucket: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) % int(every) == 0:
+            bucket.view(-1)[: bucket.numel() // 4].zero_()
+        return original(bucket, *args, **kwargs)
+
+    zero.average_tensor = average
+
+
+FAULTS: dict[str, Callable[..., None]] = {"forgets": forgets, "races": races}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--deepspeed_config", required=True)
+    config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
+    behaviour = config.pop("behaviour", "runs")
+    torch.manual_seed(0)
+    model = LanguageModel()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    fault, *what = behaviour.split()
+    if fault in FAULTS:
+        FAULTS[fault](engine, *what)
+    size, gas = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    for step in range(STEPS):
+        for micro_step in range(gas):
+            engine.backward(engine(rows(step, micro_step, size, gas).to(engine.device)))
+            engine.step()
+
+
+if __name__ == "__main__":
+    main()

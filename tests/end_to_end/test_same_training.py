@@ -1,0 +1,89 @@
+"""Real trainings against the user's own: honest changes train the same, and faults are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.tuning.same_training import Agreement, Finding, compare, suspects
+from dsat.values.outcome import OutcomeKind, TrainingCurve
+from testing.local import Bench, bench_of
+
+pytestmark = pytest.mark.slow
+
+LAST_STEP = 12
+MICRO_BATCH = 8
+SMALL_BUCKET = {"reduce_bucket_size": 3000, "contiguous_gradients": True}
+RACING = {"overlap_comm": True, "reduce_bucket_size": 3000}
+
+
+class Trainings:
+    """Trains with the program `seeded` and compares with the user's own configuration."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._own = (self.train(), self.train())
+
+    def train(self, fault: str = "runs", **changes: Any) -> TrainingCurve:
+        trial = self._bench.trial(fault, **{"micro_batch": MICRO_BATCH, **changes})
+        outcome = self._bench.run(trial)
+        assert outcome.kind is OutcomeKind.OK, outcome.message + self._bench.log(trial)
+        assert outcome.training is not None
+        return outcome.training
+
+    def compare(self, fault: str = "runs", **changes: Any) -> Finding:
+        other = self.train(fault, **changes)
+        return compare(self._own, other, precision="fp32", same_batch=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    folder = tmp_path_factory.mktemp("one_rank")
+    with bench_of("seeded", folder, end_step=LAST_STEP) as bench:
+        yield Trainings(bench)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage": 0},
+        {"stage": 1, "zero": SMALL_BUCKET},
+        {"stage": 2, "zero": RACING},  # that does not race
+        {"stage": 2, "zero": {"contiguous_gradients": False}},
+        {"stage": 3},
+        {"micro_batch": MICRO_BATCH // 2, "gas": 2},
+    ],
+)
+def test_honest_changes_train_the_same(alone: Trainings, changes: dict[str, Any]) -> None:
+    assert alone.compare(**changes) == Finding(Agreement.SAME)
+
+
+@pytest.mark.parametrize("parameter", ["embedding.weight", "norm.bias", "head.bias"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_optimizer_that_drops_one_gradient(alone: Trainings, parameter: str, stage: int) -> None:
+    found = alone.compare(f"forgets {parameter}", stage=stage)
+    assert found.differs, found
+    assert "its loss in step" in found.reason and "off where rounding explains" in found.reason
+
+
+@pytest.mark.parametrize("every", [3, 10])
+def test_a_bucket_that_is_reduced_too_early(alone: Trainings, every: int) -> None:
+    """What a racing `overlap_comm` does, DeepSpeed's issues #7965 and #8061."""
+    found = alone.compare(f"races {every}", stage=2, zero=RACING)
+    assert found.differs, found
+    assert alone.compare(stage=2, zero=SMALL_BUCKET) == Finding(Agreement.SAME)
+    small = ("reduce_bucket_size", (1_000_000, 3000))
+    honest = {"stage": (1, 2), **dict([small]), "contiguous_gradients": (None, True)}
+    raced = {"stage": (1, 2), **dict([small]), "overlap_comm": (None, True)}
+    assert suspects(raced, [honest]) == {"overlap_comm": (None, True)}
+
+
+def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
+    with bench_of("seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP) as bench:
+        both = Trainings(bench)
+        assert both.compare(stage=2, zero=RACING) == Finding(Agreement.SAME)
+        found = both.compare("races 3 1", stage=2, zero=RACING)
+        assert found.differs, found
