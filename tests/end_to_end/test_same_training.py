@@ -10,7 +10,7 @@ import pytest
 
 from dsat.tuning.same_training import Agreement, Finding, compare, suspects
 from dsat.values.outcome import OutcomeKind, TrainingCurve
-from testing.local import Bench, bench_of
+from testing.local import PROGRAMS, Bench, bench_of, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,9 @@ RACING = {"overlap_comm": True, "reduce_bucket_size": 3000}
 class Trainings:
     """Trains with the program `seeded` and compares with the user's own configuration."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, **zero: Any) -> None:
         self._bench = bench
-        self._own = (self.train(), self.train())
+        self._own = (self.train(zero=zero), self.train(zero=zero))
 
     def train(self, fault: str = "runs", **changes: Any) -> TrainingCurve:
         trial = self._bench.trial(fault, **{"micro_batch": MICRO_BATCH, **changes})
@@ -86,4 +86,25 @@ def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
         both = Trainings(bench)
         assert both.compare(stage=2, zero=RACING) == Finding(Agreement.SAME)
         found = both.compare("races 3 1", stage=2, zero=RACING)
+        assert found.differs, found
+
+
+def test_muon_whose_gradients_were_scattered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own Muon on a matrix that two ranks share, and its defect in issue #7807, which
+    0.19.8 has mended: the program takes back the mend in `average_tensor`."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling its kernel takes minutes
+    config = {
+        **read_json(PROGRAMS / "seeded" / "ds_config.json"),
+        "muon": True,
+        "zero_allow_untested_optimizer": True,
+    }
+    del config["optimizer"]
+    with bench_of(
+        "seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP, ds_config=config
+    ) as bench:
+        both = Trainings(bench, reduce_scatter=False)
+        assert both.compare(stage=2, zero={"reduce_scatter": True}) == Finding(Agreement.SAME)
+        found = both.compare("scatters", stage=2, zero={"reduce_scatter": True})
         assert found.differs, found

@@ -88,7 +88,36 @@ def races(engine: Any, every: str, rank: str = "0") -> None:
     zero.average_tensor = average
 
 
-FAULTS: dict[str, Callable[..., None]] = {"forgets": forgets, "races": races}
+def scatters(engine: Any) -> None:
+    """Matrices that are split between ranks are no longer reduced whole for Muon (issue #7807)."""
+    zero = engine.optimizer
+    original = zero.average_tensor
+
+    def average(*args: Any, **kwargs: Any) -> Any:
+        matrix = engine.module.hidden.weight
+        matrix.use_muon = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            matrix.use_muon = True
+
+    zero.average_tensor = average
+
+
+def muon(model: LanguageModel) -> torch.optim.Optimizer:
+    """Muon for the hidden matrix, its own Adam for the rest (FusedAdam would have to be built)."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    for parameter in model.parameters():
+        parameter.use_muon = parameter is model.hidden.weight  # type: ignore[attr-defined]
+    rest = [each for each in model.parameters() if each is not model.hidden.weight]
+    matrices = {"params": [model.hidden.weight], "use_muon": True, "lr": 0.02, "momentum": 0.95}
+    return MuonWithAuxAdam(  # type: ignore[no-any-return]
+        [{**matrices, "weight_decay": 0.0}, {"params": rest, "use_muon": False, "lr": 1e-3}]
+    )
+
+
+FAULTS: dict[str, Callable[..., None]] = {"forgets": forgets, "races": races, "scatters": scatters}
 
 
 def main() -> None:
@@ -97,10 +126,14 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", required=True)
     config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
     behaviour = config.pop("behaviour", "runs")
+    with_muon = config.pop("muon", False)
     torch.manual_seed(0)
     model = LanguageModel()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        optimizer=muon(model) if with_muon else None,
     )
     fault, *what = behaviour.split()
     if fault in FAULTS:
