@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import run_trial
 from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
-from dsat.engines.local.machine import problem_with
+from dsat.engines.local.machine import problems_with
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
@@ -90,8 +90,9 @@ def devices(report: Report) -> None:
         found = _in_environment({"CUDA_VISIBLE_DEVICES": device})
         report.check(f"CUDA_VISIBLE_DEVICES={device}", found.devices == (device,), found.devices)
     began_s = time.monotonic()
-    report.check("slot 0 answers", not (problem := problem_with(report.machine, 0)), problem or "")
-    report.note("asking a slot took (s)", round(time.monotonic() - began_s, 1))
+    problems = problems_with(report.machine, range(report.machine.num_slots))
+    report.check("all slots answer", not problems, problems or "")
+    report.note("asking them took (s)", round(time.monotonic() - began_s, 1))
 
 
 def forks(report: Report) -> None:
@@ -128,7 +129,8 @@ def search(report: Report) -> None:
     run = report.folder / "run"
     options = ["--max-trials", "4" if report.short else "16", "--slot-memory", "4GiB", "--json"]
     if report.short:
-        options = ["--max-trials", "4", "--json", "--max-profile-steps", "3"]
+        options = ["--max-trials", "4", "--json", "--start-profile-step", "2"]
+        options += ["--end-profile-step", "3", "--max-profile-steps", "3"]
     config, folder = EXAMPLES / "core_api" / "deepspeed.yaml", EXAMPLES / "core_api"
     words = ["model", str(config), str(folder), "--run-dir", str(run), *options]
     status, out = _dsat(words, report.folder)
@@ -200,9 +202,12 @@ def memory_back(report: Report) -> None:
         "kept = torch.empty(int(free * 0.9), dtype=torch.uint8, device='cuda')\n"
         "print('has it', flush=True)\ntime.sleep(600)"
     )
-    hog = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert hog.stdout is not None
-    with _Engine(report, "after") as engine:
+    command = [sys.executable, "-c", code]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog,
+        _Engine(report, "after") as engine,
+    ):
+        assert hog.stdout is not None
         report.check("memory was taken", hog.stdout.readline().strip() == "has it")
         hog.send_signal(signal.SIGKILL)
         outcome = run_trial(engine, _trial(1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
-from dsat.engines.local.machine import Machine, problem_with
+from dsat.engines.local.machine import Machine, problems_with
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import ScriptFailed
@@ -419,11 +419,10 @@ class LocalEngine:
             and any(sign in outcome.message + outcome.detail for sign in _DEVICE_MAY_BE_BROKEN)
         ):
             return False
-        problems = {slot: problem_with(self._machine, slot) for slot in running.slots}
+        problems = problems_with(self._machine, running.slots)
         for slot, problem in problems.items():
-            if problem:
-                self._slots.quarantine(slot, problem)
-        return any(problems.values())
+            self._slots.quarantine(slot, problem)
+        return bool(problems)
 
     def _run_again(self, running: _Running) -> None:
         self._start(running.trial, running.folder, running.meter)

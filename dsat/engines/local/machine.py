@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,13 +97,17 @@ def find_machine() -> Machine:
     return Machine(**values)
 
 
-def problem_with(machine: Machine, slot: int) -> str:
-    """Why a fresh process cannot use a slot's device; empty if it can."""
-    env = dict(os.environ)
-    for variable in machine.visible_devices:
-        env[variable] = machine.devices[slot]
-    found = _ask(["--check"], env, _CHECK_LIMIT_S)
-    return found if isinstance(found, str) else ""
+def problems_with(machine: Machine, slots: Sequence[int]) -> dict[int, str]:
+    """Why fresh processes cannot use slots' devices, by slot; nothing of those that work."""
+
+    def ask(slot: int) -> str:
+        env = {**os.environ, **dict.fromkeys(machine.visible_devices, machine.devices[slot])}
+        found = _ask(["--check", machine.accelerator], env, _CHECK_LIMIT_S)
+        return found if isinstance(found, str) else ""
+
+    with ThreadPoolExecutor(max_workers=len(slots) or 1) as threads:
+        answers = zip(slots, threads.map(ask, slots), strict=True)
+    return {slot: problem for slot, problem in answers if problem}
 
 
 def _ask(options: Sequence[str], env: Mapping[str, str], limit_s: float) -> dict[str, Any] | str:
@@ -245,15 +250,12 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
     return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
 
 
-def _check() -> dict[str, float]:
+def _check(accelerator: str) -> dict[str, float]:
     """Uses the one device that is visible; raises what it raises."""
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     began_s = time.monotonic()
-    accelerator = get_accelerator()
-    torch.empty(1, device=accelerator.device_name()).add_(1).cpu()
-    accelerator.synchronize()
+    torch.empty(1, device=accelerator).add_(1).cpu()
     return {"took_s": time.monotonic() - began_s}
 
 
@@ -269,5 +271,5 @@ def _processor_name() -> str:
 
 
 if __name__ == "__main__":
-    answer = _check() if sys.argv[1:] == ["--check"] else asdict(_inspect())
+    answer = _check(sys.argv[2]) if sys.argv[1:2] == ["--check"] else asdict(_inspect())
     print(_MARK + json.dumps(answer))
