@@ -39,7 +39,7 @@ from testing.local import (
 pytestmark = pytest.mark.slow
 
 # A failure ends a trial at once: nothing waits for gloo's half hour, nor for the trial's time-out.
-AT_ONCE_S = 15.0
+AT_ONCE_S = 30.0  # one that aborts is run again in fresh processes
 
 
 class _LocalContract(EngineContract):
