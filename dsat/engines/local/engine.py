@@ -43,15 +43,21 @@ _NO_FORK_CUDA = (
 )
 # How a process ends whose threads or locks did not survive the fork.
 _DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
-# What is worth a look at the device: https://docs.nvidia.com/deploy/xid-errors
+# What is worth a look at the device, and not the program's own mistake, as an illegal address is:
+# https://docs.nvidia.com/deploy/xid-errors
 _DEVICE_MAY_BE_BROKEN = (
-    "CUDA error",
-    "CUDA driver error",
-    "HIP error",
-    "Cuda failure",
-    "unhandled cuda error",
-    "NCCL error",
+    "busy or unavailable",
     "ECC error",
+    "hardware stack error",
+    "HIP error",
+    "launch failure",
+    "launch timed out",
+    "no CUDA-capable device",
+    "NVLink error",
+    "unhandled cuda error",
+    "unhandled system error",
+    "unknown error",
+    "unrecognized error code",
     "Xid",
     "was killed by SIGABRT",
     "was killed by SIGBUS",
