@@ -17,6 +17,7 @@ import psutil
 
 from dsat.engines.local import LocalEngine, LocalOptions, Machine
 from dsat.engines.local.engine import free_ports
+from dsat.in_trial.meter import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -207,6 +208,11 @@ def buffers_of(folder: Path) -> list[str]:
     """Buffers of a run's trials that are still there."""
     ports = ports_of(folder)
     return [name for name in shared_memory() if name.split("_")[-2] in ports]
+
+
+def warnings_of(outcome: Outcome) -> tuple[str, ...]:
+    """What a real trial warned of, but for accidents of the machine that the tests run on."""
+    return tuple(warning for warning in outcome.warnings if warning != HOST_ACCIDENTS)
 
 
 def read_json(path: Path) -> Any:

@@ -11,7 +11,15 @@ import pytest
 from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.errors import ScriptFailed
 from dsat.values.outcome import OutcomeKind
-from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, processes_of, read_json
+from testing.local import (
+    PATIENCE_S,
+    PROGRAMS,
+    Bench,
+    bench_of,
+    processes_of,
+    read_json,
+    warnings_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +43,7 @@ def test_a_trial_is_measured_with_its_own_configuration(single: Bench, way: str)
     trial = single.trial(way, micro_batch=5, gas=2, stage=2)
     outcome = single.run(trial)
     assert outcome.ok, single.log(trial)
-    assert outcome.warnings == ()
+    assert warnings_of(outcome) == ()
 
 
 def test_a_data_loader_of_the_scripts_own_size_is_found_out(single: Bench) -> None:
@@ -52,7 +60,7 @@ def test_on_two_ranks(pair: Bench, way: str) -> None:
     trial = pair.trial(way, micro_batch=5, stage=1)
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)
-    assert outcome.warnings == ()
+    assert warnings_of(outcome) == ()
 
 
 def test_the_full_length_run_uses_it_too(single: Bench) -> None:

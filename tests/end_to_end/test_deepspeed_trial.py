@@ -13,7 +13,7 @@ import pytest
 
 from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.values.outcome import OutcomeKind
-from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json
+from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json, warnings_of
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_a_trial_is_measured(single: Bench, way: str) -> None:
     trial = single.trial(way, micro_batch=4, gas=3, stage=2)
     outcome = single.run(trial)
     assert outcome.ok, single.log(trial)
-    assert outcome.warnings == ()
+    assert warnings_of(outcome) == ()
     began, training, epoch, *batches, shutdown = diary(single.path(trial))
     assert (began, training, epoch, shutdown) == (
         "startup 0 None",

@@ -19,7 +19,14 @@ from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH, OTHER_CHECKPOINT
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
-from testing.local import PATIENCE_S, PROGRAMS, bench_of, environment_of_a_rank, read_json
+from testing.local import (
+    PATIENCE_S,
+    PROGRAMS,
+    bench_of,
+    environment_of_a_rank,
+    read_json,
+    warnings_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +80,7 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
     ran = check_what_the_models_saw(alone[0])
     assert len({trial.batch.micro_batch for trial in ran}) >= 3
     for outcome in run.outcomes.values():
-        assert outcome.warnings == ()
+        assert warnings_of(outcome) == ()
 
 
 def test_a_trial_leaves_no_checkpoint(alone: tuple[Path, Told]) -> None:
@@ -134,7 +141,7 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
-        assert outcome.warnings == (NO_CPU_RANKS,)
+        assert warnings_of(outcome) == (NO_CPU_RANKS,)
 
 
 def test_with_determineds_callback(tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_arguments_in_code_follow_the_trial(
         own = bench.trial(micro_batch=4, kind=TrialKind.PROFILE)  # warms up for the others
         outcome = bench.run(own)
         assert outcome.ok, bench.log(own)
-        assert outcome.warnings == ()
+        assert warnings_of(outcome) == ()
         assert read_json(bench.path(own) / "seen.json") == {
             "shapes": [[4, 16]],
             "checkpointing": False,
@@ -183,7 +190,7 @@ def test_arguments_in_code_follow_the_trial(
         )
         outcome = bench.run(other)
         assert outcome.ok, bench.log(other)
-        assert outcome.warnings == (OTHER_BATCH, OTHER_CHECKPOINTING)
+        assert warnings_of(outcome) == (OTHER_BATCH, OTHER_CHECKPOINTING)
         seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
         assert read_json(bench.path(other) / "seen.json") == seen
         assert [path.name for path in output.iterdir()] == ["checkpoint-3"]
@@ -214,7 +221,7 @@ def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
             outcomes.update(bench.engine.poll(PATIENCE_S))
         for trial, on in zip(trials, (True, False), strict=True):
             assert outcomes[trial.id].ok, bench.log(trial)
-            assert outcomes[trial.id].warnings == ()
+            assert warnings_of(outcomes[trial.id]) == ()
             assert read_json(bench.path(trial) / "seen.json")["checkpointing"] is on
             command = bench.read(trial, "cmd.txt").splitlines()[0].split()
             assert ("--gradient_checkpointing" in command) is on

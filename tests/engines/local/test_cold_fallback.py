@@ -11,7 +11,7 @@ from dsat.engines.local.engine import FRESH_PROCESSES_ONLY
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
-from testing.local import bench_of
+from testing.local import bench_of, warnings_of
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,11 @@ def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
         profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
         outcome = bench.run(profile)
         assert outcome.kind is OutcomeKind.OK, bench.log(profile)
-        assert outcome.warnings == (FRESH_PROCESSES_ONLY,)
+        assert warnings_of(outcome) == (FRESH_PROCESSES_ONLY,)
         later = bench.trial(micro_batch=1)
         outcome = bench.run(later)
         assert outcome.kind is OutcomeKind.OK, bench.log(later)
-        assert outcome.warnings == ()
+        assert warnings_of(outcome) == ()
 
 
 def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from testing.local import (
     processes_of,
     read_json,
     wait_until,
+    warnings_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -395,7 +396,7 @@ def test_a_script_may_ignore_its_configuration(pair: Bench) -> None:
     trial = pair.trial("ignores the configuration")
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)
-    assert outcome.warnings == ()
+    assert warnings_of(outcome) == ()
 
 
 def test_a_script_may_spawn_itself(pair: Bench) -> None:
