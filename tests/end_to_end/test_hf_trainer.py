@@ -112,6 +112,7 @@ def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Pa
     [line] = re.findall(r"^Train with it: (.*)$", alone[1].out, re.MULTILINE)
     cd, command = line.split(" && ")
     words = shlex.split(command)
+    words = words[words.index("torchrun") :]  # before it, the conditions of a trial
     assert words[:3] == ["torchrun", "--standalone", "--nproc-per-node=1"]
     seen, output = tmp_path / "seen.json", tmp_path / "output"
     words = [*words[3:], "--record", str(seen), "--output_dir", str(output), "--max_steps", "1"]
