@@ -103,6 +103,8 @@ class LocalSearch:
         What happens is logged; observers are told besides.
         """
         _log.info("%s; run folder %s", self.ready.machine.describe(), self.folder)
+        for warning in self.ready.machine.warnings:
+            _log.info("warning: %s", warning)
         for note in _notes(self.ready):
             _log.info("note: %s", note)
         if self._has_work():

@@ -65,11 +65,6 @@ class Machine:
     def num_slots(self) -> int:
         return len(self.devices)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether some devices have more memory than others."""
-        return len(set(self.device_memory_bytes)) > 1
-
     def describe(self) -> str:
         plural = "" if self.num_slots == 1 else "s"
         sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
