@@ -15,7 +15,7 @@ import sys
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from dsat.engines.local import rank
+from dsat.in_trial import rank
 
 
 def compiled(self, verbose=True):
