@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import IO
 
 import psutil
 
+from dsat.engines.local.engine import free_ports
 from testing.master.allocation import Allocation, Container
 from testing.master.logs import LogLine, parse
 
@@ -247,9 +247,5 @@ def _ports(allocation_id: str) -> list[int]:
     """Four ports that were free a moment ago, the same for all containers of an allocation."""
     with _PORTS_LOCK:
         if allocation_id not in _PORTS:
-            with contextlib.ExitStack() as stack:
-                sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
-                for each in sockets:
-                    each.bind(("127.0.0.1", 0))
-                _PORTS[allocation_id] = [each.getsockname()[1] for each in sockets]
+            _PORTS[allocation_id] = free_ports(4)
         return _PORTS[allocation_id]

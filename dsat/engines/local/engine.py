@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -17,7 +19,7 @@ from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_fo
 from dsat.engines.local.machine import Machine, problems_with
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
-from dsat.errors import ScriptFailed
+from dsat.errors import EngineError, ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, result_file
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
@@ -32,6 +34,8 @@ FULL_RUN_ID = -1
 CAPTURE_ID = -2
 SIMULATION_ID = -3
 _SIMULATION_POLL_S = 0.05
+_PORT_ATTEMPTS = 200
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
@@ -495,12 +499,22 @@ class LocalEngine:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports on loopback that nothing listens on now.
+
+    They lie below the range from which the kernel takes the ports of outgoing connections: one of
+    those could be in use by the time that a cold rank, seconds later, begins to listen.
+    """
+    first = 1024
+    with contextlib.suppress(OSError, ValueError):
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    below = range(max(1024, first - 12_000), max(1025, first))
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(_PORT_ATTEMPTS):
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", secrets.choice(below)))
+                ports.append(int(each.getsockname()[1]))
+            if len(ports) == count:
+                return ports
+    raise EngineError("no free port found on loopback")
