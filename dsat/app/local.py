@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class LocalSearch:
 
     Raises:
         UserInputError: the folder holds another run, or none to resume.
+        JournalLocked: another process works there.
         JournalError: the journal cannot be read, or says something else than is decided now.
     """
 
@@ -61,20 +63,16 @@ class LocalSearch:
         self.interrupted = False
         self._known: dict[str, Outcome] = {}
         self._engine: Engine | None = None
-        if ready.native is not None:
-            self.folder = run_folders.of_results(ready.native)
-            earlier = run_folders.earlier_runs(self.folder, ready.plan)
-            self._known = history.known_outcomes(earlier, ready.plan)
-        else:
-            self.folder = run_folders.of_run(ready.settings, ready.experiment.name)
-        self._journal = Journal(self.folder / FILE_NAME)
-        try:
-            self._tuner = Tuner(
-                ready.plan, self._journal, info=ready.info, events=self._journal.events
-            )
-        except BaseException:
-            self._journal.close()
-            raise
+        with contextlib.ExitStack() as opened:
+            if ready.native is not None:
+                self.folder = run_folders.of_results(ready.native, ready.experiment, opened)
+                earlier = run_folders.earlier_runs(self.folder, ready.plan)
+                self._known = history.known_outcomes(earlier, ready.plan)
+            else:
+                self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            journal = opened.enter_context(Journal(self.folder / FILE_NAME))
+            self._tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
+            self._opened = opened.pop_all()
         self.run = self._tuner.run
 
     def __enter__(self) -> LocalSearch:
@@ -90,7 +88,7 @@ class LocalSearch:
             if self._engine is not None:
                 self._engine.close()
         finally:
-            self._journal.close()
+            self._opened.close()
 
     @property
     def trials(self) -> Path:

@@ -2,40 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import json
+import re
 import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
+from dsat.app.folder_lock import PRIVATE_FOLDER, FolderLock, is_marked
 from dsat.app.prepare import Prepared
-from dsat.errors import UserInputError
+from dsat.errors import JournalError, UserInputError
+from dsat.in_trial.rank import SPEC_FILE
 from dsat.inputs.autotuning_section import Autotuning
+from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Settings
-from dsat.report import autotuner_files
+from dsat.report import autotuner_files, page, summary
 from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 
 RUNS_FOLDER = Path("dsat_runs")
+_TRASH = ".dsat-deleted"
+_RESULT_FILES = (
+    autotuner_files.OPTIMAL_CONFIG_FILE,
+    autotuner_files.OPTIMAL_COMMAND_FILE,
+    autotuner_files.SUMMARY_FILE,
+    page.PAGE_FILE,
+    summary.BEST_CONFIG_FILE,
+    summary.BEST_METRICS_FILE,
+    summary.SUMMARY_FILE,
+    "supervisor.log",
+)
 
 
-def of_run(settings: Settings, name: str) -> Path:
-    """The folder of the run: a new one, or the one to continue."""
+def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
+    """The folder of the run: a new one, or the one to continue.
+
+    Args:
+        settings: say which.
+        name: of the experiment.
+        locks: gets the folder's lock.
+
+    Raises:
+        UserInputError: the folder holds another run, or none to resume.
+        JournalLocked: another process works there.
+    """
+    folder = _folder_of_run(settings, name)
+    locks.callback(FolderLock(folder).close)
+    if settings.run_dir is not None and not settings.resume:
+        _check_holds_no_run(folder)  # another process may have made one since
+    return folder
+
+
+def _check_holds_no_run(folder: Path) -> None:
+    if (folder / FILE_NAME).exists():
+        raise UserInputError(
+            "already holds a run",
+            where=str(folder),
+            hint="Add --resume to continue it, or choose another folder.",
+        )
+
+
+def _folder_of_run(settings: Settings, name: str) -> Path:
     if settings.run_dir is not None:
-        holds_run = (settings.run_dir / FILE_NAME).exists()
-        if settings.resume and not holds_run:
+        if not settings.resume:
+            _check_holds_no_run(settings.run_dir)
+        elif not (settings.run_dir / FILE_NAME).exists():
             raise UserInputError("holds no run to resume", where=str(settings.run_dir))
-        if holds_run and not settings.resume:
-            raise UserInputError(
-                "already holds a run",
-                where=str(settings.run_dir),
-                hint="Add --resume to continue it, or choose another folder.",
-            )
-        settings.run_dir.mkdir(parents=True, exist_ok=True)
         return settings.run_dir
     stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     numbers = [
-        int(path.name[len(stem) + 1 :])
-        for path in RUNS_FOLDER.glob(f"{stem}-*")
-        if path.name[len(stem) + 1 :].isdigit()
+        int(suffix)
+        for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")
+        # Not every digit is a decimal one (²), and no number of ours has so many.
+        if re.fullmatch("[0-9]{1,9}", suffix := path.name[len(stem) + 1 :])
     ]
     if settings.resume:
         if not numbers:
@@ -47,7 +89,8 @@ def of_run(settings: Settings, name: str) -> Path:
     while True:
         folder = RUNS_FOLDER / f"{stem}-{number}"
         try:
-            folder.mkdir(parents=True)
+            RUNS_FOLDER.mkdir(exist_ok=True)
+            folder.mkdir(mode=PRIVATE_FOLDER)
         except FileExistsError:
             number += 1
         else:
@@ -59,19 +102,31 @@ def of_trials(ready: Prepared, folder: Path) -> Path:
     return folder if ready.native is not None else folder / "trials"
 
 
-def of_results(section: Autotuning) -> Path:
+def of_results(section: Autotuning, experiment: Experiment, locks: ExitStack) -> Path:
     """The folder of a run under the names of DeepSpeed's autotuner, to begin or to continue.
 
-    Earlier results are deleted if the section says so, and only if they are an autotuner's.
+    Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
+
+    Args:
+        section: names the folders.
+        experiment: whose script and configuration are in none of them.
+        locks: gets the locks of both folders.
 
     Raises:
-        UserInputError: what is to be deleted is something else.
+        UserInputError: what is to be deleted is no folder of dsat's results.
+        JournalLocked: another process works there.
     """
+    folders = {"results_dir": section.results_dir, "exps_dir": section.exps_dir}
     if section.overwrite:
-        results = (FILE_NAME, autotuner_files.SUMMARY_FILE, "profile_model_info")
-        _delete(section.results_dir, "results_dir", results)
-        _delete(section.exps_dir, "exps_dir", ("*.json",))
-    section.results_dir.mkdir(parents=True, exist_ok=True)
+        for key, folder in folders.items():
+            _check_deletable(folder, f"autotuning.{key}: {folder}", experiment)
+    locked: set[Path] = set()
+    for folder in folders.values():
+        if folder.resolve() not in locked:
+            locked.add(folder.resolve())
+            locks.callback(FolderLock(folder).close)
+    if section.overwrite:
+        _delete_results(section.results_dir, section.exps_dir)
     return section.results_dir
 
 
@@ -91,21 +146,73 @@ def earlier_runs(folder: Path, plan: Plan) -> list[Run]:
     return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
 
 
-def _delete(folder: Path, key: str, marks: tuple[str, ...]) -> None:
+def _check_deletable(folder: Path, where: str, experiment: Experiment) -> None:
+    """Raise UserInputError for a folder of which nothing may be deleted."""
     if not folder.exists():
         return
-    where = f"autotuning.{key}: {folder}"
     whole = folder.resolve()
-    if not folder.is_dir() or Path.cwd().resolve().is_relative_to(whole):
+    if not folder.is_dir():
         raise UserInputError(
             "is not a folder of results, and overwrite would delete it",
             where=where,
             hint="Name another folder.",
         )
-    if any(folder.iterdir()) and not any(list(folder.glob(mark)) for mark in marks):
+    precious = [Path.cwd(), experiment.model_dir, experiment.path, *experiment.includes]
+    precious += [] if experiment.ds_config_path is None else [experiment.ds_config_path]
+    for path in precious:
+        if path.resolve().is_relative_to(whole):
+            raise UserInputError(
+                f"holds {path}, and overwrite would delete it",
+                where=where,
+                hint="Name another folder.",
+            )
+    if any(folder.iterdir()) and not is_marked(folder):
         raise UserInputError(
-            "holds no results of an autotuner, and overwrite would delete it",
+            "holds no results of dsat, and overwrite would delete it",
             where=where,
             hint="Name another folder, or delete it yourself.",
         )
-    shutil.rmtree(folder)
+
+
+def _delete_results(results: Path, experiments: Path) -> None:
+    """Deletes what dsat wrote into its own folders; all else in them stays.
+
+    What is to be deleted is first moved into a folder for it, so that a kill leaves nothing behind
+    that would not be known as dsat's any more.
+    """
+    journals = [results / FILE_NAME, *results.glob(f"{Path(FILE_NAME).stem}-*.jsonl")]
+    names = {name for path in journals if path.is_file() for name in _trial_names(path)}
+    for folder in (results, experiments):
+        shutil.rmtree(folder / _TRASH, ignore_errors=True)
+    ours = [results / name for name in _RESULT_FILES]
+    ours += [path.parent for path in results.glob(f"*/{SPEC_FILE}") if _is_trial(path)]
+    _discard(results, ours)
+    _discard(experiments, [experiments / f"{name}.json" for name in names])
+    _discard(results, journals)  # last, since they tell the names of the rest
+
+
+def _discard(folder: Path, paths: Iterable[Path]) -> None:
+    trash = folder / _TRASH
+    trash.mkdir(mode=PRIVATE_FOLDER)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(trash / path.name)
+    shutil.rmtree(trash)
+
+
+def _is_trial(spec: Path) -> bool:
+    """Whether a folder with such a file is one that a trial was measured in, and not a training's
+    with its checkpoints."""
+    try:
+        told = json.loads(spec.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    own = isinstance(told, dict) and {"trial", "program", "task"} <= told.keys()
+    return own and not spec.parent.is_symlink() and not spec.parent.name.startswith("full")
+
+
+def _trial_names(journal: Path) -> list[str]:
+    """Names of the trials of a journal; of a damaged one none."""
+    with contextlib.suppress(JournalError):
+        return [trial.name for trial in Run(read_events(journal)).trials.values()]
+    return []

@@ -286,7 +286,7 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "results that are something else": (
         {"results_dir": "data", "overwrite": True},
         {},
-        ["autotuning.results_dir: data", "no results of an autotuner"],
+        ["autotuning.results_dir: data", "no results of dsat"],
     ),
 }
 

@@ -1,0 +1,76 @@
+"""A folder that one dsat process at a time works in, and by what it is known as one of dsat's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import JournalError, JournalLocked
+
+MARK_FILE = ".dsat"
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+
+
+class FolderLock:
+    """Makes a folder if it is missing, and keeps every other dsat out of it until it is closed.
+
+    The lock is the kernel's, on a file in the folder that stays there as dsat's mark: it ends with
+    the process that holds it, however that ends.
+
+    Args:
+        folder: whose files are this process's alone from now on.
+
+    Raises:
+        JournalLocked: another process works there; the message says which.
+        JournalError: the file system has no locks.
+        OSError: the folder cannot be made or written into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        path = folder / MARK_FILE
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, PRIVATE_FILE)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(self._descriptor)
+            os.close(self._descriptor)
+            raise JournalLocked(
+                f"{folder}: another dsat process is working on this run{holder}. Wait for it, stop "
+                "it, or use another folder."
+            ) from None
+        except OSError as error:
+            os.close(self._descriptor)
+            raise JournalError(
+                f"{folder}: cannot be locked: {error.strerror}. Use a folder on another file "
+                "system (--run-dir)."
+            ) from None
+        text = json.dumps(
+            {"pid": os.getpid(), "host": socket.gethostname(), "since_s": round(time.time())}
+        )
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode() + b"\n", 0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether dsat has worked in a folder."""
+    return (folder / MARK_FILE).is_file() and not (folder / MARK_FILE).is_symlink()
+
+
+def _holder(descriptor: int) -> str:
+    """` (process 71 on host, since 10:31:02)`; empty if the file does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["since_s"]))
+        return f" (process {int(told['pid'])} on {str(told['host'])[:100]}, since {since})"
+    return ""

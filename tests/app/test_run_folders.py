@@ -1,0 +1,182 @@
+"""Folders of runs: one process at a time, and nothing is deleted that dsat did not write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.app import run_folders
+from dsat.app.folder_lock import FolderLock
+from dsat.errors import JournalLocked, UserInputError
+from dsat.inputs import autotuning_section, experiment
+from dsat.inputs.autotuning_section import Autotuning
+from dsat.inputs.experiment import Experiment
+from dsat.inputs.settings import Settings
+from dsat.tuning.journal import FILE_NAME, Journal
+from dsat.tuning.run import EVENT_PROPOSED, EVENT_START
+from dsat.values.codec import encode
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import plan_of
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@contextlib.contextmanager
+def opened(section: Autotuning, own: Experiment) -> Iterator[Path]:
+    with contextlib.ExitStack() as locks:
+        yield run_folders.of_results(section, own, locks)
+
+
+def refuses(section: Autotuning, own: Experiment, error: type[BaseException], match: str) -> None:
+    with pytest.raises(error, match=match), opened(section, own):
+        pass
+
+
+def section_of(**values: Any) -> Autotuning:
+    return autotuning_section.read({"autotuning": values}, where="ds.json")
+
+
+def experiment_in(folder: Path, config: Path | None = None) -> Experiment:
+    own = experiment.of_dict(["train.py"], "train", folder, {"train_batch_size": 1})
+    return own if config is None else replace(own, path=config, ds_config_path=config)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Experiment:
+    (tmp_path / "code").mkdir()
+    return experiment_in(tmp_path / "code")
+
+
+def written_by_dsat(results: Path, exps: Path) -> None:
+    """What a run leaves, and a training with its checkpoints."""
+    trial = Trial(0, TrialKind.PROFILE, "profile_z1", 1, BatchTriple(1, 1, 1), overrides={})
+    with Journal(results / FILE_NAME) as journal:
+        journal.append(encode({"event": EVENT_START, "plan": plan_of(), "info": {}}))
+        journal.append(encode({"event": EVENT_PROPOSED, "trial": trial}))
+    for name in ("profile_z1", "full"):
+        (results / name).mkdir()
+        (results / name / "trial.json").write_text('{"trial": {}, "program": {}, "task": {}}')
+    (results / "summary.txt").write_text("")
+    (exps / "profile_z1.json").write_text("{}")
+
+
+def test_overwrite_deletes_what_dsat_wrote_and_nothing_else(own: Experiment) -> None:
+    section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
+    with opened(section, own) as results:
+        written_by_dsat(results, Path("exps"))
+    for path in ("results/notes.txt", "exps/mine.json", "results/data/train.bin"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("precious")
+    Path("results/data/trial.json").write_text("[]")
+    with opened(section, own):
+        left = {str(path) for path in (*Path("results").rglob("*"), *Path("exps").rglob("*"))}
+    assert left == {
+        *("results/.dsat", "results/notes.txt", "results/data", "results/data/train.bin"),
+        *("results/data/trial.json", "results/full", "results/full/trial.json"),
+        *("exps/.dsat", "exps/mine.json"),
+    }
+
+
+@pytest.mark.parametrize("key", ["results_dir", "exps_dir"])
+def test_a_folder_of_the_users_is_never_overwritten(own: Experiment, key: str) -> None:
+    """Of json files alone, as experiments are; the configuration in use is one of them."""
+    Path("configs").mkdir()
+    Path("configs/ds.json").write_text("{}")
+    section = section_of(overwrite=True, **{key: "configs"})
+    refuses(section, own, UserInputError, f"{key}: configs: holds no results of dsat")
+    Path("configs/.dsat").touch()  # even if it were dsat's
+    for used in (
+        experiment_in(own.model_dir, Path("configs/ds.json")),
+        experiment_in(Path("configs")),
+    ):
+        refuses(section, used, UserInputError, "holds .*configs.*overwrite would delete it")
+    assert [path.name for path in sorted(Path("configs").iterdir())] == [".dsat", "ds.json"]
+    assert not Path("autotuning_results").exists(), "nothing was begun"
+
+
+def test_links_are_not_followed(own: Experiment) -> None:
+    section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
+    with opened(section, own) as results:
+        written_by_dsat(results, Path("exps"))
+    shutil.move("results/profile_z1", "elsewhere")
+    Path("results/profile_z1").symlink_to(Path("elsewhere").resolve())
+    with opened(section, own):
+        assert Path("elsewhere/trial.json").exists()
+
+
+def test_a_kill_while_results_are_deleted(own: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
+    with opened(section, own) as results:
+        written_by_dsat(results, Path("exps"))
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if not options:  # what was moved aside
+            raise KeyboardInterrupt("killed")
+        rmtree(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        refuses(section, own, KeyboardInterrupt, "killed")
+    with opened(section, own):
+        assert not Path("results/profile_z1").exists()
+        assert not list(Path("exps").glob("*.json")), "their names are still known"
+
+
+def test_the_second_process_touches_nothing(own: Experiment) -> None:
+    """It says who works there, and neither deletes nor renames anything."""
+    section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
+    with opened(section, own) as results:
+        written_by_dsat(results, Path("exps"))
+        before = {path: path.stat().st_mtime_ns for path in sorted(Path().rglob("*"))}
+        refuses(section, own, JournalLocked, rf"process {os.getpid()} on .*, since 20")
+        refuses(replace(section, results_dir=Path("others")), own, JournalLocked, "exps")
+        shutil.rmtree("others")
+        assert {path: path.stat().st_mtime_ns for path in sorted(Path().rglob("*"))} == before
+    settings = Settings(method="asha", run_dir=Path("run"))
+    with contextlib.ExitStack() as locks:
+        run_folders.of_run(settings, "name", locks)
+        with pytest.raises(JournalLocked, match="run: another dsat process"):
+            run_folders.of_run(settings, "name", locks)
+
+
+def test_a_killed_process_holds_no_lock() -> None:
+    code = (
+        "import os, pathlib, sys\nfrom dsat.app.folder_lock import FolderLock\n"
+        "lock = FolderLock(pathlib.Path('run'))\nos.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    told = json.loads(Path("run/.dsat").read_text())
+    assert told["pid"] != os.getpid()
+    FolderLock(Path("run")).close()
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed() -> None:
+    Path("run").mkdir()
+    Path("precious").write_text("precious")
+    Path("run/.dsat").symlink_to("../precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        FolderLock(Path("run"))
+    assert Path("precious").read_text() == "precious"
+
+
+def test_numbers_of_runs_are_ascii_digits() -> None:
+    """`isdigit` takes more than `int` does."""
+    for name in ("train-1", "train-²", "train-٣", "train-7x", "train-x"):
+        (Path("dsat_runs") / name).mkdir(parents=True)
+    with contextlib.ExitStack() as locks:
+        folder = run_folders.of_run(Settings(method="asha"), "train", locks)
+    assert folder == Path("dsat_runs/train-2")
