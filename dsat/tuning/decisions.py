@@ -41,8 +41,9 @@ class Decisions:
         self.plan = plan
         self.run = Run()
         self._trials = TrialFactory(plan, self.run)
-        self._profile = ProfilePhase(plan, self._trials)
-        self._begun: SearchPhase | None = None
+        self._profiling = ProfilePhase(plan, self._trials)
+        self._searching: SearchPhase | None = None
+        self._unheard: list[Trial] = []  # ended, and the phase has not been told yet
         self._finals = FinalsPhase(plan, self.run, self._trials)
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
@@ -78,8 +79,7 @@ class Decisions:
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._waiting = False
-            trial = self.run.trials[event["trial_id"]]
-            self._phase_of(trial).hear(trial, event["outcome"])
+            self._unheard.append(self.run.trials[event["trial_id"]])
 
     @property
     def stop_reason(self) -> str | None:
@@ -111,10 +111,17 @@ class Decisions:
         return None if search is None else search.forecast
 
     @property
+    def _profile(self) -> ProfilePhase:
+        """The profile phase, told of all outcomes."""
+        self._hear()
+        return self._profiling
+
+    @property
     def _search(self) -> SearchPhase | None:
-        """The search, made when it is first asked for anything."""
-        if self._begun is None and self.search_began:
-            self._begun = SearchPhase(
+        """The search, told of all outcomes; made when it is first asked for anything."""
+        self._hear()
+        if self._searching is None and self.search_began:
+            self._searching = SearchPhase(
                 self.plan,
                 self.run,
                 self._trials,
@@ -122,7 +129,7 @@ class Decisions:
                 self._basis,
                 baseline=not self._profile.climbed,
             )
-        return self._begun
+        return self._searching
 
     @property
     def _basis(self) -> Basis | None:
@@ -141,12 +148,14 @@ class Decisions:
             configs.append(self.plan.config(overrides))
         return configs
 
-    def _phase_of(self, trial: Trial) -> Phase:
-        if trial.kind is TrialKind.PROFILE:
-            return self._profile
-        search = self._search
-        assert search is not None
-        return search
+    def _hear(self) -> None:
+        """Tells the phases what came of their trials, before they decide anything more."""
+        unheard, self._unheard = self._unheard, []
+        for trial in unheard:
+            of_profile = trial.kind is TrialKind.PROFILE
+            phase: Phase | None = self._profiling if of_profile else self._searching
+            assert phase is not None
+            phase.hear(trial, self.run.outcomes[trial.id])
 
     def _next_finals(self) -> dict[str, Any] | None:
         """That the finals begin, if the search is over and there is something to decide."""

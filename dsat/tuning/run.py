@@ -89,6 +89,7 @@ class Run:
         self._failures = 0
         self._hopeful = False
         self.leader: Trial | None = None
+        self._leaders_value: float | None = None
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.num_finals = 0
@@ -112,6 +113,7 @@ class Run:
         self.skipped += event.get("skipped", [])
         if kind == EVENT_START:
             self.plan = event["plan"]
+            self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == EVENT_PROPOSED:
             trial: Trial = event["trial"]
@@ -143,7 +145,7 @@ class Run:
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
-        value = outcome.value(self.plan.objective)
+        value = outcome.value(self._objective)
         if trial.kind is TrialKind.PROFILE:
             self._profiled = outcome
             return
@@ -158,10 +160,11 @@ class Run:
             self._hopeful = True
         if (
             value is not None
+            and self._objective.is_better(value, self._leaders_value)
             and self.plan.admits(trial.batch)
-            and self.plan.objective.is_better(value, self.best_value)
         ):
             self.leader = trial
+            self._leaders_value = value
             self.trials_since_best = 0
         else:
             self.trials_since_best += 1
@@ -262,8 +265,7 @@ class Run:
 
     def log_value(self, value: float) -> float:
         """The logarithm of a value of the objective, turned so that larger is better."""
-        assert self.plan is not None
-        return -math.log(value) if self.plan.objective.smaller_is_better else math.log(value)
+        return -math.log(value) if self._objective.smaller_is_better else math.log(value)
 
     @property
     def best(self) -> Trial | None:
@@ -303,9 +305,8 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        assert self.plan is not None
         outcome = self.best_outcome
-        return None if outcome is None else outcome.value(self.plan.objective)
+        return None if outcome is None else outcome.value(self._objective)
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -329,9 +330,8 @@ class Run:
 
     def value(self, trial: Trial) -> float | None:
         """The objective's value of a trial; None unless it ran."""
-        assert self.plan is not None
         outcome = self.outcomes.get(trial.id)
-        return None if outcome is None else outcome.value(self.plan.objective)
+        return None if outcome is None else outcome.value(self._objective)
 
     def count(self, kind: OutcomeKind) -> int:
         """How many trials ended so."""

@@ -672,13 +672,13 @@ def test_trial_names_say_what_they_are_and_are_unique(method: str) -> None:
 
 def test_names_of_equal_digests_grow_until_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(config: Mapping[str, Any]) -> str:
-        return "abcd" + str(config["config"]["zero_optimization"]["sub_group_size"])
+        return "abcd" + str(config["config"]["zero_optimization"].get("sub_group_size", ""))
 
+    monkeypatch.setattr(ds_config, "fingerprint", digest)
     changes = {**ONE_LINEAGE, "zero_stages": (3,), "choices": {"sub_group_size": (7, 8, 9)}}
     tuner, _ = _begun(plan_of(**changes, own_batch=BatchTriple(3, 3, 1)))
     (baseline,) = tuner.next_trials(1)
     tuner.record(baseline.id, ran())
-    monkeypatch.setattr(ds_config, "fingerprint", digest)
     names = [trial.name for trial in tuner.next_trials(5)]
     assert names[:2] == ["z3_gas1_tmbspg8", "z3_gas1_tmbspg8_abcd"]
     assert names[2] in ("z3_gas1_tmbspg8_abcd8", "z3_gas1_tmbspg8_abcd9")
