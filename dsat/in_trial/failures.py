@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsat.errors import Diverged, InvalidTrial
+from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # Messages of allocators that raise a plain RuntimeError: torch's CPU allocator
@@ -101,7 +102,7 @@ def message(error: BaseException) -> str:
         for link in _chain(error):
             size = re.search(r"tried to allocate (\d+) bytes", str(link))
             if size is not None:
-                return f"out of memory: tried to allocate {int(size[1]) / 2**20:,.1f} MiB"
+                return f"out of memory: tried to allocate {readable(int(size[1]))}"
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.errors import EngineError
+from dsat.values.memory_size import readable
 
 _MARK = "dsat-slots "
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
@@ -68,11 +69,11 @@ class Machine:
     def describe(self) -> str:
         plural = "" if self.num_slots == 1 else "s"
         sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
-        memory = " and ".join(f"{size / 2**30:.0f}" for size in sizes)
+        memory = " and ".join(readable(size, whole=True) for size in sizes)
         left_out = "".join(f"; {reason}" for reason in self.left_out)
         return (
             f"{self.num_slots} {self.accelerator} slot{plural} "
-            f"({self.device_name}, {memory} GiB){left_out}"
+            f"({self.device_name}, {memory}){left_out}"
         )
 
 
@@ -209,11 +210,8 @@ class _Device:
         return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
 
     def describe_use(self, accelerator: str) -> str:
-        taken, total = self.taken_bytes / 2**30, self.total_bytes / 2**30
-        return (
-            f"{accelerator} {self.device} is in use by other programs "
-            f"({taken:.1f} of {total:.0f} GiB)"
-        )
+        taken, total = readable(self.taken_bytes), readable(self.total_bytes, whole=True)
+        return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
 
 
 def _has_nvml() -> bool:

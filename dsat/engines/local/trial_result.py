@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsat.in_trial.rank import METRICS_FILE, result_file
+from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
@@ -93,9 +94,9 @@ def log_tail(folder: Path) -> str:
 def _host_out_of_memory(rank: int) -> str:
     import psutil
 
-    total = psutil.virtual_memory().total / 2**30
+    total = readable(psutil.virtual_memory().total, whole=True)
     return (
         f"rank {rank} was killed with SIGKILL, most likely because the host ran out of memory "
-        f"({total:.0f} GiB): run fewer trials at once (--max-concurrent-trials), offload less, or "
+        f"({total}): run fewer trials at once (--max-concurrent-trials), offload less, or "
         "use fewer data loader workers"
     )

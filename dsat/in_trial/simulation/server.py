@@ -44,6 +44,7 @@ from typing import Any, NoReturn
 
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
+from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 7
@@ -184,7 +185,7 @@ class SimulationServer:
         if error is None:
             return ""
         fake_bytes = 0 if self._fakes is None else self._fakes.fake_bytes
-        limit = f"the {self._limit_bytes / 2**30:.1f} GiB of memory that a simulation may take"
+        limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
         if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
             return f"it needs more than {limit}: {failures.message(error)}"
         if 0 < fake_bytes < self._limit_bytes:
@@ -194,7 +195,7 @@ class SimulationServer:
         if fake_bytes and not isinstance(error, SystemExit):
             return (
                 f"{failures.message(error)} (with fake parameters; real ones take "
-                f"{fake_bytes / 2**30:.1f} GiB, more than {limit})"
+                f"{readable(fake_bytes)}, more than {limit})"
             )
         return ""
 
