@@ -54,6 +54,9 @@ class ModelSearch(Search):
         stop_when: end the search when no configuration has a larger chance than this to be 1 %
             better than the best so far; 0 for never.
         early_stopping: end the search after so many trials without a new best.
+
+    Attributes:
+        surrogate: the model of step time and memory.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class ModelSearch(Search):
         super().__init__(*args, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
-        self._surrogate = Surrogate(
+        self.surrogate = Surrogate(
             self.space,
             self.objective,
             self._largest,
@@ -94,7 +97,7 @@ class ModelSearch(Search):
         self._first = self._first or found
         self._asked[lineage.id].add(position)
         proposal = self._propose(lineage, position)
-        self._running[lineage.id, proposal.micro_batch] = self._surrogate.configuration(
+        self._running[lineage.id, proposal.micro_batch] = self.surrogate.configuration(
             *self._keys[lineage.id], proposal.micro_batch
         )
         return proposal
@@ -103,7 +106,7 @@ class ModelSearch(Search):
         del self._running[proposal.lineage, proposal.micro_batch]
         self._assessed = None
         lineage = self._told(proposal, outcome)
-        self._surrogate.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
+        self.surrogate.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
 
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         self._assessed = None
@@ -117,11 +120,11 @@ class ModelSearch(Search):
             lineage.record(
                 micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
             )
-        self._surrogate.learn(branch, 0, micro_batch, outcome)
+        self.surrogate.learn(branch, 0, micro_batch, outcome)
 
     @property
     def stop_reason(self) -> str | None:
-        if not self._stop_when or len(self._surrogate.measured) < _LEAST_MEASURED:
+        if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
         if choice is None or choice.chance >= self._stop_when:
@@ -153,7 +156,7 @@ class ModelSearch(Search):
 
     def _begin(self) -> tuple[Lineage, int] | None:
         """The defaults that promise most samples a second, with a micro batch that fits safely."""
-        surrogate, best = self._surrogate, None
+        surrogate, best = self.surrogate, None
         sizes = np.array([size for size in self._sizes.ladder if size <= _FIRST_LARGEST])
         for branch in range(len(self.space.branches)):
             knobs = surrogate.encoding.rows(branch, np.zeros(1, int))
@@ -180,7 +183,7 @@ class ModelSearch(Search):
         self._second_is_due = False
         lineage, position = self._first
         sizes = lineage.micro_batches
-        known = [m.micro_batch for m in self._surrogate.measured if m.branch == lineage.branch]
+        known = [m.micro_batch for m in self.surrogate.measured if m.branch == lineage.branch]
         if lineage.abandoned or any(2 * size <= sizes[position] for size in known):
             return None
         smaller = bisect.bisect_right(sizes, max(sizes[position] // 4, sizes[0])) - 1
@@ -191,14 +194,12 @@ class ModelSearch(Search):
     def _assess(self) -> _Choice | None:
         """The best choice by what was told; what runs is left out, and not taken into account."""
         if self._assessed is None:
-            self._assessed = (self._choose(self._surrogate.fit, self._surrogate.measured),)
+            self._assessed = (self._choose(self.surrogate.fit, self.surrogate.measured),)
         return self._assessed[0]
 
     def _choose_beside_running(self) -> _Choice | None:
         running = list(self._running.values())
-        return self._choose(
-            self._surrogate.fit_beside(running), self._surrogate.measured or running
-        )
+        return self._choose(self.surrogate.fit_beside(running), self.surrogate.measured or running)
 
     def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
         """The best of all branches.
@@ -206,7 +207,7 @@ class ModelSearch(Search):
         Args:
             known: where the best so far is among.
         """
-        best_gain, reference = self._surrogate.incumbent(fit, known)
+        best_gain, reference = self.surrogate.incumbent(fit, known)
         choices = [
             choice
             for branch in range(len(self.space.branches))
@@ -222,7 +223,7 @@ class ModelSearch(Search):
         self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
     ) -> Iterator[_Choice]:
         """The best of a branch for each number of accumulation steps."""
-        surrogate, indexes = self._surrogate, self._promising(fit, branch)
+        surrogate, indexes = self.surrogate, self._promising(fit, branch)
         knobs = surrogate.encoding.rows(branch, indexes)
         at = None if reference is None else points_of([reference])
         edges = surrogate.log2_largest(branch, indexes)
@@ -270,7 +271,7 @@ class ModelSearch(Search):
         """Which of (m, s) configurations may be tried; what is known to fit is entered."""
         is_open = np.ones((len(positions), len(indexes)), bool)
         where = np.asarray(positions)
-        for micro_batch, steps in self._surrogate.starved:
+        for micro_batch, steps in self.surrogate.starved:
             is_open[(sizes >= micro_batch) & (gas >= steps)] = False
         for column, index in enumerate(indexes):
             lineage = self._lineage_of.get((branch, int(index)))
@@ -283,7 +284,7 @@ class ModelSearch(Search):
 
     def _promising(self, fit: step_time.Fit, branch: int) -> Array:
         """Numbers of settings: the first, those that should be best and those that might be."""
-        tables, space = self._surrogate.encoding.tables[branch], self.space.branches[branch]
+        tables, space = self.surrogate.encoding.tables[branch], self.space.branches[branch]
         closed = sum(
             1
             for lineage in self._lineages

@@ -123,7 +123,7 @@ class Layout:
         self, theta: Array, strategy: Array, micro_batch: Array, gas: Array
     ) -> tuple[Array, Array]:
         """The logarithm of the time with default knobs, (n,), and its gradient, (n, first_knob)."""
-        units = np.array([_units(s, self.slots) for s in self.strategies])[strategy]
+        units = np.array([traffic(s, self.slots) for s in self.strategies])[strategy]
         own = len(_SHARED_MEAN) + _PER_STRATEGY * strategy.astype(int)
         rows = np.arange(len(micro_batch))
         samples = micro_batch / self.reference_micro_batch
@@ -259,7 +259,7 @@ def fit(
         noise = np.sqrt(run_sd**2 + own_variance)
         weight = np.minimum(1.0, outlier * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
         variance = layout.prior_sd(scales) ** 2
-        covariance = _posterior(gradient, weight, variance)
+        covariance = posterior(gradient, weight, variance)
         step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
 
         def misfit(at: Array, noise: Array = noise, variance: Array = variance) -> float:
@@ -283,7 +283,7 @@ def fit(
     return Fit(layout, theta, covariance, run_sd, scales)
 
 
-def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
+def posterior(gradient: Array, weight: Array, variance: Array) -> Array:
     """(diag(1 / variance) + gradient.T @ diag(weight) @ gradient)^-1, by the smaller inverse."""
     n, count = gradient.shape
     if n >= count:
@@ -325,7 +325,7 @@ def _knob_scales(prior: KnobPrior, effects: Array, covariance: Array, scales: Ar
     return result
 
 
-def _units(strategy: Strategy, slots: int) -> tuple[float, float]:
+def traffic(strategy: Strategy, slots: int) -> tuple[float, float]:
     """Traffic in every micro step and at the end of a step, in rounds of all parameters.
 
     Stages 0 and 1 reduce at the boundary, 2 in every micro step; 3 gathers twice and reduces in

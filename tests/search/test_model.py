@@ -388,7 +388,7 @@ def test_values_that_are_no_rates_are_no_measurements() -> None:
         proposal = search.ask()
         assert proposal is not None
         search.tell(proposal, ran(value))
-    assert len(search._surrogate.measured) == 1
+    assert len(search.surrogate.measured) == 1
 
 
 # -- its parts

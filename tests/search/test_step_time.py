@@ -245,7 +245,7 @@ def test_both_ways_to_invert_agree(count: int) -> None:
     gradient, weight = rng.normal(size=(count, 80)), rng.uniform(1, 10, count)
     variance = rng.uniform(0.1, 1, 80)
     expected = np.linalg.inv(np.diag(1 / variance) + (gradient.T * weight) @ gradient)
-    assert np.allclose(step_time._posterior(gradient, weight, variance), expected)
+    assert np.allclose(step_time.posterior(gradient, weight, variance), expected)
 
 
 def test_the_gradient_is_that_of_the_prediction() -> None:
@@ -270,7 +270,7 @@ def test_moving_more_is_never_believed_to_cost_less() -> None:
         Strategy(3, NVME, NVME),
     )
     for slots in (1, 8):
-        ladder = [sum(step_time._units(s, slots)) for s in (*plain(2), *offloading)]
+        ladder = [sum(step_time.traffic(s, slots)) for s in (*plain(2), *offloading)]
         assert ladder == sorted(ladder)
 
 
