@@ -13,6 +13,7 @@ from dsat.app import estimate, local
 from dsat.app.prepare import Prepared, prepare
 from dsat.cli import output, settings_from_argv
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from dsat.cli.look import look
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import DsatError
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with output.messages_to(view):
             if isinstance(settings, EstimateSettings):
                 return _estimate(settings)
+            if not isinstance(settings, Settings):
+                return look(settings)
             choice = submit.where(settings)
             if choice.master is not None:
                 return _tune_on_cluster(settings, choice, view)

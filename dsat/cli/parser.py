@@ -10,9 +10,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.option import Option, options_of
+from dsat.cli import completion
+from dsat.inputs.look_settings import (
+    COMPARE,
+    LOOKS,
+    RUNS,
+    SHOW,
+    CompareSettings,
+    RunsSettings,
+    ShowSettings,
+)
+from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
-from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings, Target
+from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
 from dsat.space.knobs import KNOB_NAMES
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
@@ -39,6 +49,17 @@ _ESTIMATE = (
     "largest micro batch on slots of several sizes"
 )
 
+LOOK_SETTINGS: dict[str, Any] = {
+    SHOW: ShowSettings,
+    COMPARE: CompareSettings,
+    RUNS: RunsSettings,
+}
+_LOOKS = {
+    SHOW: "what a run found, or has found so far",
+    COMPARE: "two runs or more side by side: what they found, and what is different in it",
+    RUNS: "lists runs, the newest first",
+}
+
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not where there is none."""
@@ -59,20 +80,37 @@ def build_parser() -> argparse.ArgumentParser:
         "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
+    names = [*_METHODS, TUNE, RUN, ESTIMATE, *LOOKS]
     subparsers = parser.add_subparsers(
-        dest="method",
-        required=True,
-        metavar="{model,asha,binary,random,gridsearch,tune,run,estimate}",
+        dest="method", required=True, metavar=f"{{{','.join(names)}}}"
     )
     for name, description in _METHODS.items():
         search = _command(subparsers, name, description)
-        _add(search, _of(Settings))
-        _add(search.add_argument_group("on a Determined cluster only"), _of(Settings, cluster=True))
-        _add(search, SEARCH_OPTIONS[name].values())
+        _add_grouped(search, [*options_of(Settings), *SEARCH_OPTIONS[name].values()])
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         _native(subparsers, name, what)
-    _add(_command(subparsers, ESTIMATE, _ESTIMATE), _of(EstimateSettings))
+    _add(_command(subparsers, ESTIMATE, _ESTIMATE), options_of(EstimateSettings))
+    for name, description in _LOOKS.items():
+        _look(subparsers, name, description)
     return parser
+
+
+def _look(subparsers: Any, name: str, description: str) -> None:
+    """A command that looks at runs."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=description, description=description, formatter_class=_Help
+    )
+    said = "folder of a run, or its name in dsat_runs"
+    if name == COMPARE:
+        action = parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=said)
+    elif name == RUNS:
+        said = "folder with runs (default: dsat_runs)"
+        action = parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=said)
+    else:
+        said += " (default: the newest)"
+        action = parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help=said)
+    completion.completes_runs(action)
+    _add(parser, options_of(LOOK_SETTINGS[name]))
 
 
 def _native(subparsers: Any, name: str, what: str) -> None:
@@ -92,7 +130,7 @@ def _native(subparsers: Any, name: str, what: str) -> None:
             help_text = "slots of each trial (default: all of this machine)"
         short = [_LAUNCHER_SHORT[flag]] if flag in _LAUNCHER_SHORT else []
         parser.add_argument(*short, flag, metavar="N", help=help_text)
-    _add(parser, (own for own in _of(Settings) if own.any_command))
+    _add(parser, (own for own in options_of(Settings) if own.any_command))
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
@@ -118,16 +156,16 @@ def _command(subparsers: Any, name: str, description: str) -> argparse.ArgumentP
         metavar="MODEL_DIR",
         help="folder with the training script",
     )
-    _add(parser, options_of(Target))
     return parser
 
 
-def _of(settings: type[Target], *, cluster: bool = False) -> list[Option]:
-    """The options of a command, but for those that say what is tuned."""
-    target = {own.name for own in options_of(Target)}
-    return [
-        own for own in options_of(settings) if own.cluster == cluster and own.name not in target
-    ]
+def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Options under what people want of them; what the first hour needs comes first."""
+    listed = list(options)
+    for group in Group:
+        own = [option for option in listed if option.group is group]
+        if own:
+            _add(parser.add_argument_group(group.value), own)
 
 
 def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
@@ -136,7 +174,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
         if own.kind is None:
             parser.add_argument(*own.flags, dest=_dest(own), action="store_true", help=said)
             continue
-        parser.add_argument(
+        action = parser.add_argument(
             *own.flags,
             dest=_dest(own),
             type=_argparse_type(own.kind.read),
@@ -146,6 +184,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
             metavar=own.metavar,
             help=said,
         )
+        completion.completes(action, own)
         for flag, value in own.shorthands.items():
             parser.add_argument(
                 flag,

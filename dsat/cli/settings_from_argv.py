@@ -6,22 +6,27 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
+from dsat.cli import completion
+from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, LOOK_SETTINGS, build_parser
 from dsat.errors import UserInputError
+from dsat.inputs.look_settings import LookSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
 from dsat.space.knobs import KNOB_NAMES
 
 
-def parse(argv: Sequence[str]) -> Settings | EstimateSettings:
+def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
     """The settings of a command line; leaves with status 2 and one line if it is wrong."""
     own_argv, command = list(argv), []
     if "--" in own_argv and own_argv[0] not in (TUNE, RUN):
         position = own_argv.index("--")
         own_argv, command = own_argv[:position], own_argv[position + 1 :]
     parser = build_parser()
+    completion.answer(parser)
     values = vars(parser.parse_args(own_argv))
+    if values["method"] in LOOK_SETTINGS:
+        return _look_settings(parser, values)
     if values["method"] in (TUNE, RUN):
         command = _launcher_command(values)
         values["run_full_experiment"] = values["method"] == RUN
@@ -44,6 +49,17 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings:
         return Settings(**values, search_options=search_options)
     except UserInputError as error:
         parser.error(str(error))
+
+
+def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> LookSettings:
+    settings = LOOK_SETTINGS[values.pop("method")]
+    if isinstance(values.get("runs"), list):
+        values["runs"] = tuple(values["runs"])
+    try:
+        found: LookSettings = settings(**values)
+    except UserInputError as error:
+        parser.error(str(error))
+    return found
 
 
 def _check_target(

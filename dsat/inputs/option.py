@@ -7,6 +7,7 @@ default, its flags and its help are, how a message calls it, or whether it decid
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,20 @@ class Kind:
     write: Callable[[Any], str] = str
 
 
+class Group(enum.Enum):
+    """What people want of an option, as `--help` and the reference head it; in their order."""
+
+    FIRST = "in the first hour"
+    TARGET = "what is tuned"
+    SPACE = "what is searched"
+    SEARCH = "how it is searched"
+    MEASURING = "what is measured"
+    RUNNING = "how trials are run"
+    RESULT = "what comes of it"
+    METHOD = "of this method"
+    CLUSTER = "on a Determined cluster only"
+
+
 @dataclass(frozen=True)
 class Option:
     """One option.
@@ -53,7 +68,7 @@ class Option:
         label: what messages call it; by default the long flag's words.
         shorthands: flags without a value that stand for this one with a value.
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
-        cluster: means something on a Determined cluster only.
+        group: what people want of it; `CLUSTER` means something on a Determined cluster only.
         shell_only: means something on the command line only, not in the Python API.
         notable: the README's table lists it.
         name: of the setting.
@@ -71,7 +86,7 @@ class Option:
     label: str = ""
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     any_command: bool = False
-    cluster: bool = False
+    group: Group = Group.RUNNING
     shell_only: bool = False
     notable: bool = False
     name: str = ""

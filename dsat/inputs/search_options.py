@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.option import POSITIVE_NUMBER, PROBABILITY, Option, at_least
+from dsat.inputs.option import POSITIVE_NUMBER, PROBABILITY, Group, Option, at_least
 
 
 def _early_stopping(what: str) -> Option:
     return Option(
-        ("--early-stopping",), what, at_least(1), metavar="N", plan_field="search_options"
+        ("--early-stopping",),
+        what,
+        at_least(1),
+        metavar="N",
+        plan_field="search_options",
+        group=Group.METHOD,
     )
 
 
 def _own(flag: str, what: str, **attributes: Any) -> Option:
-    return Option((flag,), what, plan_field="search_options", **attributes)
+    return Option((flag,), what, plan_field="search_options", group=Group.METHOD, **attributes)
 
 
 _NO_NEW_BEST = _early_stopping("end the search after N trials without a new best")

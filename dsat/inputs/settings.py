@@ -23,6 +23,7 @@ from dsat.inputs.option import (
     PATH,
     WHOLE_NUMBER,
     WORD,
+    Group,
     Option,
     at_least,
     option,
@@ -54,6 +55,7 @@ class Target:
         "--ds-config",
         kind=PATH,
         metavar="FILE",
+        group=Group.TARGET,
         help="DeepSpeed configuration of the command after --; by default the one that its "
         "arguments name, or else what the script passes to deepspeed.initialize",
     )
@@ -64,6 +66,7 @@ class Target:
         many=True,
         default=(),
         metavar="PATH",
+        group=Group.TARGET,
         help="further files and folders that the script needs beside it",
     )
 
@@ -89,6 +92,7 @@ class Settings(Target):
         default=50,
         metavar="N",
         notable=True,
+        group=Group.FIRST,
         help="the most trials, the profile trial and your own configuration's included",
     )
     finals: int | None = option(
@@ -97,6 +101,7 @@ class Settings(Target):
         metavar="N",
         any_command=True,
         notable=True,
+        group=Group.SEARCH,
         help="of these trials, N at most come after the search: its leaders and your own "
         "configuration run again in turns, until it is certain which is better (default: up to 2 "
         "of 11, and 12 at most; 0: none)",
@@ -108,11 +113,17 @@ class Settings(Target):
         metavar="PART",
         any_command=True,
         notable=True,
+        group=Group.SEARCH,
         help="of configurations within this part of the best, the one with the smallest global "
         "batch is recommended",
     )
     max_slots: int | None = option(
-        "-ms", "--max-slots", kind=at_least(1), metavar="N", help="use at most N slots at once"
+        "-ms",
+        "--max-slots",
+        kind=at_least(1),
+        metavar="N",
+        group=Group.RUNNING,
+        help="use at most N slots at once",
     )
     max_concurrent_trials: int = option(
         "-mct",
@@ -120,6 +131,7 @@ class Settings(Target):
         kind=at_least(1),
         default=16,
         metavar="N",
+        group=Group.RUNNING,
         help="run at most N trials at once",
     )
     metric: str = option(
@@ -130,11 +142,13 @@ class Settings(Target):
         default="FLOPS_per_gpu",
         plan_field="metric",
         notable=True,
+        group=Group.FIRST,
         help="what to optimise",
     )
     run_full_experiment: bool = option(
         "--run-full-experiment",
         notable=True,
+        group=Group.RESULT,
         help="then train in full length with the best configuration",
     )
     zero_stages: tuple[int, ...] | None = option(
@@ -147,6 +161,7 @@ class Settings(Target):
         plan_field="zero_stages",
         label="ZeRO stages",
         notable=True,
+        group=Group.FIRST,
         help="the ZeRO stages to search, out of 0 1 2 3 (default: "
         + " ".join(map(str, DEFAULT_STAGES))
         + ", or those that your configuration lists)",
@@ -161,6 +176,7 @@ class Settings(Target):
         plan_field="tune",
         label="list of settings to tune",
         notable=True,
+        group=Group.FIRST,
         help="search these settings although your configuration sets them, or although they are "
         "not searched by default: {knobs}",
     )
@@ -174,6 +190,7 @@ class Settings(Target):
         plan_field="fix",
         label="list of settings to fix",
         notable=True,
+        group=Group.SPACE,
         help="leave these settings as they are; `all` searches stage and micro batch only",
     )
     nvme_path: str | None = option(
@@ -182,6 +199,7 @@ class Settings(Target):
         metavar="DIR",
         plan_field="nvme_path",
         label="NVMe path",
+        group=Group.SPACE,
         help="where offloading to NVMe may write, if nothing else fits",
     )
     arg_mappings: Mapping[str, str] = option(
@@ -191,6 +209,7 @@ class Settings(Target):
         default=(),
         metavar="KEY=FLAG",
         plan_field="measured",
+        group=Group.TARGET,
         help="an argument of the script that must follow a DeepSpeed setting, such as "
         "train_micro_batch_size_per_gpu=--batch-size",
     )
@@ -200,6 +219,7 @@ class Settings(Target):
         default=TrialOptions.start_step,
         metavar="N",
         plan_field="measured",
+        group=Group.MEASURING,
         help="the first optimizer step that is measured, counted from 1",
     )
     end_profile_step: int = option(
@@ -208,6 +228,7 @@ class Settings(Target):
         default=TrialOptions.end_step,
         metavar="N",
         plan_field="measured",
+        group=Group.MEASURING,
         help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
         "then on while the mean step time is uncertain by over 2 %% "
         "and may still be the best",
@@ -218,6 +239,7 @@ class Settings(Target):
         default=TrialOptions.max_steps,
         metavar="N",
         plan_field="measured",
+        group=Group.MEASURING,
         help="the most optimizer steps that are measured, unless these take less than 2 s on an "
         "accelerator",
     )
@@ -228,6 +250,7 @@ class Settings(Target):
         default=42,
         metavar="N",
         plan_field="seed",
+        group=Group.SEARCH,
         help="seed of every random choice",
     )
     max_train_batch_size: int | None = option(
@@ -235,6 +258,7 @@ class Settings(Target):
         kind=at_least(1),
         metavar="N",
         plan_field="max_train_batch_size",
+        group=Group.SPACE,
         help="fill the global batch up to N with gradient accumulation",
     )
     min_micro_batch: int = option(
@@ -243,6 +267,7 @@ class Settings(Target):
         default=1,
         metavar="N",
         plan_field="min_micro_batch",
+        group=Group.SPACE,
         help="the smallest micro batch",
     )
     max_micro_batch: int | None = option(
@@ -250,6 +275,7 @@ class Settings(Target):
         kind=at_least(1),
         metavar="N",
         plan_field="max_micro_batch",
+        group=Group.SPACE,
         help="the largest micro batch",
     )
     max_seq_length: int | None = option(
@@ -259,6 +285,7 @@ class Settings(Target):
         any_command=True,
         plan_field="max_seq_length",
         notable=True,
+        group=Group.SPACE,
         help="the longest sequence of your data, in tokens: the verdict warns if the best would "
         "not fit there (default: the longest seen, or what the model takes if lengths vary)",
     )
@@ -269,6 +296,7 @@ class Settings(Target):
         metavar="N",
         plan_field="divisible_by",
         notable=True,
+        group=Group.SPACE,
         help="only micro batches that are multiples of N",
     )
     slots: int | None = option(
@@ -278,6 +306,7 @@ class Settings(Target):
         plan_field="slots_per_trial",
         label="slots per trial",
         notable=True,
+        group=Group.FIRST,
         help="slots of each trial, instead of resources.slots_per_trial",
     )
     engine: str = option(
@@ -285,6 +314,7 @@ class Settings(Target):
         kind=WORD,
         choices=ENGINES,
         default="auto",
+        group=Group.RUNNING,
         help="where trials run: on this machine, or on a Determined cluster (auto: there if "
         "DET_MASTER is set or `det user login` was used)",
     )
@@ -292,11 +322,13 @@ class Settings(Target):
         "--run-dir",
         kind=PATH,
         metavar="DIR",
+        group=Group.RESULT,
         help="folder of the run (default: dsat_runs/NAME-N)",
     )
     resume: bool = option(
         "--resume",
         notable=True,
+        group=Group.FIRST,
         help="continue the run in --run-dir, or the newest one of this experiment",
     )
     train_batch_size: int | None = option(
@@ -306,6 +338,7 @@ class Settings(Target):
         any_command=True,
         plan_field="train_batch_size",
         notable=True,
+        group=Group.FIRST,
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
         "exactly N",
     )
@@ -316,6 +349,7 @@ class Settings(Target):
         metavar="TIME",
         any_command=True,
         notable=True,
+        group=Group.FIRST,
         help="end a trial that takes longer (90s, 10m, 1h)",
     )
     slot_memory_bytes: int | None = option(
@@ -325,6 +359,7 @@ class Settings(Target):
         any_command=True,
         plan_field="slot_memory_bytes",
         notable=True,
+        group=Group.FIRST,
         help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
         "only limit that a CPU has",
     )
@@ -336,6 +371,7 @@ class Settings(Target):
         shorthands={"--no-memory-model": NO_MEMORY_MODEL},
         any_command=True,
         plan_field="memory_model",
+        group=Group.SEARCH,
         help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
         "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
         "place), at once by a formula, or not at all",
@@ -343,12 +379,14 @@ class Settings(Target):
     cold: bool = option(
         "--cold",
         any_command=True,
+        group=Group.RUNNING,
         help="start every rank as a fresh Python process, for scripts that cannot be forked",
     )
     dry_run: bool = option(
         "--dry-run",
         any_command=True,
         shell_only=True,
+        group=Group.FIRST,
         help="print the plan and how the first trial would be started; run nothing",
     )
     json: bool = option(
@@ -356,13 +394,14 @@ class Settings(Target):
         any_command=True,
         shell_only=True,
         notable=True,
+        group=Group.RESULT,
         help="print the result as JSON, everything else to stderr",
     )
     search_runner_config: Path | None = option(
         "--search-runner-config",
         kind=PATH,
         metavar="FILE",
-        cluster=True,
+        group=Group.CLUSTER,
         help="experiment configuration of the search runner",
     )
     max_search_runner_restarts: int = option(
@@ -370,11 +409,11 @@ class Settings(Target):
         kind=at_least(0),
         default=5,
         metavar="N",
-        cluster=True,
+        group=Group.CLUSTER,
         help="restarts of the search runner",
     )
     detach: bool = option(
-        "--detach", cluster=True, help="return as soon as the search is submitted"
+        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
     )
 
     def __post_init__(self) -> None:

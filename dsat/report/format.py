@@ -63,6 +63,12 @@ def outcome(result: Outcome, metric_name: str) -> str:
     return f"{value} ({spread})"
 
 
+def printable(text: str) -> str:
+    """A text as a terminal may have it: what would move its cursor or change its colours stays
+    visible, but does nothing."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def shortened(text: str, most: int = 400) -> str:
     """A text for one line or cell: its beginning, if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[:most]} ..."

@@ -157,7 +157,9 @@ def changes(run: Run) -> list[Change]:
             continue
         gain, pairs = paired_gain(run, key, own.get(key), best.get(key))
         reason = _REASONS.get(key, "")
-        found.append(Change(key, _text(own.get(key)), _text(best.get(key)), reason, gain, pairs))
+        found.append(
+            Change(key, text_of(own.get(key)), text_of(best.get(key)), reason, gain, pairs)
+        )
     return found
 
 
@@ -236,7 +238,7 @@ def _changes_text(run: Run, trial: Trial) -> str:
     settings = {**flat(trial.overrides), **trial.script_args}
     left_out = {*BATCH_KEYS, _STAGE}
     return ", ".join(
-        f"{key.removeprefix('zero_optimization.')}={_text(value)}"
+        f"{key.removeprefix('zero_optimization.')}={text_of(value)}"
         for key, value in settings.items()
         if key not in left_out
     )
@@ -247,7 +249,8 @@ def _order(key: str) -> tuple[int, str]:
     return (first.index(key) if key in first else len(first), key)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A setting's value for people; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

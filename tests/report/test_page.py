@@ -2,60 +2,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
 from dsat.report import page, page_rows
-from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import MemoryUse, Metrics, Outcome
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from testing.helpers import FakeClock, World, drive, failed, plan_of
-
-HOSTILE = "</script><script>document.body.dataset.hacked='yes'</script><img src=x onerror=alert(1)>"
-
-
-class Measured(World):
-    """A made-up machine that measures all that a device would."""
-
-    def outcome(self, trial: Trial) -> Outcome:
-        found = super().outcome(trial)
-        if found.metrics is None:
-            return found
-        latency = 1000 * trial.batch.train_batch_size / found.metrics.throughput
-        return replace(
-            found,
-            metrics=Metrics(
-                throughput=found.metrics.throughput,
-                latency=latency,
-                forward=0.3 * latency,
-                backward=0.5 * latency,
-                step=0.1 * latency,
-                FLOPS_per_gpu=None,
-                num_steps=8,
-                ci95=0.015,
-            ),
-            memory=MemoryUse(allocated_bytes={"forward": 20 * 2**30, "backward": 30 * 2**30}),
-            duration_s=12.3,
-        )
-
-
-def run_of_world(world: World | None = None, *, method: str = "random", trials: int = 40) -> Run:
-    return Run(events_of_world(world, method=method, trials=trials))
-
-
-def events_of_world(
-    world: World | None = None, *, method: str = "random", trials: int = 40
-) -> list[dict[str, Any]]:
-    journal = MemoryJournal()
-    plan = plan_of(method, max_trials=trials)
-    info = {"name": f"model {HOSTILE}", "machine": "8 devices"}
-    drive(Tuner(plan, journal, info=info, clock=FakeClock()), world or Measured(), slots=2)
-    return journal.events
+from testing.helpers import World, failed
+from testing.made_up_runs import HOSTILE, Measured, events_of_world, run_of_world
 
 
 class Parts(HTMLParser):

@@ -21,7 +21,7 @@ from dsat.report import page
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.helpers import failed
-from tests.report.test_page import HOSTILE, Measured, run_of_world
+from testing.made_up_runs import HOSTILE, Measured, run_of_world
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,119 @@
+"""Finds runs on the disk and reads them, whether they are over or still going on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.app.folder_lock import MARK_FILE
+from dsat.app.run_folders import RUNS_FOLDER
+from dsat.errors import JournalError, UserInputError
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
+
+_LOCKS = Path("/proc/locks")  # proc(5)
+_RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes unless it is told otherwise
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run as its folder has it.
+
+    Attributes:
+        run: what is known so far.
+        goes_on: a process of this machine works on it.
+        changed_s: when something last happened, in seconds since the epoch.
+    """
+
+    folder: Path
+    run: Run
+    goes_on: bool
+    changed_s: float
+
+    @property
+    def trials(self) -> Path:
+        """Where its trials have their folders."""
+        below = self.folder / "trials"
+        return below if below.is_dir() else self.folder
+
+    @property
+    def state(self) -> str:
+        """`goes on`, `interrupted` or `over`."""
+        if self.goes_on:
+            return "goes on"
+        return "interrupted" if self.run.stop_reason is None else "over"
+
+
+def folders(above: Path | None = None) -> list[Path]:
+    """The folders of runs right below another one, the newest first.
+
+    Args:
+        above: by default `dsat_runs`, and with it the results of `dsat tune`.
+    """
+    candidates = [_RESULTS_FOLDER] if above is None else [above]
+    below = RUNS_FOLDER if above is None else above
+    candidates += sorted(below.iterdir()) if below.is_dir() else []
+    found = [path for path in candidates if (path / FILE_NAME).is_file()]
+    return sorted(found, key=lambda path: (path / FILE_NAME).stat().st_mtime, reverse=True)
+
+
+def load(path: Path | None = None) -> PastRun:
+    """Reads a run.
+
+    Args:
+        path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
+
+    Raises:
+        UserInputError: there is no such run.
+        JournalError: its journal is damaged.
+    """
+    folder = _folder(path)
+    journal = folder / FILE_NAME
+    run = Run(read_events(journal))
+    if run.plan is None:
+        raise UserInputError("has not begun yet", where=str(folder))
+    return PastRun(folder, run, _is_locked(folder), journal.stat().st_mtime)
+
+
+def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
+    """All runs right below a folder, the newest first, and why others cannot be read.
+
+    Raises:
+        UserInputError: there is no such folder.
+    """
+    if above is not None and not above.is_dir():
+        raise UserInputError("is not a folder", where=str(above))
+    found, unread = [], []
+    for folder in folders(above):
+        try:
+            found.append(load(folder))
+        except (JournalError, UserInputError) as error:
+            unread.append(str(error))
+    return found, unread
+
+
+def _folder(path: Path | None) -> Path:
+    if path is None:
+        newest = folders()
+        if not newest:
+            raise UserInputError(
+                f"there is no run in {RUNS_FOLDER}",
+                hint="Name a run's folder, or go to where the search was started.",
+            )
+        return newest[0]
+    for folder in (path, RUNS_FOLDER / path):
+        if (folder / FILE_NAME).is_file():
+            return folder
+    raise UserInputError(
+        "is no run", where=str(path), hint="`dsat runs` lists those that there are."
+    )
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the run's lock. It is not tried, which would keep others from it."""
+    try:
+        inode = (folder / MARK_FILE).stat().st_ino
+        held = _LOCKS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    return any(f":{inode} " in line and "FLOCK" in line for line in held)

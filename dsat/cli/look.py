@@ -1,0 +1,94 @@
+"""The commands that look at runs: they print, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from dsat.app import past_runs
+from dsat.cli.exit_status import EXIT_OK
+from dsat.errors import UserInputError
+from dsat.inputs.look_settings import (
+    CompareSettings,
+    LookSettings,
+    RunsSettings,
+    ShowSettings,
+)
+from dsat.report import summary, terminal
+from dsat.tuning.run import Run
+from dsat.values.trial import Trial
+
+
+def look(settings: LookSettings) -> int:
+    """Does what a command asks; returns the exit status.
+
+    Raises:
+        DsatError: there is no such run or trial, or a journal is damaged.
+    """
+    if isinstance(settings, ShowSettings):
+        _show(settings)
+    elif isinstance(settings, CompareSettings):
+        _compare(settings)
+    else:
+        _list(settings)
+    return EXIT_OK
+
+
+def _show(settings: ShowSettings) -> None:
+    past = past_runs.load(settings.run)
+    run = past.run
+    if settings.trial is not None:
+        trial = _trial(run, settings.trial)
+        folder = past.trials / trial.name
+        told: Any = terminal.trial_to_json(run, trial, folder)
+        shown = terminal.of_trial(run, trial, folder)
+    elif settings.trials:
+        told = [summary.trial_row(run, trial) for trial in run.trials.values()]
+        shown = terminal.of_trials(run)
+    else:
+        told = {**summary.to_json(run, past.folder), "state": past.state}
+        shown = terminal.of_run(run, past.folder, past.state)
+    _print(told if settings.json else None, shown)
+
+
+def _compare(settings: CompareSettings) -> None:
+    loaded = {str(path): past_runs.load(path) for path in settings.runs}
+    if len(loaded) < len(settings.runs):
+        raise UserInputError("is named twice", where=str(settings.runs[-1]))
+    runs = {name: past.run for name, past in loaded.items()}
+    folders = {name: past.folder for name, past in loaded.items()}
+    told = terminal.comparison_to_json(runs, folders) if settings.json else None
+    _print(told, terminal.of_comparison(runs))
+
+
+def _list(settings: RunsSettings) -> None:
+    found, unread = past_runs.load_all(settings.folder)
+    for message in unread:
+        print(f"dsat: {message}", file=sys.stderr)
+    told = [
+        {**summary.to_json(past.run, past.folder), "state": past.state, "changed_s": past.changed_s}
+        for past in found
+    ]
+    rows = [(str(past.folder), past.state, past.changed_s, past.run) for past in found]
+    _print(told if settings.json else None, terminal.of_runs(rows))
+
+
+def _trial(run: Run, name: str) -> Trial:
+    named = [trial for trial in run.trials.values() if name in (trial.name, str(trial.id))]
+    if not named:
+        raise UserInputError(
+            "is no trial of this run",
+            where=f"--trial {name}",
+            hint="`dsat show --trials` lists them.",
+        )
+    return named[0]
+
+
+def _print(told: Any, shown: list[Any]) -> None:
+    if told is not None:
+        print(json.dumps(told, indent=2))
+        return
+    console = terminal.console(sys.stdout)
+    for each in shown:
+        console.print(each)

@@ -1,0 +1,65 @@
+"""What the user asked of the commands that look at runs; their options are declared here.
+
+Such a command takes a run: its folder, or the folder's name below `dsat_runs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.errors import UserInputError
+from dsat.inputs.option import WORD, option
+
+SHOW, COMPARE, RUNS = LOOKS = ("show", "compare", "runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowSettings:
+    """What the user asked of `dsat show`.
+
+    Attributes:
+        run: None for the newest one.
+    """
+
+    run: Path | None = None
+    trials: bool = option("--trials", help="the table of all trials")
+    trial: str | None = option(
+        "--trial",
+        kind=WORD,
+        metavar="NAME",
+        help="everything of one trial: its configuration against yours, its memory by phase, the "
+        "last lines of its log",
+    )
+    json: bool = option("--json", shell_only=True, help="print it as JSON")
+
+    def __post_init__(self) -> None:
+        if self.trials and self.trial is not None:
+            raise UserInputError("--trials and --trial exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings:
+    """What the user asked of `dsat compare`: at least two runs."""
+
+    runs: tuple[Path, ...]
+    json: bool = option("--json", shell_only=True, help="print it as JSON")
+
+    def __post_init__(self) -> None:
+        if len(self.runs) < 2:
+            raise UserInputError("dsat compare takes two runs or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsSettings:
+    """What the user asked of `dsat runs`.
+
+    Attributes:
+        folder: whose runs are listed; None for `dsat_runs`.
+    """
+
+    folder: Path | None = None
+    json: bool = option("--json", shell_only=True, help="print them as JSON")
+
+
+LookSettings = ShowSettings | CompareSettings | RunsSettings

@@ -1,0 +1,152 @@
+"""The commands that look at runs, on runs of a machine that does not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsat.app.folder_lock import FolderLock
+from dsat.cli.main import main
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from testing.helpers import failed
+from testing.made_up_runs import HOSTILE, Measured, Steady, write_run
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+
+
+class Hostile(Measured):
+    def outcome(self, trial: Trial) -> Outcome:
+        found = super().outcome(trial)
+        return found if found.ok else failed("ERROR", f"{ESCAPE}{HOSTILE}")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "dsat_runs" / "model-1", Steady(), trials=25)
+    os.utime("dsat_runs/model-1/journal.jsonl", (1e9, 1e9))
+    return write_run(tmp_path / "dsat_runs" / "model-2", Steady())
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    assert main(argv) == status
+    told = capsys.readouterr()
+    return told.out if status == 0 else told.err
+
+
+def test_the_newest_run_is_summed_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "show")
+    assert run.best is not None
+    assert "random search in dsat_runs/model-2" in text
+    assert f"Best: {run.best.name}" in text
+    assert "state: over" in text
+
+
+def test_every_trial_has_a_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "show", "model-2", "--trials")
+    for trial in run.trials.values():
+        assert any(line.strip("│ ").startswith(trial.name) for line in text.splitlines())
+    assert text.count("(best)") == text.count("(yours)") == 1
+    rows = json.loads(said(capsys, "show", "model-2", "--trials", "--json"))
+    assert [row["name"] for row in rows] == [trial.name for trial in run.trials.values()]
+
+
+def test_one_trial_is_told_in_full(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    best = run.best
+    assert best is not None
+    text = said(capsys, "show", "--trial", best.name)
+    assert f"step 39 of {best.name}" in text and f"step 27 of {best.name}" not in text
+    assert "20.00 GiB" in text and "30.00 GiB" in text and "backward" in text
+    told = json.loads(said(capsys, "show", "--trial", str(best.id), "--json"))
+    size = {"own": "4", "here": str(best.batch.micro_batch)}
+    assert told["changes"]["train_micro_batch_size_per_gpu"] == size
+    assert "train_micro_batch_size_per_gpu" in text
+
+
+def test_runs_are_listed_the_newest_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = FolderLock(Path("dsat_runs/model-1"))
+    try:
+        rows = json.loads(said(capsys, "runs", "--json"))
+        assert [Path(row["run_dir"]).name for row in rows] == ["model-2", "model-1"]
+        assert [row["state"] for row in rows] == ["over", "goes on"]
+    finally:
+        lock.close()
+    Path("dsat_runs/torn-1").mkdir()
+    Path("dsat_runs/torn-1/journal.jsonl").write_text("{}\nno\n")
+    assert main(["runs"]) == 0
+    told = capsys.readouterr()
+    assert "model-1" in told.out and "model-2" in told.out
+    assert "torn-1/journal.jsonl: line 2 is damaged" in told.err
+
+
+def test_two_runs_side_by_side(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "compare", "model-1", "dsat_runs/model-2")
+    assert run.best is not None and run.best.name in text
+    # What the made-up machine makes of a configuration in a search depends on its name alone.
+    shared = next(line for line in text.splitlines() if "were measured in model-1 and in" in line)
+    assert "1.000 times as good (median, " in shared and int(shared.split()[0]) > 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("show", "model-9"), "model-9: is no run. `dsat runs` lists those that there are."),
+        (("show", "--trial", "z9"), "--trial z9: is no trial of this run. `dsat show --trials`"),
+        (("runs", "nowhere"), "nowhere: is not a folder"),
+        (("compare", "model-1", "model-1"), "model-1: is named twice"),
+    ],
+)
+def test_mistakes(
+    run: Run, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    assert message in said(capsys, *argv, status=2)
+
+
+def test_no_run_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no run in dsat_runs" in said(capsys, "show", status=2)
+    assert "last change" in said(capsys, "runs")
+
+
+def test_what_a_script_says_cannot_move_the_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hostile = write_run(tmp_path / "dsat_runs" / "hostile-1", Hostile())
+    lost = next(trial for trial in hostile.trials.values() if not hostile.outcomes[trial.id].ok)
+    log = tmp_path / "dsat_runs" / "hostile-1" / "trials" / lost.name / "stderr.log"
+    log.write_bytes(b"\xff" + ESCAPE.encode() + b"x" * 10_000)
+    for argv in (["show"], ["show", "--trials"], ["show", "--trial", lost.name], ["runs"]):
+        text = said(capsys, *argv)
+        assert "\x1b" not in text and "\x07" not in text
+    assert "\\x1b[2J" in said(capsys, "show", "--trial", lost.name)
+
+
+@pytest.mark.slow
+def test_a_shell_completes_commands_options_choices_and_runs(run: Run, tmp_path: Path) -> None:
+    def completed(line: str) -> set[str]:
+        env = {
+            **os.environ,
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_IFS": "\n",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"),
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+        }
+        code = "from dsat.cli.main import main; main()"
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+        return {word.strip() for word in (tmp_path / "found").read_text().splitlines()}
+
+    assert completed("dsat comp") == {"compare"}
+    assert completed("dsat model --trial-time") == {"--trial-timeout"}
+    assert {"throughput", "latency"} <= completed("dsat model --metric ")
+    assert completed("dsat show mod") == {"model-1", "model-2"}
