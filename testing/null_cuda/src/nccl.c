@@ -41,6 +41,7 @@ static int meet(ncclComm_t comm) {
     while (atomic_load(&m->generation) == generation) {
         if (comm->aborted) return ncclSystemError;
         nanosleep(&pause_, NULL);
+        if (pause_.tv_nsec < 5000000) pause_.tv_nsec *= 2;
     }
     return 0;
 }

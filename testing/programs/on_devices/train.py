@@ -1,0 +1,79 @@
+"""Trains on GPUs with torch alone, and writes what a meter would: much cheaper than DeepSpeed.
+
+Of the trial's configuration it knows the micro batch, and three keys of its own: `faults`, by rank
+what the null CUDA lets fail (see `NullCuda.environment`); `steps`; and `pause_s` between two steps.
+Each rank writes which device it had, and when.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
+
+WIDTH = 1024
+
+
+def main() -> None:
+    began_s = time.time()
+    folder = Path(os.environ["DSAT_TRIAL_DIR"])
+    config = json.loads((folder / "ds_config.json").read_text())
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["NULL_CUDA_FAULTS"] = config.get("faults", {}).get(str(rank), "")
+    torch.cuda.set_device(rank)
+    device = torch.cuda.get_device_properties(rank)
+    if size > 1:
+        dist.init_process_group("nccl")
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    micro_batch, peaks = config["train_micro_batch_size_per_gpu"], {}
+    for parameter in model.parameters() if size > 1 else ():
+        dist.broadcast(parameter.data, 0)
+    for _ in range(config.get("steps", 3)):
+        loss = model(torch.randn(micro_batch, WIDTH, device="cuda")).square().mean()
+        loss.backward()
+        for parameter in model.parameters() if size > 1 else ():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        time.sleep(config.get("pause_s", 0))
+    peaks["step"] = torch.cuda.max_memory_allocated()
+    seen = {"name": device.name, "began_s": began_s, "ended_s": time.time()}
+    (folder / f"device{rank}.json").write_text(json.dumps(seen))
+    if rank == 0:
+        spec = json.loads((folder / "trial.json").read_text())
+        write(folder, config, profile=spec["meter"]["profile"], peaks=peaks, size=size)
+    if size > 1:
+        dist.barrier()
+    os._exit(0)  # as a meter does once all is measured
+
+
+def write(
+    folder: Path, config: dict[str, int], *, profile: bool, peaks: dict[str, int], size: int
+) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    memory = MemoryUse(allocated_bytes=peaks, reserved_bytes=peaks)
+    # As if a step took 10 ms and each sample one more.
+    micro_batch = config["train_micro_batch_size_per_gpu"]
+    gas = config.get("gradient_accumulation_steps", 1)
+    step_ms = 10.0 + gas * micro_batch
+    speed = 1000.0 * size * gas * micro_batch / step_ms
+    count = 8 * WIDTH * WIDTH
+    outcome = Outcome(
+        OutcomeKind.OK,
+        metrics=Metrics(speed, step_ms, step_ms / 3, step_ms / 3, step_ms / 3, 1e9, 5, 0.01),
+        memory=memory,
+        profile=ModelProfile(count, count, 4, 40 * WIDTH, 6.0 * count, total) if profile else None,
+    )
+    (folder / "metrics.json").write_text(json.dumps(outcome.to_json()))
+
+
+if __name__ == "__main__":
+    main()
