@@ -39,6 +39,7 @@ def main() -> None:
         loss = model(torch.randn(micro_batch, WIDTH, device="cuda")).square().mean()
         loss.backward()
         for parameter in model.parameters() if size > 1 else ():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
