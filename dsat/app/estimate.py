@@ -145,7 +145,8 @@ def estimate(settings: EstimateSettings) -> Estimate:
 def _source(settings: EstimateSettings, machine: Machine) -> Source:
     """The user's script, or the one of ours that trains the model of a configuration."""
     if settings.hf_config is None:
-        return sources.read(settings).with_known_config(machine, 1, survey.TIMEOUT_S)
+        source = sources.read(settings).with_known_start(machine, survey.TIMEOUT_S)
+        return source.with_known_config(machine, 1, survey.TIMEOUT_S)
     path = hf_config.find(settings.hf_config)
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:

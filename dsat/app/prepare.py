@@ -68,6 +68,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     machine = find_machine()
+    source = source.with_known_start(machine, settings.trial_timeout_s)
     section = None
     if settings.method in (TUNE, RUN):
         section = autotuning.read(source, settings.method)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import LocalEngine, LocalOptions, Machine
+from dsat.engines.local import LocalEngine, LocalOptions, Machine, command_recorder
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config
+from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
-from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.settings import Target
 from dsat.values.trial import TrialOptions
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,40 @@ class Source:
         program: the entrypoint, taken apart.
         is_command: it was not an experiment's configuration.
         config_known: False if only the script itself knows its DeepSpeed configuration.
+        start_known: False if only running the command tells which program its ranks run.
+        ds_config: the configuration that the user names beside the command.
     """
 
     experiment: Experiment
     program: Entrypoint
     is_command: bool
     config_known: bool = True
+    start_known: bool = True
+    ds_config: Path | None = None
+
+    def with_known_start(self, machine: Machine, timeout_s: float) -> Source:
+        """This with the program that its ranks run, for which the command may have to be run once.
+
+        Raises:
+            UserInputError: the command is not one training on one machine.
+            ScriptFailed: it does not come to its training.
+        """
+        if self.start_known:
+            return self
+        command = self.program.started_by
+        _log.info("running `%s` once, to see how it starts its training", shlex.join(command))
+        folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+        ranks = command_recorder.record(
+            command,
+            Path.cwd(),
+            folder,
+            accelerator=machine.accelerator,
+            timeout_s=timeout_s,
+        )
+        shutil.rmtree(folder)  # of a command that failed it holds the log
+        program = recorded_start.program_of(ranks, command, os.environ)
+        _log.info("%s", _recognised(program))
+        return _of_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, machine: Machine) -> int:
         """The slots of a trial: as many as are given, or as the user's files say.
@@ -77,7 +111,10 @@ def read(target: Target) -> Source:
         check_config_path(experiment, program)
         return Source(experiment, program, is_command=False)
     folder = Path.cwd()
-    program = entrypoints.parse(target.command, folder)
+    try:
+        program = entrypoints.parse(target.command, folder)
+    except UnknownStart:
+        return _unknown(target)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.of_command(target.command, _name(program), folder, config)
     known = config is not None or bool(program.trial_class)
@@ -134,6 +171,59 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
             hint="Make both the same, or leave --ds-config out.",
         )
     return given
+
+
+def _unknown(target: Target) -> Source:
+    """A command of which only its own start tells more."""
+    command = list(target.command)
+    env = entrypoints.take_assignments(command)
+    if shutil.which(command[0]) is None:
+        raise UserInputError(
+            "there is no such command", where=command[0], hint="Give it as you type it in a shell."
+        )
+    if env:  # as a shell has them
+        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
+    program = Entrypoint(started_by=tuple(command))
+    experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), None)
+    return Source(
+        experiment,
+        program,
+        is_command=True,
+        config_known=False,
+        start_known=False,
+        ds_config=target.ds_config,
+    )
+
+
+def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
+    """What a command runs, with the configuration that its training was given."""
+    first = min(ranks, key=lambda rank: rank.rank)
+    folder, name, words = Path(first.cwd), _name(program), list(program.started_by)
+    path = _config_of_command(source.ds_config, program, folder)
+    if path is not None:
+        experiment = experiments.of_command(words, name, folder, path)
+    elif first.config is not None:
+        experiment = experiments.of_dict(words, name, folder, dict(first.config))
+    else:
+        raise UserInputError(
+            "the configuration that the script passes to deepspeed.initialize cannot be written "
+            f"as JSON: {first.config_problem}",
+            where=name,
+            hint="Give it as a file: --ds-config FILE.",
+        )
+    experiment = replace(experiment, arg_mappings=source.experiment.arg_mappings)
+    return replace(
+        source, experiment=experiment, program=program, start_known=True, config_known=True
+    )
+
+
+def _recognised(program: Entrypoint) -> str:
+    """What was seen of a command, for people."""
+    ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
+    words = [program.script] if program.script else ["-m", program.module]
+    shown = shlex.join(["python", *words, *program.args])
+    python = f" with {program.interpreter}" if program.interpreter else ""
+    return f"it starts {ranks} of `{shown}`{python}; from now on dsat starts them itself"
 
 
 def _capture(

@@ -190,7 +190,7 @@ def _say(text: str) -> None:
 
 def _program(data: Mapping[str, Any]) -> Entrypoint:
     values = dict(data)
-    for key in ("args", "python_options"):
+    for key in ("args", "python_options", "started_by"):
         values[key] = tuple(values[key])
     return Entrypoint(**values)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs import accelerate_env
 from dsat.inputs import script_args as arguments
 
 _WHERE = "entrypoint"
@@ -40,6 +41,11 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
+
+class UnknownStart(UserInputError):
+    """The command does not say by itself which program the ranks run; running it does."""
+
+
 _HF_PARSERS = ("HfArgumentParser", "TrlParser")
 
 
@@ -60,6 +66,9 @@ class Entrypoint:
         slots: the number of ranks that the command itself asks for, if any.
         takes_all_slots: whether the launcher starts a rank on every device of the machine.
         takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
+        interpreter: another one than that which runs dsat, if its ranks need another.
+        lacks_wrapt: whether a package is missing there that ranks need.
+        started_by: the user's command, if it had to be run to see what it starts.
     """
 
     script: str = ""
@@ -74,6 +83,9 @@ class Entrypoint:
     slots: int | None = None
     takes_all_slots: bool = False
     takes_hf_flags: bool = False
+    interpreter: str = ""
+    lacks_wrapt: bool = False
+    started_by: tuple[str, ...] = ()
 
     @property
     def config_path(self) -> str | None:
@@ -99,6 +111,7 @@ class Entrypoint:
             arg_mappings: which of the script's flags repeats which setting.
         """
         found = self.with_config_path(path)
+        found = replace(found, env=accelerate_env.for_config(found.env, path, config))
         args = arguments.for_trial(
             found.args, config, script_args, arg_mappings, add=self.takes_hf_flags
         )
@@ -144,7 +157,7 @@ class Entrypoint:
             program = ["-m", self.module]
         else:
             program = [self.script]
-        return [sys.executable, *self.python_options, *program, *self.args]
+        return [self.interpreter or sys.executable, *self.python_options, *program, *self.args]
 
 
 def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
@@ -158,10 +171,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
         UserInputError: it is empty, needs a shell, or is of a form that is not known.
     """
     words = _words(entrypoint)
-    env = {}
-    while words and _ASSIGNMENT.match(words[0]):
-        name, _, value = words.pop(0).partition("=")
-        env[name] = value
+    env = take_assignments(words)
     if not words:
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
     found = replace(_command(words), env=env)
@@ -171,10 +181,19 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
             where=_WHERE,
             hint="Give the script's path relative to the model folder.",
         )
-    return replace(found, takes_hf_flags=_parses_hf_arguments(found, model_dir))
+    return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
 
-def _parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
+def take_assignments(words: list[str]) -> dict[str, str]:
+    """The variables that are set in front of a command, which are taken from its words."""
+    env = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    return env
+
+
+def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     """Whether the script makes a parser of TrainingArguments, or of a class made of them.
 
     Another parser would refuse a flag that the user did not give.
@@ -218,9 +237,7 @@ def _command(words: list[str]) -> Entrypoint:
         return _python(words[1:])
     if name.endswith(".py"):
         return Entrypoint(script=words[0], args=tuple(words[1:]))
-    raise UserInputError(
-        f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
-    )
+    raise UnknownStart(f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
 
 
 def _check_interpreter(word: str) -> None:
@@ -233,7 +250,7 @@ def _check_interpreter(word: str) -> None:
         other = False
     version = re.search(r"\d[\d.]*$", os.path.basename(word))
     if other or not _has_version(version[0] if version else ""):
-        raise UserInputError(
+        raise UnknownStart(
             f"{word} is not the Python that runs dsat ({here})",
             where=_WHERE,
             hint="Run dsat with that Python, or write python3.",
@@ -246,7 +263,15 @@ def _has_version(version: str) -> bool:
     return given == mine[: len(given)]
 
 
-def _python(words: list[str]) -> Entrypoint:
+def of_interpreter(words: Sequence[str]) -> Entrypoint:
+    """What a Python interpreter runs that is given these words, whatever that is."""
+    options, rest = _interpreter_options(list(words))
+    if rest[0] == "-m":
+        return Entrypoint(module=rest[1], args=tuple(rest[2:]), python_options=tuple(options))
+    return Entrypoint(script=rest[0], args=tuple(rest[1:]), python_options=tuple(options))
+
+
+def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:
     options: list[str] = []
     while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
         option = words.pop(0)
@@ -254,8 +279,15 @@ def _python(words: list[str]) -> Entrypoint:
             options.append(option)
             if option in ("-W", "-X") and words:
                 options.append(words.pop(0))
-    if not words or words[0] == "-c":
+    return options, words
+
+
+def _python(words: list[str]) -> Entrypoint:
+    options, words = _interpreter_options(words)
+    if not words:
         raise UserInputError("names no script", where=_WHERE, hint=_FORMS)
+    if words[0] in ("-c", "-"):
+        raise UnknownStart("names no script", where=_WHERE, hint=_FORMS)
     if words[0] != "-m":
         return Entrypoint(script=words[0], args=tuple(words[1:]), python_options=tuple(options))
     module, rest = words[1:2], words[2:]
@@ -272,7 +304,7 @@ def _python(words: list[str]) -> Entrypoint:
     if module[0] in ("deepspeed", "deepspeed.launcher.runner"):
         return _deepspeed(rest)
     if module[0].split(".")[0] in ("accelerate", "horovod", "mpi4py"):
-        raise UserInputError(
+        raise UnknownStart(
             f"{module[0]} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
         )
     return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))

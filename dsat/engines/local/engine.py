@@ -154,7 +154,7 @@ class LocalEngine:
         self._cannot_fork = ""
         self._tried_again: set[int] = set()
         # Options of the interpreter need an interpreter of their own.
-        self._cold = options.cold or bool(program.python_options)
+        self._cold = options.cold or bool(program.python_options or program.interpreter)
         self._cwd = working_folder(experiment, folder)
         self._supervisor = SupervisorClient(
             machine.accelerator,

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import RankSpec
@@ -127,15 +129,15 @@ class Launch:
         )
         # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
         # another version of ninja would compile everything anew.
-        programs, path = os.path.dirname(sys.executable), env.get("PATH", os.defpath)
+        programs, path = os.path.dirname(self._interpreter), env.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
             env["PATH"] = os.pathsep.join([programs, path])
         for variable in self.machine.visible_devices:
             env[variable] = ",".join(self._devices)
         env.update(settings_of_ranks(self.machine, self.program, self.config, self._ranks, env))
         if self.cold:
-            package = str(Path(__file__).resolve().parents[3])
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), package]))
+            found = [env.get("PYTHONPATH"), str(self._packages())]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         return env
 
     def request(self, cwd: Path) -> dict[str, Any]:
@@ -198,7 +200,30 @@ class Launch:
     def _cold_command(self) -> list[str]:
         options = self.program.python_options
         module = ["-m", "dsat.in_trial.rank", str(self.folder.resolve())]
-        return [sys.executable, *options, *module]
+        return [self._interpreter, *options, *module]
+
+    @property
+    def _interpreter(self) -> str:
+        return self.program.interpreter or sys.executable
+
+    def _packages(self) -> Path:
+        """A folder with what ranks import of dsat's environment.
+
+        An interpreter of another environment must not see what else is installed beside dsat.
+        """
+        package = Path(__file__).resolve().parents[2]
+        if not self.program.interpreter:
+            return package.parent
+        together = self.folder.resolve() / "packages"
+        together.mkdir(exist_ok=True)
+        needed = [package]
+        if self.program.lacks_wrapt:
+            needed.append(Path(wrapt.__file__).parent)
+        for path in needed:
+            link = together / path.name
+            if not link.is_symlink():
+                link.symlink_to(path)
+        return together
 
 
 def settings_of_ranks(

@@ -1,0 +1,46 @@
+"""The variables by which `accelerate launch` tells a script its DeepSpeed configuration.
+
+Read for it: accelerate 1.15 (utils/launch.py, `DeepSpeedPlugin` in utils/dataclasses.py). With a
+configuration file the plugin refuses the other variables only if they are listed in
+`ACCELERATE_CONFIG_DS_FIELDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+# What the file says in their place.
+_IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
+_IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"
+
+
+def config_file(env: Mapping[str, str]) -> str | None:
+    """The DeepSpeed configuration that `deepspeed_config_file` names, if any."""
+    named = env.get(_CONFIG_FILE, "none")
+    return None if named == "none" else named
+
+
+def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The variables with another configuration, if accelerate hands one to the script.
+
+    Args:
+        env: what is set for the script.
+        path: of the configuration.
+        config: what is in it.
+    """
+    if env.get(_USES_DEEPSPEED, "false").lower() not in ("true", "1", "yes"):
+        return dict(env)
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name not in _IN_THE_FILE and not name.startswith(_IN_THE_FILE_PREFIX)
+    }
+    found = {**kept, _CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
+    gas = config.get("gradient_accumulation_steps")
+    if isinstance(gas, int):
+        found[_GAS] = str(gas)
+    return found

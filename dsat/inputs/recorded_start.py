@@ -1,0 +1,166 @@
+"""From what a command's Python processes recorded of their start to the program that ranks run.
+
+Pure; the recording itself is done by `dsat.in_trial.start_recorder`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs import entrypoint as entrypoints
+from dsat.inputs.entrypoint import Entrypoint
+
+ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
+ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
+# Variables that launchers set for each rank anew, or that say nothing of the training.
+_OF_A_START = frozenset(
+    """
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
+    ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
+    CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES OMP_NUM_THREADS KMP_AFFINITY
+    PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
+    NCCL_ASYNC_ERROR_HANDLING DSAT_TRIAL_DIR DSAT_RECORD_DIR
+    """.split()
+)
+_PREFIXES_OF_A_START = tuple(
+    "TORCHELASTIC_ TORCH_NCCL_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
+    "SLURMD_ SRUN_ IPATH_".split()
+)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """How one process of a command was started that called `deepspeed.initialize`.
+
+    Attributes:
+        rank, size: as its launcher told it; 0 of 1 without a launcher.
+        pid: of the process.
+        forked: a Python process made it, without starting an interpreter.
+        parent: pid of the process that started it.
+        executable: its interpreter.
+        prefix: of its environment (`sys.prefix`).
+        version: of Python.
+        command: the interpreter with its options, the program and its arguments.
+        cwd: its working folder.
+        env: its variables when it began.
+        has_wrapt: whether the package that dsat adapts modules with is there.
+        config: what it passed to `deepspeed.initialize`.
+        config_problem: why that cannot be written as JSON, if so.
+    """
+
+    rank: int
+    size: int
+    pid: int
+    forked: bool
+    parent: int
+    executable: str
+    prefix: str
+    version: tuple[int, ...]
+    command: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str] = field(repr=False)  # may hold credentials
+    has_wrapt: bool
+    config: Mapping[str, Any] | None = None
+    config_problem: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankStart:
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(
+            **{**known, "version": tuple(data["version"]), "command": tuple(data["command"])}
+        )
+
+
+def check_one_training(ranks: Sequence[RankStart]) -> None:
+    """Raises UserInputError unless the processes are the ranks of one training on one machine."""
+    numbers = [rank.rank for rank in ranks]
+    if len(set(numbers)) < len(numbers) or len({rank.size for rank in ranks}) > 1:
+        starts = max(numbers.count(number) for number in numbers)
+        raise UserInputError(
+            f"starts {max(starts, 2)} trainings, and dsat tunes one", where="command",
+            hint=ONE_TRAINING,
+        )  # fmt: skip
+    size = ranks[0].size
+    if len(ranks) < size:
+        raise UserInputError(
+            f"is one of several nodes: {len(ranks)} of its {size} ranks started here",
+            where="command",
+            hint=ONE_NODE,
+        )
+
+
+def program_of(
+    ranks: Sequence[RankStart], command: Sequence[str], env: Mapping[str, str]
+) -> Entrypoint:
+    """The program that the ranks of a command run.
+
+    Args:
+        ranks: all of the training.
+        command: the user's own, whatever it is.
+        env: what the command itself was started with.
+
+    Raises:
+        UserInputError: it is not one training on this machine, or cannot be started otherwise.
+    """
+    check_one_training(ranks)
+    first = min(ranks, key=lambda rank: rank.rank)
+    program = _program(first, command)
+    local_rank = first.env.get("LOCAL_RANK", "0")
+    passes_local_rank = program.args[:1] == (f"--local_rank={local_rank}",)
+    if passes_local_rank:
+        program = replace(program, args=program.args[1:])
+    return replace(
+        program,
+        env=_difference(first.env, env),
+        interpreter="" if _is_mine(first) else first.executable,
+        lacks_wrapt=not first.has_wrapt,
+        passes_local_rank=passes_local_rank,
+        one_thread="OMP_NUM_THREADS" not in env and first.env.get("OMP_NUM_THREADS") == "1",
+        slots=first.size,
+        started_by=tuple(command),
+        takes_hf_flags=entrypoints.parses_hf_arguments(program, Path(first.cwd)),
+    )
+
+
+def _program(first: RankStart, command: Sequence[str]) -> Entrypoint:
+    """What an interpreter's command line runs."""
+    words = list(first.command[1:])
+    end = _options_end(words)
+    if first.forked or words[end : end + 1] in ([], ["-c"], ["-"]):
+        raise UserInputError(
+            "its training runs in a process that another Python process makes "
+            "(torch.multiprocessing, -c, standard input), which dsat cannot start by itself",
+            where=" ".join(command[:2]),
+            hint="Let a launcher start the ranks: torchrun or deepspeed, with the script.",
+        )
+    return entrypoints.of_interpreter(words)
+
+
+def _options_end(words: Sequence[str]) -> int:
+    """Where the interpreter's own options end."""
+    for index, word in enumerate(words):
+        if not word.startswith("-") or word in ("-c", "-m", "-"):
+            return index
+    return len(words)
+
+
+def _is_mine(rank: RankStart) -> bool:
+    """Whether the process has the packages that dsat has itself."""
+    mine = (sys.prefix, tuple(sys.version_info[:2]))
+    return (rank.prefix, rank.version) == mine
+
+
+def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a command adds, but for those of the start itself."""
+    return {
+        name: value
+        for name, value in has.items()
+        if given.get(name) != value
+        and name not in _OF_A_START
+        and not name.startswith(_PREFIXES_OF_A_START)
+    }

@@ -1,0 +1,16 @@
+"""A script in many ways of starting it; says how often it came to its training."""
+
+import argparse
+import os
+
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+parser.add_argument("--steps", type=int, default=1)
+parser.add_argument("--evaluate", action="store_true")
+arguments = parser.parse_args()
+if not arguments.evaluate:
+    os.environ["SET_BY_SCRIPT"] = "1"
+    config = {"train_micro_batch_size_per_gpu": arguments.steps, "steps_per_print": float("inf")}
+    deepspeed.initialize(model=object(), model_parameters=[], config=config)

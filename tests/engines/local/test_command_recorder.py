@@ -1,0 +1,179 @@
+"""Whatever starts a training: its ranks are seen as their own interpreters started them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dsat.engines.local import command_recorder
+from dsat.errors import ScriptFailed, UserInputError
+from dsat.inputs import recorded_start
+from dsat.inputs.entrypoint import Entrypoint
+from testing.local import PROGRAMS, processes_of
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A user's folder with a script, and the stand-in for DeepSpeed beside it."""
+    shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
+    return tmp_path / "work"
+
+
+def seen(place: Path, *command: str, timeout_s: float = 60.0) -> Entrypoint:
+    folder = place.parent / "recording"
+    folder.mkdir()
+    ranks = command_recorder.record(command, place, folder, accelerator="cpu", timeout_s=timeout_s)
+    assert not processes_of(folder)
+    return recorded_start.program_of(ranks, command, os.environ)
+
+
+def runnable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def named(place: Path, programs: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts programs of these names in front of all others."""
+    for name, text in programs.items():
+        runnable(place.parent / "bin" / name, text)
+    path = [str(place.parent / "bin"), str(BIN), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+
+
+# Each passes on what follows its own options, in the environment that the real one makes.
+STAND_INS = {
+    "conda": '#!/bin/bash\nshift 3; CONDA_PREFIX=/opt/conda exec "$@"\n',
+    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
+    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
+    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
+    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "args", "slots"),
+    [
+        (["env", "COLOUR=blue", "python3", "-u", "train.py"], "train.py", (), 1),
+        (["bash", "run.sh", "7"], "train.py", ("--steps", "7"), 1),
+        (["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
+        (["make", "train"], "train.py", ("--steps", "3"), 1),
+        (["conda", "run", "-n", "mine", "python3", "train.py"], "train.py", (), 1),
+        (["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
+        (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
+    ],
+)
+def test_what_a_command_starts_is_seen(
+    command: Sequence[str],
+    script: str,
+    args: tuple[str, ...],
+    slots: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named(place, STAND_INS, monkeypatch)
+    (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
+    (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
+    program = seen(place, *command)
+    assert program.script.endswith(script)
+    assert (program.args, program.slots, program.interpreter) == (args, slots, "")
+    assert "SET_BY_SCRIPT" not in program.env and "SLURM_PROCID" not in program.env
+    assert "PYTHONPATH" not in program.env, "what records is no part of the command"
+    assert not (place / "went_on").exists(), "the command saw its training fail"
+    if "COLOUR=blue" in command:
+        assert program.env["COLOUR"] == "blue" and program.python_options == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python3 train.py; python3 train.py --steps 2", "2 trainings"),
+        ("python3 train.py & python3 train.py & wait", "2 trainings"),
+        ("WORLD_SIZE=4 RANK=0 python3 train.py", "1 of its 4 ranks"),
+    ],
+)
+def test_what_is_not_one_training_on_one_machine_is_refused(
+    command: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    monkeypatch.setattr(command_recorder, "_BETWEEN_RANKS_S", 0.5)
+    with pytest.raises(UserInputError, match=said) as caught:
+        seen(place, "bash", "-c", command)
+    assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
+
+
+def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    began = time.monotonic()
+    with pytest.raises(ScriptFailed, match="exit status 2 before") as caught:
+        seen(place, "bash", "-c", "python3 train.py --no-such-flag")
+    assert "unrecognized arguments: --no-such-flag" in caught.value.detail
+    assert time.monotonic() - began < 10
+    shutil.rmtree(place.parent / "recording")
+    with pytest.raises(ScriptFailed, match=r"without a call of deepspeed\.initialize"):
+        seen(place, "bash", "-c", "python3 train.py --evaluate")
+
+
+def test_a_sitecustomize_of_the_users_own_is_run_as_well(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = place.parent / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(own), os.environ["PYTHONPATH"]]))
+    assert seen(place, sys.executable, "train.py").script == "train.py"
+    assert (place / "customized").exists()
+
+
+@pytest.mark.parametrize("code", ["-c", "-"])
+def test_a_program_without_a_file_is_refused_with_what_works(code: str, place: Path) -> None:
+    text = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
+    command = [sys.executable, code, text] if code == "-c" else ["bash", "-c", "python3 - < code"]
+    (place / "code").write_text(text)
+    with pytest.raises(UserInputError, match="torchrun or deepspeed, with the script"):
+        seen(place, *command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "slots"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "train.py"], 2),
+        (["accelerate", "launch", "--cpu", "--num_processes", "1", "train.py"], 1),
+        (["uv", "run", "--no-project", "python", "train.py"], 1),
+        (
+            ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python", "train.py"],
+            2,
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_real_launchers(
+    command: list[str], slots: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"there is no {command[0]} on this machine")
+    program = seen(place, *command)
+    assert (program.script, program.args, program.slots) == ("train.py", (), slots)
+    assert not [name for name in program.env if name.startswith(("OMPI_", "TORCHELASTIC_"))]
+
+
+@pytest.mark.slow
+def test_several_nodes_are_refused_before_they_are_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    with pytest.raises(UserInputError, match="on 2 nodes"):
+        seen(place, "env", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py")
