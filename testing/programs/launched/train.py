@@ -1,9 +1,11 @@
 """A script in many ways of starting it; says how often it came to its training."""
 
 import argparse
+import importlib.util
 import os
 
-import deepspeed
+assert importlib.util.find_spec("deepspeed") is not None  # libraries ask before they import it
+import deepspeed  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=0)
