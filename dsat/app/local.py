@@ -27,6 +27,7 @@ from dsat.tuning.loop import Observer, drive
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.text import without_secrets, words_without_secrets
 from dsat.values.trial import Trial, TrialKind
 
 _log = logging.getLogger(__name__)
@@ -248,13 +249,14 @@ class _KeepsFiles:
 
 def write_files(ready: Prepared, run: Run, folder: Path) -> None:
     """What was found so far, for use and for people."""
-    line = train_command.line(ready, run, folder)
+    line = without_secrets(train_command.line(ready, run, folder))
     summary.write_files(run, folder, line)
     page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
     if ready.native is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.of_run(ready, run, best)
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, command or [])
+        shown = words_without_secrets(command or [])
+        autotuner_files.write_files(run, folder, ready.native.exps_dir, shown)
 
 
 def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:

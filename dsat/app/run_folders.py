@@ -72,7 +72,7 @@ def _folder_of_run(settings: Settings, name: str) -> Path:
         elif not (settings.run_dir / FILE_NAME).exists():
             raise UserInputError("holds no run to resume", where=str(settings.run_dir))
         return settings.run_dir
-    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]
     numbers = [
         int(suffix)
         for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import sys
@@ -11,7 +10,7 @@ from types import FrameType
 
 from dsat.app import estimate, local
 from dsat.app.prepare import Prepared, prepare
-from dsat.cli import output, settings_from_argv
+from dsat.cli import output, settings_from_argv, streams
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from dsat.cli.look import look
 from dsat.determined_cluster import submit
@@ -26,12 +25,11 @@ from dsat.report.verdict import verdict
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal has a ±
-    settings = settings_from_argv.parse(given)
-    signal.signal(signal.SIGTERM, _interrupt)
-    view = LiveView(sys.stderr if settings.json else sys.stdout)
+    streams.make_safe()
     try:
+        settings = settings_from_argv.parse(given)
+        signal.signal(signal.SIGTERM, _interrupt)
+        view = LiveView(sys.stderr if settings.json else sys.stdout)
         with output.messages_to(view):
             if isinstance(settings, EstimateSettings):
                 return _estimate(settings)
@@ -45,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return output.report(error)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        print(f"dsat: error: {name}{error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
+        return output.report(DsatError(f"{name}{error.strerror or error}"))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:
+        return output.report_bug(error)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

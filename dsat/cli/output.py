@@ -7,12 +7,15 @@ import json
 import logging
 import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
 
+from dsat import __version__
 from dsat.app import train_command
 from dsat.app.local import TRIALS, LocalSearch
 from dsat.app.prepare import Prepared
-from dsat.cli.exit_status import EXIT_FAILED, EXIT_USAGE
+from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, UserInputError
 from dsat.report import summary
@@ -20,6 +23,13 @@ from dsat.report.live_view import LiveView
 from dsat.tuning.strategies import make_space, rungs
 from dsat.tuning.tuner import Tuner
 from dsat.values import memory_size
+from dsat.values.text import (
+    MOST_OF_A_LOG,
+    printable,
+    values_without_secrets,
+    without_secrets,
+    words_without_secrets,
+)
 
 
 class _Handler(logging.Handler):
@@ -32,7 +42,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == TRIALS and self._view.shows_trials:
             return  # they are in the table
-        said = record.getMessage()
+        said = printable(record.getMessage())
         self._view.say(f"warning: {said}" if record.levelno >= logging.WARNING else said)
 
 
@@ -60,7 +70,7 @@ def print_plan(ready: Prepared) -> None:
     if ready.settings.json:
         plan_json = {**plan.to_json(), "machine": ready.machine.describe(), "space": stages}
         text = {"plan": plan_json, "first_trial": first.to_json(), "command": command}
-        print(json.dumps(text, indent=2))
+        print(json.dumps(values_without_secrets(text), indent=2))
         return
     own = plan.own_batch
     print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
@@ -78,7 +88,8 @@ def print_plan(ready: Prepared) -> None:
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.slots_per_trial} slots"
     )
-    print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shlex.join(command)}")
+    shown = printable(shlex.join(words_without_secrets(command)))
+    print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shown}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
 
 
@@ -93,7 +104,7 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
     """Where the result is, and what to do with it."""
     if search.run.best is not None:
         view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
-        line = train_command.line(search.ready, search.run, search.folder)
+        line = without_secrets(train_command.line(search.ready, search.run, search.folder))
         view.say(f"Train with it: {line}")
     if search.interrupted:
         view.say(f"Continue with the same command and: --run-dir {search.folder} --resume")
@@ -103,9 +114,32 @@ def report(error: DsatError) -> int:
     """Shows an error, below what the user's own script said of it; returns the exit status."""
     detail = getattr(error, "detail", "")
     if detail:
-        print(detail.rstrip(), file=sys.stderr)
-    print(f"dsat: error: {error}", file=sys.stderr)
+        print(printable(detail.rstrip(), MOST_OF_A_LOG), file=sys.stderr)
+    print(f"dsat: error: {printable(str(error))}", file=sys.stderr)
     return EXIT_USAGE if isinstance(error, UserInputError) else EXIT_FAILED
+
+
+def report_bug(error: Exception) -> int:
+    """Says that something went wrong that is nobody's fault but dsat's; returns the exit status.
+
+    What a developer needs of it goes into a file.
+    """
+    text = "".join(traceback.format_exception(error))
+    said = printable("".join(traceback.format_exception_only(error)).strip(), 300)
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="dsat-bug-", suffix=".log")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"dsat {__version__}, Python {sys.version}\n")
+            file.write(printable(text, MOST_OF_A_LOG))
+        where = f"what developers need to know is in {path}"
+    except OSError:
+        where = f"what developers need to know:\n{printable(text, MOST_OF_A_LOG)}"
+    print(
+        f"dsat: error: this is a bug in dsat, and no mistake of yours: {said}. Please report it; "
+        f"{where}",
+        file=sys.stderr,
+    )
+    return EXIT_BUG
 
 
 def print_submission(ready: Submission) -> None:
@@ -116,6 +150,7 @@ def print_submission(ready: Submission) -> None:
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in make_space(plan).describe():
         print(f"  {line}")
-    print(f"the search runner's entrypoint: {shlex.join(ready.config['entrypoint'])}")
+    words = words_without_secrets(ready.config["entrypoint"])
+    print(f"the search runner's entrypoint: {shlex.join(words)}")
     readable = memory_size.readable(ready.size_bytes)
     print(f"to upload: {len(ready.entries)} files and folders, {readable}")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import TOP_LEVEL_KEYS, ZERO_KEYS, did_you_mean
+from dsat.inputs.ds_config import TOP_LEVEL_KEYS, ZERO_KEYS, did_you_mean, whole_number
 from dsat.inputs.script_args import CHECKPOINTING
-from dsat.inputs.value_lists import distinct, listed_values, whole_number
+from dsat.inputs.value_lists import distinct, listed_values
 
 SECTION = "autotuning"
 

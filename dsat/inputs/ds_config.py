@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs import document
 from dsat.values.trial import BatchTriple
 
 # Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
@@ -24,6 +25,7 @@ DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: what the trial is to measure
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
+NONE = "none"
 
 # Top-level sections of a DeepSpeed configuration, from deepspeed/runtime/constants.py and
 # deepspeed/runtime/config.py (0.19.8) and https://www.deepspeed.ai/docs/config-json/.
@@ -71,6 +73,19 @@ ZERO_KEYS = frozenset(
 )
 
 
+# Settings of `zero_optimization` and its offload sections that DeepSpeed declares as integers.
+INTEGER_SETTINGS = frozenset(
+    """
+    allgather_bucket_size buffer_count buffer_size max_in_cpu max_live_parameters
+    max_reuse_distance model_persistence_threshold module_granularity_threshold
+    param_persistence_threshold prefetch_bucket_size reduce_bucket_size
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
+    """.split()
+)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The DeepSpeed configuration that a file holds, whatever its name ends in.
 
@@ -78,14 +93,7 @@ def read(path: Path) -> dict[str, Any]:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
     """
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserInputError("there is no such file", where=str(path)) from None
-    except UnicodeDecodeError:
-        raise UserInputError("cannot be read: it is not UTF-8 text", where=str(path)) from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
+        return parse(document.read_text(path))
     except ValueError as error:
         raise UserInputError(str(error), where=str(path)) from None
 
@@ -101,12 +109,15 @@ def parse(text: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError:
         found = _parse_hjson(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except _DuplicateKeys:
+        raise
+    except ValueError:  # a number of more digits than Python reads
+        raise ValueError(document.TOO_LARGE) from None
     if not isinstance(found, dict):
         raise ValueError("does not hold a mapping of keys to values")
-    try:
-        json.dumps(found, allow_nan=False)
-    except ValueError:
-        raise ValueError("holds NaN or Infinity: put a number in its place") from None
+    document.check(found)
     return found
 
 
@@ -121,6 +132,12 @@ def _parse_hjson(text: str) -> Any:
         ) from None
     except OverflowError:  # hjson makes an integer of it
         raise ValueError("is not valid JSON: it holds a number that is too large") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class _DuplicateKeys(ValueError):
+    """A mapping gives a key more than once."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,8 +146,85 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
+        raise _DuplicateKeys(f"gives a key more than once, which DeepSpeed refuses: {twice}")
     return found
+
+
+# Sections that are mappings wherever they are given; what of their values is read here, DeepSpeed
+# declares as in this table.
+_SECTIONS = (
+    "activation_checkpointing amp bf16 bfloat16 data_types fp16 optimizer scheduler "
+    "tensor_parallel torch_autocast zero_optimization"
+).split()
+_DEVICES = ("none", "cpu", "nvme")
+
+
+def check_values(config: Mapping[str, Any], *, where: str) -> None:
+    """The one pass over a configuration without lists: what is read of it has the type that it is
+    read as.
+
+    Raises:
+        UserInputError: a value cannot be, by deepspeed/runtime/config.py and
+            deepspeed/runtime/zero/{config,offload_config}.py (0.19.8).
+    """
+    for key in _SECTIONS:
+        _mapping(config.get(key), f"{where}: {key}")
+    if config.get("zero_optimization", {}) is None:  # which DeepSpeed cannot read either
+        raise UserInputError("must be a mapping, not null", where=f"{where}: zero_optimization")
+    for key in ("optimizer", "scheduler"):
+        section = config.get(key) or {}
+        _of_type(section.get("type"), str, "the name of one", f"{where}: {key}.type")
+        _mapping(section.get("params"), f"{where}: {key}.params")
+    zero = config.get("zero_optimization") or {}
+    for key, value in zero.items():
+        check_zero_value(key, value, where=f"{where}: zero_optimization.{key}")
+
+
+def check_zero_value(key: str, value: Any, *, where: str) -> None:
+    """The same of one setting of `zero_optimization`, or of one of the values listed for it.
+
+    Raises:
+        UserInputError: it cannot be.
+    """
+    if key in ("offload_optimizer", "offload_param"):
+        _mapping(value, where)
+        section = value or {}
+        if section.get("device", NONE) not in (*_DEVICES, None):
+            raise UserInputError(
+                f"must be one of {', '.join(_DEVICES)}, not {section['device']!r}",
+                where=f"{where}.device",
+            )
+        _of_type(section.get("nvme_path"), str, "the path of a folder", f"{where}.nvme_path")
+        if key == "offload_optimizer":
+            ratio = section.get("ratio")
+            _of_type(ratio, (int, float), "a number", f"{where}.ratio")
+    elif key in INTEGER_SETTINGS and value not in (None, AUTO):
+        whole_number(value, where, least=0)
+
+
+def whole_number(value: Any, where: str, *, least: int = 1) -> int:
+    """An integer; JSON's `5e8` is one too.
+
+    Raises:
+        UserInputError: it is none, or out of bounds.
+    """
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UserInputError(f"must be {kind}, not {value!r}", where=where)
+    if number > document.LARGEST_INTEGER:
+        raise UserInputError(f"{value!r} is too large", where=where)
+    return number
+
+
+def _mapping(value: Any, where: str) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise UserInputError(f"must be a mapping, not {value!r}", where=where)
+
+
+def _of_type(value: Any, kind: Any, called: str, where: str) -> None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise UserInputError(f"must be {called}, not {value!r}", where=where)
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

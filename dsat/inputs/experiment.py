@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config
+from dsat.inputs import document, ds_config
 from dsat.inputs import value_lists as choices
 from dsat.inputs.ds_config import CONFIG_KEY, OVERWRITE_KEY
 from dsat.values.trial import BatchTriple
@@ -91,14 +91,14 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     hparams = _hyperparameters(data, where)
     ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
     ds, listed = choices.split(ds, where=ds_name)
-    _check_zero(ds, ds_name)
+    ds_config.check_values(ds, where=ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
     key = f"{where}: hyperparameters.{OVERWRITE_KEY}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
     ds_config.check_keys(overrides, ds, where=key)
     overrides, listed_over = choices.split(overrides, where=key)
-    _check_zero(overrides, key)
+    ds_config.check_values(overrides, where=key)
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
         own = {OVERWRITE_KEY: overrides} if overrides else {}
@@ -149,7 +149,7 @@ def of_dict(
 ) -> Experiment:
     """The same, of a DeepSpeed configuration that is known by its content."""
     ds, listed = choices.split(config, where=config_name)
-    _check_zero(ds, config_name)
+    ds_config.check_values(ds, where=config_name)
     return Experiment(
         path=folder,
         name=name,
@@ -174,17 +174,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
     """
+    text = document.read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserInputError("there is no such file", where=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
-    try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        # What JSON cannot say (a date, not-a-number) no master and no DeepSpeed could read.
-        data = json.loads(json.dumps(data, allow_nan=False))
+        data = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
     except json.JSONDecodeError as error:
         raise UserInputError(
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})",
@@ -195,15 +187,35 @@ def read_mapping(path: Path) -> dict[str, Any]:
         line = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise UserInputError(f"is not valid YAML: {problem}{line}", where=str(path)) from None
-    except (TypeError, ValueError) as error:
-        raise UserInputError(
-            f"holds a value that JSON does not know: {error}",
-            where=str(path),
-            hint="Put dates into quotes and numbers in place of NaN and Infinity.",
-        ) from None
+    except RecursionError:
+        raise UserInputError("is nested too deeply", where=str(path)) from None
+    except ValueError:
+        raise UserInputError(document.TOO_LARGE, where=str(path)) from None
+    try:  # what JSON cannot say (a date, not-a-number) no master and no DeepSpeed could read
+        document.check(data)
+    except ValueError as error:
+        raise UserInputError(str(error), where=str(path)) from None
+    data = json.loads(json.dumps(data))  # keys are text, and no two places share a value
     if not isinstance(data, dict):
         raise UserInputError("does not hold a mapping of keys to values", where=str(path))
     return data
+
+
+def _parse_yaml(text: str) -> Any:
+    """Yaml's content; what is nested too deeply is refused before it takes minutes to read.
+
+    Raises:
+        RecursionError: it is.
+        yaml.YAMLError: it is not valid.
+        ValueError: it holds a number of thousands of digits.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > document.DEEPEST:
+            raise RecursionError
+    return yaml.safe_load(text)
 
 
 def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,12 +285,6 @@ def _ds_config(
         where=key,
         hint="The path is relative to the model folder.",
     )
-
-
-def _check_zero(config: Mapping[str, Any], name: str) -> None:
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise UserInputError(f"must be a mapping, not {zero!r}", where=f"{name}: zero_optimization")
 
 
 def _check_searcher(data: Mapping[str, Any], where: str) -> None:

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs.document import LARGEST_INTEGER
+
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_LONGEST_S = 1e9  # what the system can wait for
 # In the place of a list of knobs.
 ALL = "all"
 
@@ -189,11 +192,12 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 def memory_size(value: str | int) -> int:
     """Bytes of `24GiB`, `512MB` or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value), re.ASCII)
     unit = _MEMORY_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or int(float(match[1]) * unit) <= 0:
+    size = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
-    return int(float(match[1]) * unit)
+    return int(size)
 
 
 def write_memory_size(size_bytes: int) -> str:
@@ -206,11 +210,12 @@ def write_memory_size(size_bytes: int) -> str:
 
 def duration_s(value: str | float) -> float:
     """Seconds of `90`, `90s`, `10m` or `1h`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
     unit = _TIME_UNITS.get(match[2]) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    duration = float(match[1]) * unit if match and unit else 0.0
+    if not 0 < duration <= _LONGEST_S:
         raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
-    return float(match[1]) * unit
+    return duration
 
 
 def at_least(least: int) -> Kind:
@@ -223,6 +228,8 @@ def at_least(least: int) -> Kind:
             raise ValueError(f"{value!r} is not a whole number") from None
         if number < least:
             raise ValueError(f"{number} is less than {least}")
+        if number > LARGEST_INTEGER:
+            raise ValueError(f"{number} is too large")
         return number
 
     return Kind(read)
@@ -274,12 +281,16 @@ def _text(value: Any) -> str:
 def _word(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
+    if "\x00" in value:
+        raise ValueError(f"{value!r} holds a NUL character")
     return value
 
 
 def _path(value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"{value!r} is not a path")
+    if "\x00" in os.fspath(value):
+        raise ValueError(f"{value!r} holds a NUL character")
     return Path(value)
 
 

@@ -5,26 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.inputs.ds_config import BATCH_KEYS, INTEGER_SETTINGS, check_zero_value, whole_number
 
 STAGES = (0, 1, 2, 3)
 ALL_STAGES = "all"
 
-# Settings of `zero_optimization` and its offload sections that DeepSpeed declares as integers.
-INTEGER_SETTINGS = frozenset(
-    """
-    allgather_bucket_size buffer_count buffer_size max_in_cpu max_live_parameters
-    max_reuse_distance model_persistence_threshold module_granularity_threshold
-    param_persistence_threshold prefetch_bucket_size reduce_bucket_size
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
-    stage3_module_granularity_threshold stage3_param_persistence_threshold
-    stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
-    """.split()
-)
+_MOST_SECTIONS = 10_000
 # The one section of `zero_optimization` whose fields are lists in themselves.
 _LISTS_BY_NATURE = frozenset({"leaf_module"})
 
@@ -78,19 +69,12 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
             if options is not None:
                 listed[key] = distinct(options)
                 zero[key] = copy.deepcopy(listed[key][0])
+                for option in listed[key]:
+                    check_zero_value(key, option, where=f"{where}: zero_optimization.{key}")
     for key in BATCH_KEYS:
         if key in listed:
             base[key] = listed[key][0]
     return base, listed
-
-
-def whole_number(value: Any, where: str, *, least: int = 1) -> int:
-    """An integer; JSON's `5e8` is one too."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise UserInputError(f"must be {kind}, not {value!r}", where=where)
-    return number
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -165,6 +149,13 @@ def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
             listed[key] = distinct(options)
     if not listed:
         return None
+    count = math.prod(len(options) for options in listed.values())
+    if count > _MOST_SECTIONS:
+        raise UserInputError(
+            f"its lists multiply to {count:,} sections, and {_MOST_SECTIONS:,} are the most",
+            where=where,
+            hint="List fewer values.",
+        )
     return [
         {**copy.deepcopy(dict(section)), **dict(zip(listed, combination, strict=True))}
         for combination in itertools.product(*listed.values())

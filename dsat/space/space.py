@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from dsat.inputs import ds_config
@@ -43,7 +43,8 @@ def allowed_micro_batches(
     candidates: Collection[int] = listed
     if train_batch_size is not None:
         per_slot, rest = divmod(train_batch_size, slots)
-        small = [d for d in range(1, int(per_slot**0.5) + 1) if per_slot % d == 0]
+        most = min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
+        small = [d for d in range(1, most + 1) if per_slot % d == 0]
         divisors = {*small, *(per_slot // d for d in small)} if not rest else set()
         candidates = divisors & set(listed) if listed else divisors
     return tuple(
@@ -69,13 +70,13 @@ class Branch:
     @property
     def count(self) -> int:
         """How many settings it has."""
-        return prod(len(values) for _, values in self.knobs)
+        return math.prod(len(values) for _, values in self.knobs)
 
     @property
     def strides(self) -> tuple[int, ...]:
         """By how much the number of settings grows with the next value of each knob."""
         counts = [len(values) for _, values in self.knobs]
-        return tuple(prod(counts[:position]) for position in range(len(counts)))
+        return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def settings(self, index: int) -> dict[str, Any]:
         """The settings number `index`; number 0 has the first value of every knob."""

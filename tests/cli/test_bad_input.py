@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,22 @@ def not_text(folder: Folder) -> None:
     (folder / "deepspeed.yaml").write_bytes(b"\xff\xfe\x00")
 
 
+def a_pipe_instead(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").unlink()
+    os.mkfifo(folder / "deepspeed.yaml")
+
+
+def an_endless_file_instead(folder: Folder) -> None:
+    (folder / "deepspeed.yaml").unlink()
+    (folder / "deepspeed.yaml").symlink_to("/dev/zero")
+
+
+ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
 BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "no experiment file": (without("deepspeed.yaml"), ["deepspeed.yaml", "no such file"]),
     "experiment is a folder": (a_folder_instead, ["deepspeed.yaml", "cannot be read"]),
@@ -107,6 +124,45 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "another launcher's module": (
         with_yaml(entrypoint="python3 -m accelerate.commands.launch train.py"),
         ["accelerate"],
+    ),
+    "yaml is a pipe": (a_pipe_instead, ["deepspeed.yaml", "not a file"]),
+    "yaml is endless": (an_endless_file_instead, ["deepspeed.yaml", "not a file"]),
+    "yaml stands for a billion values": (
+        with_text("deepspeed.yaml", ALIAS_BOMB),
+        ["deepspeed.yaml", "more than 100,000 values"],
+    ),
+    "yaml is nested": (with_text("deepspeed.yaml", "a: " + "[" * 20_000), ["nested too deeply"]),
+    "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
+    "json is nested less": (
+        with_text("ds_config.json", '{"a":' * 300 + "1" + "}" * 300),
+        ["nested too deeply", "64 levels"],
+    ),
+    "thousands of digits": (with_text("ds_config.json", f'{{"a": {"9" * 5000}}}'), ["too large"]),
+    "hundreds of digits": (with_text("ds_config.json", f'{{"a": {"9" * 500}}}'), ["too large"]),
+    "a bucket of 1e308": (
+        with_ds_config(zero_optimization={"stage": 1, "reduce_bucket_size": 1e308}),
+        ["zero_optimization.reduce_bucket_size", "too large"],
+    ),
+    "lists that multiply to millions": (
+        with_ds_config(zero_optimization={"offload_param": {k: list(range(60)) for k in "abcde"}}),
+        ["zero_optimization.offload_param", "multiply to 777,600,000 sections"],
+    ),
+    "a device that there is not": (
+        with_ds_config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "gpu"}}),
+        ["zero_optimization.offload_optimizer.device", "none, cpu, nvme", "'gpu'"],
+    ),
+    "a listed device that there is not": (
+        with_ds_config(zero_optimization={"offload_optimizer": [{"device": "cpu"}, {"device": 1}]}),
+        ["zero_optimization.offload_optimizer.device", "not 1"],
+    ),
+    "an optimizer without its section": (with_ds_config(optimizer="Adam"), ["optimizer: must be"]),
+    "half a surrogate pair": (
+        with_text("ds_config.json", '{"a": "\\ud800"}'),
+        ["ds_config.json", "surrogate"],
+    ),
+    "a NUL in a variable": (
+        with_yaml(environment={"environment_variables": ["A=\0"]}),
+        ["environment.environment_variables", "NUL"],
     ),
     "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
     "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),

@@ -18,7 +18,8 @@ from deepspeed.runtime.zero.offload_config import (
 
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config
-from dsat.inputs.value_lists import INTEGER_SETTINGS, split
+from dsat.inputs.ds_config import INTEGER_SETTINGS
+from dsat.inputs.value_lists import split
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

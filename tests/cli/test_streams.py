@@ -1,0 +1,62 @@
+"""Nobody who closes a stream, or stops reading it, ends a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What a run does: it says many lines, opens files, and tells at its end that it got there.
+PROGRAM = """
+import os, pathlib, sys
+from dsat.cli import streams
+streams.make_safe()
+folder = pathlib.Path(sys.argv[1])
+with open(folder / "journal", "w") as journal:
+    for number in range(20_000):
+        print("line", number, "\\u00b1")
+        print("line", number, "\\ud800", file=sys.stderr)
+    journal.write(f"{journal.fileno()}")
+(folder / "end").write_text("reached")
+"""
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    ["| head -1 >/dev/null", ">&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"],
+)
+def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    shell = f'"$0" "$@" {redirection}; exit ${{PIPESTATUS[0]}}'
+    ended = subprocess.run(["bash", "-c", shell, *command], capture_output=True, check=False)
+    assert (ended.returncode, (tmp_path / "end").exists()) == (0, True), ended.stderr[-2000:]
+    assert int((tmp_path / "journal").read_text()) > 2, "no file takes the place of a stream"
+
+
+def test_a_bug_is_called_a_bug(tmp_path: Path) -> None:
+    """With what developers need to know in a file, and nothing secret in it."""
+    program = (
+        "import sys\nfrom dsat.cli import main\n"
+        "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"
+        "main.prepare = fails\n"
+        "main.submit.where = lambda settings: type('C', (), {'master': None})\n"
+        "sys.exit(main.main(['asha', 'a.yaml', '.']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 70
+    [line] = ended.stderr.splitlines()
+    [log] = tmp_path.glob("dsat-bug-*.log")
+    assert "this is a bug in dsat, and no mistake of yours: KeyError" in line and str(log) in line
+    text = log.read_text()
+    assert "Traceback" in text and "in fails" in text and "dsat 0." in text
+    assert "hunter2" not in line + text, json.dumps(text)
+    assert log.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,71 @@
+"""Text from outside: escaped, cut, and without secrets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dsat.values.text import (
+    is_secret,
+    printable,
+    values_without_secrets,
+    without_secrets,
+    words_without_secrets,
+)
+
+
+def test_nothing_spoils_a_file_or_a_terminal() -> None:
+    text = "a\ud800b\x1b[2Jc\x00\x9b\u202ed\te\nf\rg ö 日本"
+    shown = printable(text)
+    assert shown == "a\\ud800b\\x1b[2Jc\\x00\\x9b\\u202ed\te\nf\\rg ö 日本"
+    assert printable(shown) == shown
+    shown.encode("utf-8")
+
+
+def test_long_texts_keep_both_ends() -> None:
+    text = "the beginning " + "x" * 20_000_000 + " the end"
+    shown = printable(text, 200)
+    assert len(shown) < 300
+    assert shown.startswith("the beginning ") and shown.endswith(" the end")
+    assert "19,999,822 characters left out" in shown
+
+
+SHOWN = {
+    "https://user:hunter2@host/x?y=1": "https://***@host/x?y=1",
+    "s3://bucket/key and git@host:repo": "s3://bucket/key and git@host:repo",
+    "Authorization: Bearer abcdefgh12345": "Authorization: Bearer ***",
+    "hf_abcdefghijklmnopqrstuv in a text": "*** in a text",
+    'KeyError: {"api_key": "x y", "lr": 1}': 'KeyError: {"api_key": "***", "lr": 1}',
+    "WANDB_API_KEY=0123 python": "WANDB_API_KEY=*** python",
+    "train.py --hf-token abc --lr 1": "train.py --hf-token *** --lr 1",
+    "train.py --use-auth --lr 1": "train.py --use-auth --lr 1",
+    'HF_TOKEN="$HF_TOKEN" torchrun': 'HF_TOKEN="$HF_TOKEN" torchrun',
+    "password: hunter2, next": "password: ***, next",
+    "tokens_per_second: 12, eos_token=</s>": "tokens_per_second: 12, eos_token=</s>",
+    "RuntimeError: shape [1, 2]: token 3": "RuntimeError: shape [1, 2]: token 3",
+    "-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----": "***",
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_secrets_in_texts(text: str) -> None:
+    assert without_secrets(text) == SHOWN[text]
+    assert without_secrets(SHOWN[text]) == SHOWN[text]
+
+
+def test_names_of_secrets() -> None:
+    secrets = "HF_TOKEN hubToken --api-key OPENAI_API_KEY apikey db_password aws_secret_access_key"
+    harmless = "max_tokens tokenizer pad_token pad_token_id num_tokens author authority keys lr"
+    assert [name for name in secrets.split() if not is_secret(name)] == []
+    assert [name for name in harmless.split() if is_secret(name)] == []
+
+
+def test_commands_and_values() -> None:
+    words = ["train.py", "--token", "abc def", "--password=x", "--epochs", "3", "TOKEN=a b"]
+    assert words_without_secrets(words) == [
+        *("train.py", "--token", "***", "--password=***", "--epochs", "3", "TOKEN=***"),
+    ]
+    config = {"comet": {"api_key": "abc", "enabled": True}, "lr": 1, "args": words, "token": None}
+    shown = json.dumps(values_without_secrets(config))
+    assert "abc" not in shown and '"lr": 1' in shown and '"token": null' in shown
