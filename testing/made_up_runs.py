@@ -60,15 +60,21 @@ class Steady(Measured):
         return measured(ran(value), trial)
 
 
-def run_of_world(world: World | None = None, *, method: str = "random", trials: int = 40) -> Run:
-    return Run(events_of_world(world, method=method, trials=trials))
+def run_of_world(world: World | None = None, **options: Any) -> Run:
+    """A run of `events_of_world`."""
+    return Run(events_of_world(world, **options))
 
 
 def events_of_world(
-    world: World | None = None, *, method: str = "random", trials: int = 40
+    world: World | None = None,
+    *,
+    method: str = "random",
+    trials: int = 40,
+    finals: int | None = 0,
 ) -> list[dict[str, Any]]:
+    """The journal of a search on a made-up machine; `finals` as `Plan` has them."""
     journal = MemoryJournal()
-    plan = plan_of(method, max_trials=trials)
+    plan = plan_of(method, max_trials=trials, finals=finals)
     info = {"name": f"model {HOSTILE}", "machine": "8 devices"}
     drive(Tuner(plan, journal, info=info, clock=FakeClock()), world or Measured(), slots=2)
     return journal.events

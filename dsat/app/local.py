@@ -96,6 +96,18 @@ class LocalSearch:
         """Where the trials have their folders."""
         return run_folders.of_trials(self.ready, self.folder)
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that trials may use at once."""
+        slots = self.ready.machine.num_slots
+        return min(slots, self.ready.settings.max_slots or slots)
+
+    @property
+    def at_once(self) -> int:
+        """Trials of the search that may run at a time."""
+        room = self.num_slots // self.ready.plan.slots_per_trial
+        return max(1, min(room, self.ready.settings.max_concurrent_trials))
+
     def search(self, *observers: Observer) -> None:
         """Runs the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
 

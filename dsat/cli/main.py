@@ -94,6 +94,7 @@ def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
 
 def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
     with local.LocalSearch(ready) as search:
+        view.follow(search.trials, num_slots=search.num_slots, at_once=search.at_once)
         with view:
             search.search(view)
         if ready.settings.json:

@@ -63,12 +63,17 @@ class TrialComplete(SystemExit):
         self.outcome = outcome
 
 
-def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
+def install(
+    spec: MeterSpec,
+    on_complete: Callable[[Outcome], None],
+    on_step: Callable[[int], None] | None = None,
+) -> Meter:
     """Makes a meter watch the engines that `deepspeed.initialize` returns.
 
     Args:
         spec: what to measure.
         on_complete: called on every rank with the outcome, before the script is ended.
+        on_step: called after each optimizer step with how many there were.
 
     Returns:
         The meter.
@@ -76,7 +81,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    meter = Meter(spec, on_complete)
+    meter = Meter(spec, on_complete, on_step)
     loaders.watch()
     original = deepspeed.initialize
 
@@ -105,13 +110,20 @@ class Meter:
     Args:
         spec: what to measure.
         on_complete: called with the outcome before `TrialComplete` is raised.
+        on_step: called after each optimizer step with how many there were.
 
     Attributes:
         outcome: what was measured so far; equal on every rank but for warnings and profile.
     """
 
-    def __init__(self, spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        spec: MeterSpec,
+        on_complete: Callable[[Outcome], None],
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
         self.spec = spec
+        self._on_step = on_step
         self.watches = False
         self.attached = False
         self.steps_seen = 0
@@ -310,6 +322,8 @@ class Meter:
 
     def _end_of_step(self, end: Any, *, skipped: bool) -> None:
         self.steps_seen += 1
+        if self._on_step is not None:
+            self._on_step(self.steps_seen)
         marks, self._current = self._current, StepMarks(begin=end)
         marks.end = end
         # A step that fp16 skipped because of an overflow is cheaper than a real one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
-from dsat.report import summary
+from dsat.report import progress, summary
 from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
@@ -37,6 +38,19 @@ class LiveView:
             file=stream, highlight=False, soft_wrap=width is not None, width=width
         )
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
+        self._trials: Path | None = None
+        self._at_once = 1
+        self._num_slots: int | None = None
+
+    def follow(self, trials: Path, *, num_slots: int, at_once: int) -> None:
+        """Tells the view of a run that begins.
+
+        Args:
+            trials: where its trials have their folders.
+            num_slots: slots that it may use.
+            at_once: trials of its search that may run at a time.
+        """
+        self._trials, self._num_slots, self._at_once = trials, num_slots, at_once
 
     @property
     def shows_trials(self) -> bool:
@@ -73,7 +87,7 @@ class LiveView:
 
     def waited(self, run: Run) -> None:
         if self._live is not None and run.plan is not None:
-            self._live.update(_view(run), refresh=True)
+            self._live.update(self._view(run), refresh=True)
 
     def show_result(self, run: Run) -> None:
         """The final table and what it means."""
@@ -85,22 +99,34 @@ class LiveView:
         self._console.print(table)
         self.say(*summary.facts(run), *verdict(run))
 
+    def _view(self, run: Run) -> Group:
+        assert run.plan is not None
+        table = Table("trial", "result", "took", expand=False)
+        for trial in list(run.trials.values())[-_LAST_TRIALS:]:
+            outcome = run.outcomes.get(trial.id)
+            style = "bold" if trial is run.best else ""
+            if outcome is None:
+                table.add_row(trial.name, self._running(trial), "")
+            else:
+                took = fmt.duration(outcome.duration_s)
+                line = Text(fmt.printable(fmt.outcome(outcome, run.plan.metric)))
+                table.add_row(trial.name, line, took, style=style)
+        done, total = len(run.outcomes), run.plan.max_trials
+        lines = [f"{done} of at most {total} trials{self._slots(run)}", progress.best_line(run)]
+        left = progress.time_left(run, self._at_once)
+        if left is not None:
+            lines.append(str(left))
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(ProgressBar(total=total, completed=done, width=60))
+        return Group(table, bar, *map(Text, lines))
 
-def _view(run: Run) -> Group:
-    assert run.plan is not None
-    table = Table("trial", "result", "took", expand=False)
-    for trial in list(run.trials.values())[-_LAST_TRIALS:]:
-        outcome = run.outcomes.get(trial.id)
-        style = "bold" if trial is run.best else ""
-        if outcome is None:
-            table.add_row(trial.name, "running", "")
-        else:
-            took = fmt.duration(outcome.duration_s)
-            line = fmt.outcome(outcome, run.plan.metric)
-            table.add_row(trial.name, line, took, style=style)
-    done, total = len(run.outcomes), run.plan.max_trials
-    best = "none yet"
-    if run.best is not None:
-        best = f"{run.best.name}, {fmt.metric(run.plan.metric, run.best_value)}"
-    head = Text(f"{done} of at most {total} trials; best: {best}")
-    return Group(table, ProgressBar(total=total, completed=done, width=60), head)
+    def _running(self, trial: Trial) -> str:
+        step = None if self._trials is None else progress.step_of(self._trials / trial.name)
+        return "starts" if step is None else f"runs, step {step}"
+
+    def _slots(self, run: Run) -> str:
+        assert run.plan is not None
+        if self._num_slots is None:
+            return ""
+        busy = len(run.running) * run.plan.slots_per_trial
+        return f"; {busy} of {self._num_slots} slots busy"

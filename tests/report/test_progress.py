@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsat.report import progress
+from dsat.report.live_view import LiveView
+from dsat.tuning.run import Run, event_of
+from testing.made_up_runs import Steady, events_of_world
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def events() -> list[dict[str, object]]:
+    return list(events_of_world(Steady(), finals=None))
+
+
+def at(events: list[dict[str, object]], outcomes: int) -> Run:
+    """The run when so many trials had ended."""
+    run = Run()
+    for event in events:
+        run.apply(event_of(event))
+        if len(run.outcomes) == outcomes:
+            return run
+    return run
+
+
+def test_the_time_left_is_that_of_the_trials_that_are_left(events: list[dict[str, object]]) -> None:
+    assert progress.time_left(at(events, 3), at_once=1) is None
+    run = at(events, 14)
+    assert run.plan is not None and run.plan.max_trials == 40 and run.plan.finals is None
+    took = iter(range(10, 100))  # the profile's 10 s do not count
+    run.outcomes = {i: replace(o, duration_s=next(took)) for i, o in run.outcomes.items()}
+    alone = progress.time_left(run, at_once=1)
+    assert alone == progress.TimeLeft(26, 26 * 14.0, 26 * 20.0)
+    # Seven of the 40 are the finals', which run one at a time.
+    assert progress.time_left(run, at_once=4) == progress.TimeLeft(26, 12 * 14.0, 12 * 20.0)
+    assert str(alone) == "at most 26 more trials: 6 min 04 s to 8 min 40 s if all are run"
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [([], 9, ""), ([5.0], 9, "▁"), ([1, 1, 2, 8], 9, "▁▁▂█"), ([0, 1, 8], 2, "▁█")],
+)
+def test_a_sparkline(values: list[float], width: int, line: str) -> None:
+    assert progress.sparkline(values, width) == line
+
+
+def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path) -> None:
+    run = at(events, 14)
+    first = next(iter(run.running))
+    (tmp_path / first.name).mkdir()
+    (tmp_path / first.name / "steps").write_bytes(b"%8d\n" % 6)
+    stream = Terminal()
+    view = LiveView(stream)
+    view.follow(tmp_path, num_slots=2, at_once=2)
+    with view:
+        view.waited(run)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert run.best is not None and run.plan is not None
+    assert f"14 of at most 40 trials; {len(run.running)} of 2 slots busy" in text
+    assert f"best: {run.best.name}" in text and "x your own as measured once" in text
+    assert "runs, step 6" in text
+    assert "at most 26 more trials" in text
+    assert any(block in text for block in "▂▃▄▅▆▇█")
+
+
+def test_a_step_that_nobody_wrote(tmp_path: Path) -> None:
+    assert progress.step_of(tmp_path) is None
+    (tmp_path / "steps").write_bytes(b"\x00\x00")
+    assert progress.step_of(tmp_path) is None
