@@ -27,7 +27,7 @@ from dsat.tuning.loop import Observer, drive
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.text import without_secrets, words_without_secrets
+from dsat.values.text import without_secrets
 from dsat.values.trial import Trial, TrialKind
 
 _log = logging.getLogger(__name__)
@@ -266,9 +266,8 @@ def write_files(ready: Prepared, run: Run, folder: Path) -> None:
     page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
     if ready.native is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
-        command = train_command.of_run(ready, run, best)
-        shown = words_without_secrets(command or [])
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, shown)
+        command = train_command.text(ready, run, best) or ""
+        autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
 
 
 def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:

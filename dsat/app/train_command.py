@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
-from dsat.engines.local.launch import settings_of_ranks
+from dsat.engines.local.launch import settings_of_ranks, working_folder
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.report import summary
 from dsat.tuning.run import Run
+from dsat.values.text import without_secrets
 
 
 def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
@@ -26,11 +26,18 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
     if program.config_path is None or needs_task or run.best is None:
         return None
-    launcher = ["torchrun", "--standalone", f"--nproc-per-node={slots}"]
+    own = program.interpreter  # in whose environment the launchers of the PATH are not
+    launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
+    launcher += ["--standalone", f"--nproc-per-node={slots}"]
     if program.passes_local_rank:
-        launcher = ["deepspeed", "--num_gpus", str(slots)]
+        launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
+        launcher += ["--num_gpus", str(slots)]
         launcher += ["--bind_cores_to_rank"] if program.binds_cores else []
     script = ["--module", program.module] if program.module else [program.script]
+    if program.python_options:
+        launcher += ["--no_python" if program.passes_local_rank else "--no-python"]
+        script = ["-m", program.module] if program.module else [program.script]
+        script = [own or "python3", *program.python_options, *script]
     found = program.for_config(
         str(config.resolve()),
         summary.best_config(run) or {},
@@ -56,31 +63,55 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     return words
 
 
-def _settings(ready: Prepared, run: Run) -> Mapping[str, str]:
-    """What the trials on devices had in their environment, and the training is to have as well."""
-    if ready.machine.is_cpu:  # see `conditions`
-        return {}
-    given = {**os.environ, **ready.experiment.env, **ready.program.env}
-    config, slots = summary.best_config(run) or {}, ready.plan.slots_per_trial
-    return settings_of_ranks(ready.machine, ready.program, config, slots, given)
+def _variables(ready: Prepared, run: Run) -> dict[str, str]:
+    """The trials' environment where it is not the shell's, as words of a shell.
+
+    Credentials are named and not written down; the shell refuses to go on without them.
+    """
+    machine, words = ready.machine, {}
+    origins = dict.fromkeys(ready.experiment.env, "environment_variables")
+    origins |= dict.fromkeys(ready.program.env, "your command")
+    for name, value in {**ready.experiment.env, **ready.program.env}.items():
+        shown = f"{name}={value}"
+        is_open = without_secrets(shown) == shown
+        words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origins[name]}}}"'
+    if not machine.is_cpu:  # on a CPU see `conditions`
+        config, slots = summary.best_config(run) or {}, ready.plan.slots_per_trial
+        given = {**os.environ, **ready.experiment.env, **ready.program.env}
+        words |= settings_of_ranks(machine, ready.program, config, slots, given)
+    return words
+
+
+def text(ready: Prepared, run: Run, config: Path) -> str | None:
+    """What to type in the model's folder to train with the best configuration, as in the trials.
+
+    Args:
+        config: the file that holds it.
+
+    Returns:
+        None where `of_run` is.
+    """
+    command = of_run(ready, run, config)
+    if command is None:
+        return None
+    words = [
+        *(f"{name}={value}" for name, value in _variables(ready, run).items()),
+        *conditions(
+            ready.machine,
+            ready.plan.slots_per_trial,
+            memory_is_limited=ready.plan.slot_memory_bytes is not None,
+        ),
+        shlex.join(command),
+    ]
+    return " ".join(words)
 
 
 def line(ready: Prepared, run: Run, folder: Path) -> str:
-    """What to type to train with the best configuration."""
-    command = of_run(ready, run, folder / summary.BEST_CONFIG_FILE)
+    """What to type anywhere to train with the best configuration."""
+    command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
-        # The user's own variables may be credentials: named, not written down.
-        words = [
-            *(f'{name}="${name}"' for name in ready.program.env),
-            *(f"{name}={value}" for name, value in _settings(ready, run).items()),
-            *conditions(
-                ready.machine,
-                ready.plan.slots_per_trial,
-                memory_is_limited=ready.plan.slot_memory_bytes is not None,
-            ),
-            shlex.join(command),
-        ]
-        return f"cd {shlex.quote(str(ready.experiment.model_dir.resolve()))} && {' '.join(words)}"
+        cwd = working_folder(ready.experiment, folder)
+        return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
     if ready.argv is None:
         return (
             f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_nam
 _GLOBAL = "global"
 
 
-def write_files(run: Run, results_dir: Path, exps_dir: Path, command: Sequence[str]) -> None:
+def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> None:
     """Writes what was found into `results_dir`, and each experiment's description into `exps_dir`.
 
     Where nothing ran there is no optimal configuration and no command.
@@ -35,7 +34,7 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: Sequence[s
     Args:
         run: what to write of.
         results_dir, exps_dir: made if they are missing; other files in them are left alone.
-        command: trains with the optimal configuration, whose path is
+        command: for a shell, trains with the optimal configuration, whose path is
             `results_dir / OPTIMAL_CONFIG_FILE`.
 
     Raises:
@@ -45,7 +44,7 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: Sequence[s
     config = best_config(run)
     if config is not None:
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
-        files[results_dir / OPTIMAL_COMMAND_FILE] = shlex.join(command) + "\n"
+        files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
     for trial in run.trials.values():
         description = json.dumps(experiment(run, trial), indent=2) + "\n"
         files[exps_dir / f"{trial.name}.json"] = description

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from dsat.app.train_command import conditions
-from testing.local import cpu_machine
+from testing.local import PROGRAMS, cpu_machine
+from testing.printed import prepared, printed_line
+
+FOLDER = PROGRAMS / "conditions"
 
 FOUR = replace(cpu_machine(4), devices=("0", "2", "3", "5"))
 
@@ -33,3 +43,73 @@ def test_a_limit_on_memory_brings_its_settings_of_malloc() -> None:
 
 def test_an_accelerators_ranks_have_what_the_launcher_gives_them() -> None:
     assert conditions(replace(FOUR, accelerator="cuda"), 2, memory_is_limited=False) == []
+
+
+SCRIPT = "train.py --deepspeed_config ds_config.json"
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        (
+            f"python3 -O -X dev {SCRIPT}",
+            "--nproc-per-node=1 --no-python python3 -O -X dev train.py",
+        ),
+        (f"deepspeed --num_gpus 1 {SCRIPT}", "deepspeed --num_gpus 1 train.py"),
+        (
+            f"deepspeed --num_gpus 1 --no_python python3 -O {SCRIPT}",
+            "--no_python python3 -O train.py",
+        ),
+        (
+            "python3 -O -m train --deepspeed_config ds_config.json",
+            "--nproc-per-node=1 --no-python python3 -O -m train",
+        ),
+    ],
+)
+def test_the_interpreters_options_and_the_launcher_are_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, printed: str
+) -> None:
+    assert printed in printed_line(prepared(command, FOLDER, monkeypatch), tmp_path)
+
+
+def test_variables_of_the_command_are_written_down_but_for_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepared(f"HF_TOKEN=abc KIND='a b' python3 {SCRIPT}", FOLDER, monkeypatch)
+    line = printed_line(ready, tmp_path)
+    assert "abc" not in line and "KIND='a b'" in line
+    words, _, _ = line.partition(" torchrun")
+    line = f"{words} {shlex.quote(sys.executable)} -c 'import os; print(os.environ[\"HF_TOKEN\"])'"
+    for given, said in (("two words", "two words"), ("", "HF_TOKEN: as in your command")):
+        told = subprocess.run(
+            ["bash", "-c", line],
+            env={**os.environ, "HF_TOKEN": given},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert bool(told.returncode) == (not given) and said in told.stdout + told.stderr
+
+
+def test_another_interpreter_has_its_own_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
+    other = replace(ready.program, interpreter="/other/bin/python", python_options=("-O",))
+    line = printed_line(replace(ready, program=other), tmp_path)
+    assert "/other/bin/python -m deepspeed.launcher.runner --num_gpus 1 --no_python" in line
+    assert "/other/bin/python -O train.py" in line
+    plain = replace(other, passes_local_rank=False)
+    line = printed_line(replace(ready, program=plain), tmp_path)
+    assert "/other/bin/python -m torch.distributed.run --standalone" in line
+
+
+def test_files_that_were_included_are_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "more.py").touch()
+    ready = prepared(f"python3 {SCRIPT}", FOLDER, monkeypatch)
+    both = replace(ready.experiment, includes=(tmp_path / "more.py",))
+    line = printed_line(replace(ready, experiment=both), tmp_path)
+    folder = Path(shlex.split(line)[1])
+    assert {"more.py", "train.py"} <= {path.name for path in folder.iterdir()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from dsat.values.trial import Trial
 from testing.helpers import failed, plan_of, ran
 from tests.report.test_summary import run_of
 
-COMMAND = ["deepspeed", "train.py", "--name", "my run", "--deepspeed_config", "ds.json"]
+COMMAND = "OMP_NUM_THREADS=1 deepspeed train.py --name 'my run' --deepspeed_config ds.json"
 
 
 def named(run: Run, **strategies: str) -> Run:
@@ -93,9 +92,7 @@ def test_all_files(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": 16,
         "gradient_accumulation_steps": 1,
     }
-    line = (results / "cmd_optimal.txt").read_text()
-    assert line == "deepspeed train.py --name 'my run' --deepspeed_config ds.json\n"
-    assert shlex.split(line) == COMMAND
+    assert (results / "cmd_optimal.txt").read_text() == COMMAND + "\n"
     assert (results / "summary.txt").read_text() == autotuner_files.summary_text(run)
     assert sorted(path.name for path in exps.iterdir()) == ["t0.json", "t1.json", "t2.json"]
     description = json.loads((exps / "t2.json").read_text())
@@ -111,7 +108,7 @@ def test_earlier_files_stay_and_ours_are_renewed(tmp_path: Path) -> None:
     earlier.write_text("earlier")
     autotuner_files.write_files(run_of((1, 8, ran(120))), tmp_path, tmp_path, COMMAND)
     run = run_of((1, 8, ran(120)), (3, 16, ran(150)))
-    autotuner_files.write_files(run, tmp_path, tmp_path, ["new"])
+    autotuner_files.write_files(run, tmp_path, tmp_path, "new")
     assert earlier.read_text() == "earlier"
     assert (tmp_path / "cmd_optimal.txt").read_text() == "new\n"
     assert (tmp_path / "summary.txt").read_text() == autotuner_files.summary_text(run)

@@ -1,0 +1,48 @@
+"""The command that a run prints in its end, without a search before it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.app import prepare as preparation
+from dsat.app import train_command
+from dsat.app.prepare import Prepared
+from dsat.inputs.settings import Settings
+from dsat.report import summary
+from dsat.tuning.run import Run
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import ran
+from testing.local import cpu_machine
+
+
+def prepared(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Prepared:
+    """What `dsat random -- COMMAND` makes of a command in a folder, on the cores that there are."""
+    monkeypatch.chdir(folder)
+    machine = cpu_machine(len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(preparation, "find_machine", lambda: machine)
+    words = tuple(shlex.split(command))
+    [ready] = preparation.prepare(Settings(method="random", command=words, **settings))
+    return ready
+
+
+def own_configuration(ready: Prepared) -> Trial:
+    batch = BatchTriple(ready.plan.slots_per_trial, 1, 1)
+    return Trial(0, TrialKind.BASELINE, "own", 1, batch, overrides=batch.config())
+
+
+def printed_line(ready: Prepared, folder: Path) -> str:
+    """What a run prints whose only trial is the user's own configuration; writes its files."""
+    best, run = own_configuration(ready), Run()
+    run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
+    run.apply({"event": "proposed", "trial": best})
+    run.apply({"event": "finished", "trial_id": best.id, "outcome": ran()})
+    line = train_command.line(ready, run, folder)
+    summary.write_files(run, folder, line)
+    return line

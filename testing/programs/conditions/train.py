@@ -1,0 +1,59 @@
+"""Writes down under which conditions each rank runs, into the folder of its trial or into its own.
+
+It trains nothing, so that it is quick.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RANK = os.environ["RANK"]
+
+
+def mapped_blocks() -> int:
+    """How many blocks the C library has mapped by themselves, outside of its heap."""
+
+    class Mallinfo2(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks "
+            "keepcost".split()
+        ]
+
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo2
+    return int(mallinfo2().hblks)
+
+
+def is_mapped(size: int) -> bool:
+    """Whether a tensor of so many bytes gets a mapping of its own, given back when it is freed."""
+    before = mapped_blocks()
+    tensor = torch.empty(size, dtype=torch.uint8)
+    return mapped_blocks() > before and tensor.numel() == size
+
+
+def conditions() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "arguments": sys.argv[1:],
+        "options": [sys.flags.optimize, sys.flags.dev_mode],
+        "folder": os.getcwd(),
+        "threads": torch.get_num_threads(),
+        "threads between operators": torch.get_num_interop_threads(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "priority": os.nice(0),
+        "tensors of their own mapping": [is_mapped(2**power) for power in (17, 19, 22, 26)],
+        "garbage collection": [gc.isenabled(), gc.get_threshold()],
+        "precision": [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(os.environ.get("DSAT_TRIAL_DIR") or os.environ["HAND_DIR"])
+    (folder / f"conditions{RANK}.json").write_text(json.dumps(conditions(), indent=1))
