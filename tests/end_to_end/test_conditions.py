@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dsat.app import train_command
 from dsat.app.local import local_engine
 from dsat.app.prepare import Prepared
+from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.values.trial import Trial
 from testing.local import PROGRAMS, read_json
 from testing.printed import own_configuration, prepared, printed_line
@@ -34,7 +34,7 @@ SAME_WITHOUT = {
     "DS_ACCELERATOR": "cpu",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    **{name: str(value) for name, value in train_command.MALLOC_VARIABLES.items()},
+    **{name: str(value) for name, value in MALLOC_VARIABLES.items()},
 }
 
 
