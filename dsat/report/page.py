@@ -6,6 +6,7 @@ page has the same texts and tables, and simple drawings.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata, resources
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dsat.report import format as fmt
-from dsat.report import page_rows, plots, simple_plots, summary
-from dsat.report.verdict import verdict
+from dsat.report import memory_parts, page_rows, plots, simple_plots, summary
+from dsat.report.speed_model import Predicted, SpeedModel
+from dsat.report.verdict import gains, verdict
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
-from dsat.values.trial import TrialKind
+from dsat.values.trial import Trial, TrialKind
 
 PAGE_FILE = "report.html"
 _MOST_BARS = 24
@@ -58,6 +60,7 @@ def html(run: Run, folders: str, train_line: str) -> str:
     rows = page_rows.trial_rows(run, folders)
     _rank(rows, smaller_is_better=run.plan.objective.smaller_is_better)
     script = _vega()
+    model = SpeedModel.of_run(run)
     return environment.get_template("page.html").render(
         name=str(run.info.get("name", "dsat")),
         method=run.plan.method,
@@ -67,12 +70,13 @@ def html(run: Run, folders: str, train_line: str) -> str:
         info={key: str(value) for key, value in run.info.items()},
         train_line=train_line if run.best is not None else "",
         config=summary.best_config(run),
-        changes=page_rows.changes(run),
+        changes=page_rows.changes(run, functools.partial(_by_model, model, run)),
+        gains=gains(run),
         headings=summary.HEADINGS,
         stages=summary.stage_cells(run),
         trials=rows,
         notes=list(page_rows.notes(run)),
-        plots=_plots(run, rows),
+        plots=_plots(run, rows, model),
         drawings=[] if script else simple_plots.drawings(rows, run.plan.metric),
         css=_template("page.css"),
         script=_template("page.js"),
@@ -80,7 +84,7 @@ def html(run: Run, folders: str, train_line: str) -> str:
     )
 
 
-def _plots(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _plots(run: Run, rows: list[dict[str, Any]], model: SpeedModel | None) -> list[dict[str, Any]]:
     """Title, text for those who cannot see it, and specification of each plot with data."""
     assert run.plan is not None
     metric, unit = run.plan.metric, fmt.unit(run.plan.metric)
@@ -96,12 +100,20 @@ def _plots(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if has_data:
             found.append({"title": title, "told": told, "spec": spec})
 
+    finals = page_rows.final_rows(run)
+    add(
+        bool(finals),
+        "the finals",
+        "Runs in turns, yours and the best; a line joins the two of a pair.",
+        plots.finals(finals, metric, unit),
+    )
     add(
         any(row["kind"] != TrialKind.PROFILE.value for row in rows),
         f"{metric} over the micro batch",
         "One point for each trial with its 95 % interval, a line through the best of each "
-        "strategy; ✕ marks trials that ran out of memory.",
-        plots.throughput(rows, metric, unit),
+        "strategy; ✕ marks trials that ran out of memory. The band is the 95 % interval of what "
+        "the model of speed makes of all of them.",
+        plots.throughput(rows, metric, unit, [] if model is None else model.band()),
     )
     for over in ("trials", "minutes"):
         add(
@@ -116,6 +128,17 @@ def _plots(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "The peak of a slot; the dashed line is what a slot has.",
         plots.memory(memory[:_MOST_BARS], limit),
     )
+    if run.best is not None:
+        parts = memory_parts.rows(run, run.best)
+        add(
+            bool(parts),
+            "what fills the memory of a slot",
+            "The best trial in each phase of a step: the parts as ZeRO's formula has them, the "
+            "rest is what was measured beyond; the mark is what was measured.",
+            plots.memory_by_part(
+                parts, memory_parts.PARTS, memory_parts.measured(run, run.best), limit
+            ),
+        )
     add(
         bool(ran),
         "where the time of a step goes",
@@ -129,6 +152,12 @@ def _plots(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         plots.importances(settings),
     )
     return found
+
+
+def _by_model(
+    model: SpeedModel | None, run: Run, best: Trial, key: str, own: Any
+) -> Predicted | None:
+    return None if model is None else model.gain(run, best, key, own)
 
 
 def _rank(rows: Sequence[dict[str, Any]], *, smaller_is_better: bool) -> None:

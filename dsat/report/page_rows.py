@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,11 @@ class Change:
         key: dotted, as in the configuration.
         own, best: both values as text; empty where a configuration does not name the setting.
         reason: what the setting does.
-        gain: how many times better trials were that differ in nothing else; None if there are no
-            such pairs.
-        pairs: how many pairs of trials say so.
+        gain: how many times better the best value is than the user's; None if nothing tells.
+        pairs: how many pairs of trials that differ in nothing else say so; 0 if the model of speed
+            says it.
+        low, high: the model's 95 % interval.
+        is_default: the best value is DeepSpeed's own, which the user's configuration has too.
     """
 
     key: str
@@ -51,6 +53,23 @@ class Change:
     reason: str
     gain: float | None
     pairs: int
+    low: float | None = None
+    high: float | None = None
+    is_default: bool = False
+
+    @property
+    def told(self) -> str:
+        """The gain, and how it is known."""
+        if self.key == BATCH_KEYS[0]:
+            return "that of micro batch and accumulation"
+        if self.is_default:
+            return "none: DeepSpeed's default"
+        if self.gain is None:
+            return "nothing that ran tells"
+        if self.pairs:
+            how = f"{self.pairs} pair{'' if self.pairs == 1 else 's'} of trials"
+            return f"{self.gain:.3f}x by {how}"
+        return f"{self.gain:.2f}x ({self.low:.2f} to {self.high:.2f}) by the model of speed"
 
 
 def trial_rows(run: Run, folders: str) -> list[dict[str, Any]]:
@@ -145,8 +164,30 @@ def memory_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def changes(run: Run) -> list[Change]:
-    """The settings in which the best configuration differs from the user's own."""
+def final_rows(run: Run) -> list[dict[str, Any]]:
+    """The runs of the finals that decide: `pair`, `which` ("yours" or the other's name) and
+    `value`, two rows for each pair."""
+    if run.plan is None or run.finals is None or run.finals.pick is None:
+        return []
+    sign = -1 if run.plan.objective.smaller_is_better else 1
+    name = run.trials[run.finals.pick.trial_id].name
+    return [
+        {"pair": number, "which": which, "value": math.exp(sign * log_value)}
+        for number, pair in enumerate(run.finals.pairs, start=1)
+        for which, log_value in zip(("yours", name), pair, strict=True)
+    ]
+
+
+def changes(
+    run: Run, predicted: Callable[[Trial, str, Any], Any] = lambda *_: None
+) -> list[Change]:
+    """The settings in which the best configuration differs from the user's own.
+
+    Args:
+        run: which one.
+        predicted: the gain by a model (`ratio`, `low`, `high`) of the best trial over the same with
+            the user's own value of a setting; asked where no trials tell.
+    """
     if run.best is None or run.plan is None:
         return []
     own = {**flat(run.plan.config(run.plan.own_batch.config())), **run.plan.switches}
@@ -157,10 +198,24 @@ def changes(run: Run) -> list[Change]:
             continue
         gain, pairs = paired_gain(run, key, own.get(key), best.get(key))
         reason = _REASONS.get(key, "")
-        found.append(
-            Change(key, text_of(own.get(key)), text_of(best.get(key)), reason, gain, pairs)
-        )
+        change = Change(key, text_of(own.get(key)), text_of(best.get(key)), reason, gain, pairs)
+        default = None if key in own else default_of(key, run.best.stage)
+        if default is not None and default == best[key]:
+            change = replace(change, is_default=True)
+        elif gain is None and key != BATCH_KEYS[0]:
+            by_model = predicted(run.best, key, own.get(key, default))
+            if by_model is not None:
+                change = replace(change, gain=by_model.ratio, low=by_model.low, high=by_model.high)
+        found.append(change)
     return found
+
+
+def default_of(key: str, stage: int) -> Any:
+    """DeepSpeed's own value of a knob; None if it is no knob of the stage."""
+    for knob in KNOBS:
+        if f"zero_optimization.{knob.key}" == key and stage in knob.stages:
+            return knob.values[0]
+    return None
 
 
 def paired_gain(run: Run, key: str, own: Any, best: Any) -> tuple[float | None, int]:

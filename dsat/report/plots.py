@@ -53,7 +53,7 @@ def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
                 "x": x,
                 "y": y,
                 "color": colour,
-                "shape": _shape_by_strategy(colour["scale"]["domain"]),
+                "shape": _shape_by(colour),
                 "stroke": {
                     "condition": {"test": "datum.best", "value": "#e00000"},
                     "value": None,
@@ -77,7 +77,8 @@ def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
     ]
     if band:
         area = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}
-        upper.insert(0, _layer(band, {"type": "area", "opacity": 0.15}, area, name="band"))
+        mark = {"type": "area", "opacity": 0.15, "clip": True}
+        upper.insert(0, _layer(band, mark, area, name="band"))
     return _plot({"layer": upper, "height": 320})
 
 
@@ -117,8 +118,17 @@ def memory(rows: Rows, limit_gib: float | None) -> Spec:
     return _plot({"layer": [*layers, *_limit(limit_gib)], "height": {"step": 9}})
 
 
-def memory_by_part(rows: Rows, parts: Sequence[str], limit_gib: float | None) -> Spec:
-    """What fills a slot in each phase: rows have `phase`, `part` and `gib`."""
+def memory_by_part(
+    rows: Rows, parts: Sequence[str], measured: Rows, limit_gib: float | None
+) -> Spec:
+    """What fills a slot in each phase.
+
+    Args:
+        rows: with `phase`, `part`, `gib` and `order`.
+        parts: all of them, in their order.
+        measured: with `phase`, `gib` and `what`; a mark across the phase's bar.
+        limit_gib: what a slot has.
+    """
     layer = _layer(
         rows,
         "bar",
@@ -129,8 +139,48 @@ def memory_by_part(rows: Rows, parts: Sequence[str], limit_gib: float | None) ->
             "order": {"field": "order", "type": "quantitative"},
             "tooltip": _tips("phase", "part", "gib"),
         },
+        name="parts",
     )
-    return _plot({"layer": [layer, *_limit(limit_gib)], "height": {"step": 26}})
+    mark = _layer(
+        measured,
+        {"type": "tick", "thickness": 3, "size": 24, "color": "#e00000"},
+        {
+            "y": {"field": "phase", "type": "nominal", "sort": None, "title": None},
+            "x": {"field": "gib", "type": "quantitative"},
+            "tooltip": _tips("phase", "what", "gib"),
+        },
+        name="measured",
+    )
+    return _plot({"layer": [layer, mark, *_limit(limit_gib)], "height": {"step": 30}})
+
+
+def finals(rows: Rows, metric: str, unit: str) -> Spec:
+    """Pairs of runs in turns: rows have `pair`, `which` and `value`; a line joins each pair."""
+    x = {"field": "pair", "type": "ordinal", "title": "pair of runs", "axis": {"labelAngle": 0}}
+    y = {
+        "field": "value",
+        "type": "quantitative",
+        "title": f"{metric} ({unit})",
+        "scale": {"zero": False},
+    }
+    names = list(dict.fromkeys(str(row["which"]) for row in rows))
+    colour = _nominal("which", names)
+    layers = [
+        _layer(rows, "line", {"x": x, "y": y, "detail": {"field": "pair"}}),
+        _layer(
+            rows,
+            {"type": "point", "filled": True, "size": 90},
+            {
+                "x": x,
+                "y": y,
+                "color": colour,
+                "shape": _shape_by(colour),
+                "tooltip": _tips("pair", "which", "value"),
+            },
+            name="finals",
+        ),
+    ]
+    return _plot({"layer": layers, "height": 220})
 
 
 def step_times(rows: Rows) -> Spec:
@@ -195,11 +245,11 @@ def _by_strategy(rows: Rows) -> Spec:
     return _nominal("strategy", sorted({str(row["strategy"]) for row in rows}))
 
 
-def _shape_by_strategy(strategies: Sequence[str]) -> Spec:
-    shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(strategies))]
-    scale = {"domain": list(strategies), "range": shapes}
-    # The same legend as the colours', which Vega-Lite then draws once.
-    return {**_nominal("strategy", strategies), "scale": scale}
+def _shape_by(colour: Spec) -> Spec:
+    """Shapes for what has colours, under one legend."""
+    domain = colour["scale"]["domain"]
+    shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(domain))]
+    return {**colour, "scale": {"domain": domain, "range": shapes}}
 
 
 def _nominal(field: str, domain: Sequence[str]) -> Spec:

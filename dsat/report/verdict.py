@@ -54,6 +54,21 @@ def gain(run: Run) -> Gain | None:
     return run.finals.comparison.gain
 
 
+def gains(run: Run) -> list[tuple[str, str]]:
+    """The gain over all, and beside it the gain at the user's own global batch: what of, and how
+    much with its interval. Empty without finals."""
+    found = gain(run)
+    if found is None or run.finals is None or run.finals.pick is None or run.plan is None:
+        return []
+    pick, own = run.trials[run.finals.pick.trial_id], run.plan.own_batch.train_batch_size
+    same = run.finals.same_batch_gain
+    rows = [(f"with a global batch of {pick.batch.train_batch_size}", say_gain(found))]
+    if pick.batch.train_batch_size != own:
+        said = "not measured" if same is None else say_gain(same)
+        rows.append((f"at your own global batch of {own}", said))
+    return rows
+
+
 def say_gain(found: Gain) -> str:
     """`1.42x (1.38 to 1.46)`, with as many digits as tell the ends of the interval apart."""
     digits = 2 if found.high - found.low >= 0.02 else 3

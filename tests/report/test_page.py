@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import functools
 import json
+import math
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
-from dsat.report import page, page_rows
+from dsat.report import memory_parts, page, page_rows
+from dsat.report.speed_model import SpeedModel
+from dsat.report.verdict import gains
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
-from testing.helpers import World, failed
-from testing.made_up_runs import HOSTILE, Measured, events_of_world, run_of_world
+from dsat.values.trial import Trial, TrialKind
+from testing.helpers import World, failed, profiled, ran
+from testing.made_up_runs import HOSTILE, Measured, Steady, events_of_world, measured, run_of_world
 
 
 class Parts(HTMLParser):
@@ -33,10 +38,18 @@ class Parts(HTMLParser):
             self.specs += data
 
 
+def _layer_of(spec: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of a plot's layer; empty if it has none of that name."""
+    return next(
+        (layer["data"]["values"] for layer in spec.get("layer", []) if layer.get("name") == name),
+        [],
+    )
+
+
 def test_every_trial_is_in_the_table_and_every_one_that_ran_in_the_plot() -> None:
     run = run_of_world()
     parts = Parts(page.html(run, "trials", "torchrun train.py"))
-    throughput = json.loads(parts.specs)[0]
+    throughput = next(spec for spec in json.loads(parts.specs) if _layer_of(spec, "oom"))
     layers = {layer.get("name"): layer["data"]["values"] for layer in throughput["layer"]}
     measured = [t for t in run.trials.values() if run.value(t) is not None]
     lost = [o for o in run.outcomes.values() if o.kind.value in ("OOM", "HOST_OOM")]
@@ -119,3 +132,82 @@ def test_a_paired_gain_is_of_trials_that_differ_in_nothing_else() -> None:
     assert pairs == same > 0
     assert gain is not None and back == pytest.approx(1 / gain)
     assert page_rows.paired_gain(run, key, sizes[0], 10**6) == (None, 0)
+
+
+def test_the_finals_are_told_as_pairs_beside_the_gain_at_the_own_batch() -> None:
+    run = run_of_world(Steady(), finals=None)
+    assert run.finals is not None and run.finals.over and run.best is not None
+    text = page.html(run, "trials", "train")
+    specs = json.loads(Parts(text).specs)
+    rows = next(rows for spec in specs if (rows := _layer_of(spec, "finals")))
+    assert len(rows) == 2 * len(run.finals.pairs) >= 4
+    by_pair = [[r["value"] for r in rows if r["pair"] == n + 1] for n in range(len(rows) // 2)]
+    assert by_pair == [pytest.approx([math.exp(x) for x in pair]) for pair in run.finals.pairs]
+    assert {row["which"] for row in rows} == {"yours", run.best.name}
+    told = dict(gains(run))
+    assert len(told) == 2 and all(key in text and value in text for key, value in told.items())
+    comparison = run.finals.comparison
+    assert comparison is not None and f"{comparison.gain.ratio:.2f}" in next(iter(told.values()))
+
+
+def test_the_memory_of_the_best_is_told_in_parts() -> None:
+    run = run_of_world(Steady())
+    best, profile = run.best, run.profile
+    assert best is not None and profile is not None and best.stage > 0
+    rows = {(r["phase"], r["part"]): r["gib"] * 2**30 for r in memory_parts.rows(run, best)}
+    # In fp32 on one slot: 4 bytes of parameter, 8 of Adam's moments, 4 of gradient.
+    assert rows["forward", "parameters"] == pytest.approx(4 * profile.num_params, rel=1e-3)
+    assert rows["backward", "optimizer"] == pytest.approx(8 * profile.num_params, rel=1e-3)
+    assert rows["backward", "gradients"] == pytest.approx(4 * profile.num_params, rel=1e-3)
+    for phase, used in (("forward", 20), ("backward", 30)):
+        whole = sum(size for (name, _), size in rows.items() if name == phase)
+        rest = rows[phase, "rest"]
+        assert rest == 0 or whole == pytest.approx(used * 2**30, rel=1e-3)
+    assert rows["forward", "activations"] == pytest.approx(best.batch.micro_batch * 1e9, rel=1e-3)
+
+
+class Lawful(World):
+    """Steps take 20 ms and 2 ms a sample, stage 2 5 % more, large buckets 4 % more."""
+
+    def outcome(self, trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return profiled(self.profile)
+        if trial.batch.micro_batch > 24:
+            return failed("OOM")
+        zero = trial.overrides.get("zero_optimization", {})
+        slow = 1.04 if zero.get("reduce_bucket_size", 0) > 10**8 else 1.0
+        slow *= 1.05 if trial.stage == 2 else 1.0
+        size = trial.batch.micro_batch
+        value = size / (slow * (0.020 + 0.002 * size))
+        return measured(ran(value), trial)
+
+
+def test_the_model_of_speed_finds_what_the_machine_does() -> None:
+    run = run_of_world(Lawful(), trials=60, method="random")
+    model, best = SpeedModel.of_run(run), run.best
+    assert model is not None and best is not None
+    band = {(r["strategy"], r["micro_batch"]): (r["low"], r["high"]) for r in model.band()}
+    assert len({strategy for strategy, _ in band}) >= 2
+    size = best.batch.micro_batch
+    predicted = model.gain(run, best, "train_micro_batch_size_per_gpu", 4)
+    assert predicted is not None
+    truth = (size / (20 + 2 * size)) / (4 / (20 + 2 * 4))
+    assert predicted.low < truth < predicted.high and predicted.ratio == pytest.approx(truth, 0.1)
+    stage = model.gain(run, best, "zero_optimization.stage", 2 if best.stage != 2 else 1)
+    assert stage is not None and stage.low < stage.ratio < stage.high
+    expected = 1.05 if best.stage != 2 else 1 / 1.05
+    assert stage.low < expected < stage.high
+    assert model.gain(run, best, "zero_optimization.sub_group_size", 5) is None
+
+
+def test_a_gain_says_whether_trials_or_the_model_tell_it() -> None:
+    run = run_of_world(Steady())
+    model = SpeedModel.of_run(run)
+    assert model is not None
+    told = {c.key: c for c in page_rows.changes(run, functools.partial(page._by_model, model, run))}
+    alone = {c.key: c for c in page_rows.changes(run)}
+    by_model = [key for key, change in told.items() if change.low is not None]
+    assert by_model and all(alone[key].gain is None for key in by_model)
+    assert all("by the model of speed" in told[key].told for key in by_model)
+    assert all(told[key] == alone[key] for key in told if key not in by_model)
+    assert told["train_batch_size"].told == "that of micro batch and accumulation"

@@ -1,0 +1,83 @@
+"""What fills a slot's memory in each phase of a step: parts by formula, and what was measured.
+
+The model's state is that of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 3.1 and 5): with
+mixed precision 2 bytes a parameter, 2 a gradient, 12 for Adam's fp32 copy and moments; without, 4,
+4 and 8. Stage 1 divides the optimizer's among the slots, 2 the gradients too, 3 the parameters too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsat.memory.closed_form import model_bytes
+from dsat.tuning.run import Run
+from dsat.values.trial import Trial
+from dsat.values.zero_strategy import NONE, of_config
+
+PARTS = ("parameters", "optimizer", "gradients", "buckets", "activations", "rest")
+_HELD = ("parameters", "optimizer")
+_IN_PHASE = {
+    "forward": (*_HELD, "activations"),
+    "backward": (*_HELD, "gradients", "buckets", "activations"),
+    "step": (*_HELD, "gradients", "buckets"),
+}
+_DEFAULT_BUCKET = 5 * 10**8  # deepspeed 0.19.8, runtime/zero/config.py: reduce_bucket_size
+
+
+def rows(run: Run, trial: Trial) -> list[dict[str, Any]]:
+    """Rows with `phase`, `part`, `gib` and `order`.
+
+    The rest is what was measured beyond the other parts: workspaces, fragments of the allocator,
+    what the formula does not know. Where less was measured than the formula says, there is none.
+    """
+    outcome, profile = run.outcomes.get(trial.id), run.profile
+    if profile is None or outcome is None or outcome.memory is None:
+        return []
+    by_phase, parts = outcome.memory.by_phase, _parts(run, trial)
+    found = []
+    for phase, names in _IN_PHASE.items():
+        if phase not in by_phase:
+            continue
+        known = {name: parts[name] for name in names}
+        rest = max(0.0, by_phase[phase] - sum(known.values()))
+        for name, size in {**known, "rest": rest}.items():
+            order = PARTS.index(name)
+            found.append(
+                {"phase": phase, "part": name, "gib": round(size / 2**30, 4), "order": order}
+            )
+    return found
+
+
+def measured(run: Run, trial: Trial) -> list[dict[str, Any]]:
+    """Rows with `phase` and `gib`: what was measured."""
+    outcome = run.outcomes.get(trial.id)
+    if outcome is None or outcome.memory is None:
+        return []
+    used = outcome.memory.by_phase
+    return [
+        {"phase": phase, "gib": round(used[phase] / 2**30, 4), "what": "measured"}
+        for phase in _IN_PHASE
+        if phase in used
+    ]
+
+
+def _parts(run: Run, trial: Trial) -> dict[str, float]:
+    """Bytes on one slot."""
+    assert run.plan is not None and run.profile is not None
+    profile, slots = run.profile, run.plan.slots_per_trial
+    config = run.plan.config(trial.overrides)
+    zero, strategy = config.get("zero_optimization") or {}, of_config(config)
+    size, stage = model_bytes(config, profile.param_bytes), strategy.stage
+    trained = profile.trainable_params
+    state = (12 if size == 2 else 8) * trained / (slots if stage >= 1 else 1)
+    bucket = zero.get("reduce_bucket_size")
+    bucket = bucket if isinstance(bucket, int) else _DEFAULT_BUCKET
+    gradients = size * trained / (slots if stage >= 2 else 1)
+    parameters = size * profile.num_params / (slots if stage == 3 else 1)
+    return {
+        "parameters": 0.0 if strategy.offload_param != NONE else parameters,
+        "optimizer": 0.0 if strategy.offload_optimizer != NONE else state,
+        "gradients": gradients,
+        "buckets": size * min(bucket, trained) if stage else 0.0,
+        "activations": float(profile.activation_bytes_per_sample * trial.batch.micro_batch),
+    }
