@@ -148,7 +148,8 @@ def test_a_search_from_python(
     assert f"run folder {result.run_dir}" in caplog.text
     assert sum(record.name == "dsat.trials" for record in caplog.records) == 6
     [ready] = pretend
-    assert ready.settings.search_options == {"trials_per_config": 5, "early_stopping": None}
+    defaults = {"trials_per_config": 5, "early_stopping": None, "search_range_factor": None}
+    assert ready.settings.search_options == defaults
     assert result.train_command is not None
     assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
 

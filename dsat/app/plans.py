@@ -13,6 +13,7 @@ from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
+from dsat.values.objective import Objective
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -47,8 +48,12 @@ def plan_of(
     decided = plan_values(settings)
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
+    # A time per optimizer step grows with the batch, unless the global batch is given.
+    any_batch = settings.train_batch_size is None and settings.max_train_batch_size is None
+    is_time = Objective(settings.metric).smaller_is_better
     plan = Plan(
         **decided,
+        ramp=settings.begins_with_ramp and not (any_batch and is_time),
         method=settings.method,
         max_trials=settings.max_trials,
         finals=settings.finals,

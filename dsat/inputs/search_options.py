@@ -26,9 +26,9 @@ def _own(flag: str, what: str, **attributes: Any) -> Option:
 _NO_NEW_BEST = _early_stopping("end the search after N trials without a new best")
 _RANGE_FACTOR = _own(
     "--search-range-factor",
-    "multiplies the largest micro batch that is predicted to fit, up to which is searched",
+    "search up to the largest micro batch that is predicted to fit, times X; by default up to "
+    "where doubling your own micro batch is no longer worth it",
     kind=POSITIVE_NUMBER,
-    default=1.0,
     metavar="X",
 )
 
@@ -83,6 +83,7 @@ SEARCH_OPTIONS: Mapping[str, Mapping[str, Option]] = {
             metavar="N",
         ),
         "early_stopping": _NO_NEW_BEST,
+        "search_range_factor": _RANGE_FACTOR,
     },
     "gridsearch": {
         "num_micro_batches": _own(

@@ -40,6 +40,7 @@ ESTIMATE = "estimate"
 # By what users call them, the names that DeepSpeed knows.
 OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
 ENGINES = ("auto", "local", "determined")
+RAMPED = ("model", "asha", "binary", "random")  # searches of the micro batch without an order
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
@@ -441,6 +442,12 @@ class Settings(Target):
             )
         if self.train_batch_size is not None and self.max_train_batch_size is not None:
             raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
+
+    @property
+    def begins_with_ramp(self) -> bool:
+        """Whether the user's own micro batch is doubled before the search."""
+        as_ancestor = self.search_options.get("search_range_factor") is not None
+        return self.method in RAMPED and not as_ancestor
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
         """How trials are measured; the micro batch is that of the user's own configuration."""

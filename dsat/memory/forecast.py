@@ -83,7 +83,7 @@ class Forecast:
 
     def fits(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> bool:
         """Whether it may be launched: what a --search-range-factor above 1 asks for may, too."""
-        beyond = max(1.0, self._plan.search_options.get("search_range_factor", 1.0))
+        beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         micro_batch = max(1, math.floor(overrides[_MICRO_BATCH] / beyond))
         return self.model.fits(self._shape(overrides, script_args), micro_batch)
 

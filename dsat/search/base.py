@@ -51,7 +51,7 @@ class Search(abc.ABC):
         space: Space,
         *,
         seed: int,
-        search_range_factor: float = 1.0,
+        search_range_factor: float | None = None,
         predict: Predict | None = None,
         gated: bool = False,
     ) -> None:
@@ -60,7 +60,7 @@ class Search(abc.ABC):
         self._seed = seed
         self._draws = 0
         self._undrawn = [Undrawn(branch.count) for branch in space.branches]
-        self._search_range_factor = search_range_factor
+        self._search_range_factor = search_range_factor or 1.0
         self._predict = predict
         self._gated = gated
         self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
@@ -90,6 +90,12 @@ class Search(abc.ABC):
             micro_batch: its samples per slot and micro step.
             outcome: how it ended; predictions may have learned from it as well.
         """
+
+    def limit(self, micro_batch: int) -> None:
+        """Nothing is to be tried with larger micro batches."""
+        self._most_samples = min(self._most_samples, micro_batch)
+        for lineage in self._lineages:
+            lineage.limit(self._most_samples)
 
     @property
     def stop_reason(self) -> str | None:

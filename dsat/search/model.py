@@ -21,6 +21,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain that decides whether to go on
+_KNOWN_ENOUGH = 3  # micro batches that were measured before the search begins
 _LEAST_MEASURED = 3  # before that question is asked
 _FIRST_LARGEST = 64  # a search begins with at most so many samples, whatever memory allows
 _SAFE = math.log(0.8)  # and with a chance like this to fit
@@ -87,7 +88,11 @@ class ModelSearch(Search):
         self._assessed: tuple[_Choice | None] | None = None  # the best choice, running ones aside
 
     def ask(self) -> Proposal | None:
-        found = self._begin() if self._first is None else self._second()
+        known = self._first is None and len(self.surrogate.measured) >= _KNOWN_ENOUGH
+        if known:  # from a ramp: what a sample and a micro step cost
+            self._second_is_due, found = False, None
+        else:
+            found = self._begin() if self._first is None else self._second()
         if found is None:
             choice = self._assess() if not self._running else self._choose_beside_running()
             if choice is None:
@@ -107,6 +112,10 @@ class ModelSearch(Search):
         self._assessed = None
         lineage = self._told(proposal, outcome)
         self.surrogate.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
+
+    def limit(self, micro_batch: int) -> None:
+        self._assessed = None
+        self.surrogate.starved.append((micro_batch + 1, 1))
 
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         self._assessed = None

@@ -59,6 +59,7 @@ class Plan(Recorded):
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.
+        ramp: before the search the user's own micro batch is doubled as long as that is worth it.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
             are comparable only while it stays the same.
     """
@@ -89,6 +90,7 @@ class Plan(Recorded):
     max_seq_length: int | None = None
     finals: int | None = 0
     indifference: float = 0.02
+    ramp: bool = False
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property

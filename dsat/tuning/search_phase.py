@@ -13,9 +13,11 @@ from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning.phase import Phase, TrialFactory, name_of
+from dsat.tuning.ramp import Ramp
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
+from dsat.values.zero_strategy import of_config
 
 
 class SearchPhase(Phase):
@@ -56,6 +58,12 @@ class SearchPhase(Phase):
         self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
+        self._ramp: Ramp | None = None
+        if plan.ramp:
+            strategies, own = list(space.strategies), of_config(plan.base_config)
+            is_searched = own in strategies
+            branch = strategies.index(own) if is_searched else 0
+            self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
         self._search = SEARCHES[plan.method](
             run.profile,
             plan.objective,
@@ -79,6 +87,34 @@ class SearchPhase(Phase):
             self._baseline_due = False
             own = self._plan.own_batch
             return self._trial(TrialKind.BASELINE, own.config(), own, self._plan.switches)
+        if self._ramp is not None:
+            return self._next_of_ramp(self._ramp)
+        return self._next_of_search()
+
+    def _next_of_ramp(self, ramp: Ramp) -> Trial | None:
+        """A step of the ramp, which is alone: what comes after it depends on it."""
+        if self._run.running:
+            return None
+        micro_batch = ramp.ask()
+        settings = self._space.branches[ramp.branch].settings(0)
+        while micro_batch is not None:
+            batch = self._space.batch(micro_batch, settings)
+            overrides, script_args = overrides_for(settings, batch), script_args_for(settings)
+            if self.forecast is None or self.forecast.fits(overrides, script_args):
+                return self._trial(TrialKind.SEARCH, overrides, batch, script_args)
+            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
+            ramp.over, micro_batch = True, None
+        self._end_ramp(ramp)
+        return self._next_of_search()
+
+    def _end_ramp(self, ramp: Ramp) -> None:
+        self._ramp = None
+        models_speed = self._plan.method == "model"
+        limit = ramp.model_limit if models_speed else ramp.limit
+        if limit is not None:
+            self._search.limit(limit)
+
+    def _next_of_search(self) -> Trial | None:
         while (proposal := self._search.ask()) is not None:
             trial = self._try(proposal)
             if trial is not None:
@@ -92,6 +128,10 @@ class SearchPhase(Phase):
             # Earlier finals have shown how much one run differs from the next.
             metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
             outcome = replace(outcome, metrics=metrics)
+        if self._ramp is not None and trial.kind is TrialKind.BASELINE:
+            self._ramp.hear_own(self._run, outcome)
+        elif self._ramp is not None:
+            self._ramp.hear(self._run, trial.batch.micro_batch, outcome)
         proposals = self._proposals.pop(trial.id, [])
         for proposal in proposals:
             self._search.tell(proposal, outcome)
@@ -150,15 +190,22 @@ class SearchPhase(Phase):
         It is one of the space if it has the first settings of a branch: the others are not looked
         at, for there may be millions.
         """
+        found = self._branch_of(trial.overrides, trial.script_args, trial.batch.micro_batch)
+        self._search.learn(found, trial.batch.micro_batch, outcome)
+
+    def _branch_of(
+        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], micro_batch: int
+    ) -> int | None:
+        """The number of the branch whose first settings a configuration has, if any."""
         fingerprint = self._trials.fingerprint
-        digest = fingerprint(trial.overrides, trial.script_args)
+        digest = fingerprint(overrides, script_args)
         found = None
         for number, branch in enumerate(self._space.branches):
             settings = branch.settings(0)
-            batch = self._space.batch(trial.batch.micro_batch, settings)
+            batch = self._space.batch(micro_batch, settings)
             if fingerprint(overrides_for(settings, batch), script_args_for(settings)) == digest:
                 found = number
-        self._search.learn(found, trial.batch.micro_batch, outcome)
+        return found
 
 
 def _forecast(basis: Basis, plan: Plan, run: Run, space: Space) -> Forecast | None:

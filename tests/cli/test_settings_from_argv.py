@@ -59,10 +59,14 @@ OWN: dict[str, dict[str, Any]] = {
         "min_trials": 3,
         "early_stopping": 0,
         "divisor": 2,
-        "search_range_factor": 1.0,
+        "search_range_factor": None,
     },
-    "binary": {"search_range_factor": 1.0},
-    "random": {"trials_per_config": 5, "early_stopping": None},
+    "binary": {"search_range_factor": None},
+    "random": {
+        "trials_per_config": 5,
+        "early_stopping": None,
+        "search_range_factor": None,
+    },
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
     "model": {"stop_when": 0.05, "early_stopping": None},
 }

@@ -1,0 +1,107 @@
+"""The ramp: how far the micro batch is worth raising, found out before a search begins.
+
+Memory alone says nothing about small models: a million samples may fit where a hundred keep the
+device busy. So the user's own micro batch is doubled until throughput no longer grows, memory or
+the data set ends it, or a trial would take long beside the user's own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from dsat.space.plan import Plan
+from dsat.space.space import Space
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+
+WORTH_DOUBLING = math.log(1.05)
+LONGEST_S, TIMES_THE_OWN = 60.0, 20.0  # measured steps of a trial
+_BEYOND_FOR_MODELS = 4  # a model of speed may look so many times beyond where growth has ended
+
+
+class Ramp:
+    """Proposes micro batches of one branch of the space, one after the other.
+
+    Args:
+        plan: what is tuned.
+        space: what may be tried.
+        branch: the number of the branch, with its first settings.
+        own_is_first: the user's own configuration is of this strategy and is measured before.
+
+    Attributes:
+        branch: as given.
+        over: whether nothing more is proposed.
+        limit: the largest micro batch that a search should look at; None if the ramp knows none.
+        model_limit: the same for a search that models speed.
+    """
+
+    def __init__(self, plan: Plan, space: Space, branch: int, *, own_is_first: bool) -> None:
+        self.branch = branch
+        self.over = False
+        self.limit: int | None = None
+        self.model_limit: int | None = None
+        self._sizes = space.micro_batches
+        start, end, _ = plan.measured.get("steps", (3, 7, 0))
+        self._steps = end - start + 1
+        own = plan.own_batch.micro_batch
+        position = max(0, bisect.bisect_right(self._sizes, own) - 1)
+        self._next: int | None = self._sizes[position]
+        if own_is_first and self._sizes[position] == own:
+            self._next = None  # until it is known
+        self._last: tuple[int, float] | None = None  # micro batch, logarithm of its value
+        self._longest_s = LONGEST_S
+        self._waits = own_is_first
+
+    def ask(self) -> int | None:
+        """The next micro batch; None while the one before runs, or if the ramp is over."""
+        found, self._next = self._next, None
+        return found
+
+    def hear_own(self, run: Run, outcome: Outcome) -> None:
+        """The user's own configuration has ended."""
+        if outcome.metrics is not None:
+            own_s = outcome.metrics.latency / 1000 * self._steps
+            self._longest_s = max(LONGEST_S, TIMES_THE_OWN * own_s)
+        if self._waits:
+            assert run.baseline is not None
+            self.hear(run, run.baseline.batch.micro_batch, outcome)
+
+    def hear(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
+        """A micro batch of the ramp has ended."""
+        assert run.plan is not None
+        value = outcome.value(run.plan.objective)
+        if value is None or outcome.metrics is None:
+            self.over = True
+            if outcome.smaller_may_run:
+                self._limit_to(outcome.most_samples or micro_batch - 1)
+            return
+        log_value, latency_s = run.log_value(value), outcome.metrics.latency / 1000
+        before, self._last = self._last, (micro_batch, log_value)
+        if before is not None:
+            grown = log_value - before[1] + outcome.metrics.standard_error
+            octaves = math.log2(micro_batch / before[0])
+            if grown < WORTH_DOUBLING * octaves:
+                self.over = True
+                self.limit, self.model_limit = micro_batch, _BEYOND_FOR_MODELS * micro_batch
+        affordable = int(micro_batch * self._longest_s / (latency_s * self._steps))
+        following = self._following(micro_batch)
+        if following is None:
+            self.over = True
+        elif following > affordable:
+            self.over = True
+            self._limit_to(max(micro_batch, affordable))
+        elif not self.over:
+            self._next = following
+
+    def _limit_to(self, micro_batch: int) -> None:
+        self.limit = min(self.limit or micro_batch, micro_batch)
+        self.model_limit = min(self.model_limit or micro_batch, micro_batch)
+
+    def _following(self, micro_batch: int) -> int | None:
+        """The allowed micro batch next to twice as many samples, the smaller if two are as near."""
+        position = bisect.bisect_left(self._sizes, 2 * micro_batch)
+        if position == len(self._sizes):
+            last = self._sizes[-1]
+            return last if last >= 1.5 * micro_batch else None
+        return self._sizes[position]

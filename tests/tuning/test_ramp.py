@@ -1,0 +1,106 @@
+"""The ramp doubles the user's own micro batch as long as that is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import World, drive, failed, plan_of, profiled, weightless
+
+ROOM = 10**6  # samples for which there is memory: it says nothing here
+
+
+class Machine(World):
+    """A micro step costs some time whatever is in it, and each sample the rest of a millisecond."""
+
+    def __init__(
+        self, overhead_ms: float, sample_ms: float, other: Callable[[int], Outcome | None]
+    ) -> None:
+        self._overhead_ms, self._sample_ms, self._other = overhead_ms, sample_ms, other
+
+    def outcome(self, trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return profiled(weightless(ROOM))
+        size = trial.batch.micro_batch
+        step_ms = self._overhead_ms + self._sample_ms * size
+        value = 1000 * size / step_ms
+        found = Metrics(value, step_ms, 0, 0, 0, None, num_steps=5, ci95=0.001)
+        return self._other(size) or Outcome(OutcomeKind.OK, metrics=found)
+
+
+def sizes_tried(
+    method: str,
+    *,
+    own: int = 4,
+    overhead_ms: float = 10.0,
+    sample_ms: float = 1.0,
+    other: Callable[[int], Outcome | None] = lambda size: None,
+) -> list[int]:
+    """The micro batches of a run's trials but the profile."""
+    plan = plan_of(
+        method,
+        ramp=True,
+        max_trials=14,
+        own_batch=BatchTriple(own, own, 1),
+        base_config={"zero_optimization": {"stage": 1}},
+        search_options={"stop_when": 0.05} if method == "model" else {},
+    )
+    tuner = Tuner(plan, MemoryJournal())
+    drive(tuner, Machine(overhead_ms, sample_ms, other), slots=3)
+    return [trial.batch.micro_batch for trial in list(tuner.run.trials.values())[1:]]
+
+
+@pytest.mark.parametrize("method", ["model", "asha", "binary", "random"])
+def test_doubles_from_the_users_own_until_throughput_no_longer_grows(method: str) -> None:
+    tried = sizes_tried(method)
+    # 4/14, 8/18, .. : 256 samples are 4 % faster than 128, and 128 still 8 % faster than 64.
+    ramp = [4, 8, 16, 32, 64, 128, 256]
+    assert tried[: len(ramp)] == ramp
+    assert max(tried) <= (1024 if method == "model" else 256), "memory alone has room for a million"
+
+
+def test_ends_where_the_data_or_the_memory_do() -> None:
+    def starved(size: int) -> Outcome | None:
+        if size <= 50:
+            return None
+        return Outcome(OutcomeKind.INVALID, smaller_may_run=True, most_samples=50)
+
+    tried = sizes_tried("binary", other=starved)
+    assert tried[:5] == [4, 8, 16, 32, 64] and max(tried[5:]) <= 50
+    tried = sizes_tried("binary", other=lambda size: failed("OOM") if size > 20 else None)
+    assert tried[:4] == [4, 8, 16, 32]
+
+
+def test_no_trial_takes_long_beside_the_users_own() -> None:
+    # A step of 4 samples takes 4.8 s, five of them 24 s: 20 times that allows 80 samples.
+    tried = sizes_tried("binary", overhead_ms=2000, sample_ms=700)
+    assert max(tried) * 0.7 + 2 <= 20 * 4.8
+    # Short steps may grow to a minute.
+    tried = sizes_tried("model", overhead_ms=1.0, sample_ms=0.001)
+    assert max(tried) * 0.001 * 5 / 1000 <= 60
+
+
+def test_without_a_ramp_a_search_begins_where_the_ancestor_did() -> None:
+    plan = plan_of("binary", ramp=False, base_config={"zero_optimization": {"stage": 1}})
+    tuner = Tuner(plan, MemoryJournal())
+    drive(tuner, Machine(10.0, 1.0, lambda size: None))
+    assert max(trial.batch.micro_batch for trial in tuner.run.trials.values()) > ROOM / 4
+
+
+def test_a_run_is_resumed_in_the_middle_of_its_ramp() -> None:
+    plan = plan_of(ramp=True, base_config={"zero_optimization": {"stage": 1}})
+    journal, machine = MemoryJournal(), Machine(10.0, 1.0, lambda size: None)
+    drive(Tuner(plan, journal), machine)
+    names = [event["trial"]["name"] for event in journal.events if event["event"] == "proposed"]
+    for count in (4, 6, 7):
+        resumed = Tuner(plan, MemoryJournal(), events=journal.events[:count])
+        left = resumed.run.running
+        for trial in left:
+            resumed.record(trial.id, machine.outcome(trial))
+        drive(resumed, machine)
+        assert [trial.name for trial in resumed.run.trials.values()] == names
