@@ -1,9 +1,10 @@
-"""The commands that look at runs: they print, and change nothing."""
+"""The commands that look at runs: they print or write files, and change no run."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from dsat.app import past_runs
@@ -11,11 +12,12 @@ from dsat.cli.exit_status import EXIT_OK
 from dsat.errors import UserInputError
 from dsat.inputs.look_settings import (
     CompareSettings,
+    ExportSettings,
     LookSettings,
     RunsSettings,
     ShowSettings,
 )
-from dsat.report import summary, terminal
+from dsat.report import exports, summary, terminal
 from dsat.tuning.run import Run
 from dsat.values.trial import Trial
 
@@ -30,6 +32,8 @@ def look(settings: LookSettings) -> int:
         _show(settings)
     elif isinstance(settings, CompareSettings):
         _compare(settings)
+    elif isinstance(settings, ExportSettings):
+        _export(settings)
     else:
         _list(settings)
     return EXIT_OK
@@ -72,6 +76,15 @@ def _list(settings: RunsSettings) -> None:
     ]
     rows = [(str(past.folder), past.state, past.changed_s, past.run) for past in found]
     _print(told if settings.json else None, terminal.of_runs(rows))
+
+
+def _export(settings: ExportSettings) -> None:
+    past = past_runs.load(settings.run)
+    assert settings.to is not None
+    name = past.folder.resolve().name
+    output = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
+    exports.export(past.run, settings.to, output, name, past.changed_s)
+    _print({"output": str(output)} if settings.json else None, [str(output)])
 
 
 def _trial(run: Run, name: str) -> Trial:

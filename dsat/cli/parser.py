@@ -13,10 +13,12 @@ from typing import Any
 from dsat.cli import completion
 from dsat.inputs.look_settings import (
     COMPARE,
+    EXPORT,
     LOOKS,
     RUNS,
     SHOW,
     CompareSettings,
+    ExportSettings,
     RunsSettings,
     ShowSettings,
 )
@@ -53,11 +55,13 @@ LOOK_SETTINGS: dict[str, Any] = {
     SHOW: ShowSettings,
     COMPARE: CompareSettings,
     RUNS: RunsSettings,
+    EXPORT: ExportSettings,
 }
 _LOOKS = {
     SHOW: "what a run found, or has found so far",
     COMPARE: "two runs or more side by side: what they found, and what is different in it",
     RUNS: "lists runs, the newest first",
+    EXPORT: "writes a run for other tools: Optuna, MLflow, TensorBoard, tables",
 }
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import WORD, option
+from dsat.inputs.option import PATH, WORD, option
 
-SHOW, COMPARE, RUNS = LOOKS = ("show", "compare", "runs")
+SHOW, COMPARE, RUNS, EXPORT = LOOKS = ("show", "compare", "runs", "export")
+EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +63,27 @@ class RunsSettings:
     json: bool = option("--json", shell_only=True, help="print them as JSON")
 
 
-LookSettings = ShowSettings | CompareSettings | RunsSettings
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What the user asked of `dsat export`.
+
+    Attributes:
+        run: None for the newest one.
+    """
+
+    run: Path | None = None
+    to: str | None = option("--to", kind=WORD, choices=EXPORT_TO, help="for which tool")
+    output: Path | None = option(
+        "--output",
+        kind=PATH,
+        metavar="PATH",
+        help="file or folder to make (default: named after the run, here)",
+    )
+    json: bool = option("--json", shell_only=True, help="print what was made as JSON")
+
+    def __post_init__(self) -> None:
+        if self.to is None:
+            raise UserInputError(f"--to is missing: {', '.join(EXPORT_TO)}")
+
+
+LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings

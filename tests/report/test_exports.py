@@ -1,0 +1,140 @@
+"""A run in the form of other tools, opened by the tools themselves."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.report import exports
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from testing.made_up_runs import Steady, run_of_world
+
+ENDED_AT_S = 1.8e9
+NASTY = '=HYPERLINK(1)\n"quoted", \U0001f600'
+
+
+class Nasty(Steady):
+    def outcome(self, trial: Trial) -> Outcome:
+        found = super().outcome(trial)
+        if found.ok:
+            return replace(found, step_ms=(10.0, 11.0, 12.0))
+        return replace(found, message=NASTY)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return run_of_world(Nasty(), method="random", finals=None, trials=60)
+
+
+def exported(run: Run, to: str, folder: Path) -> Path:
+    path = folder / f"out.{to}"
+    exports.export(run, to, path, "model-1", ENDED_AT_S)
+    return path
+
+
+def compared(run: Run) -> list[Trial]:
+    """Trials that are over, but for the profile."""
+    return [t for t in run.trials.values() if t.id in run.outcomes and t.kind.value != "profile"]
+
+
+@pytest.mark.parametrize("to", ["csv", "parquet"])
+def test_a_table_is_read_by_pandas(run: Run, tmp_path: Path, to: str) -> None:
+    import pandas
+
+    read = pandas.read_csv if to == "csv" else pandas.read_parquet
+    table = read(exported(run, to, tmp_path))
+    assert list(table["name"]) == [trial.name for trial in run.trials.values()]
+    assert run.best is not None
+    best = table[table["name"] == run.best.name].iloc[0]
+    assert best["config.train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
+    own = run.outcomes[run.best.id].metrics
+    assert own is not None and best["metrics.throughput"] == own.throughput
+    lost = table[table["outcome"] == "OOM"]
+    assert len(lost) == sum(o.kind.value == "OOM" for o in run.outcomes.values()) > 0
+    said = f"'{NASTY}" if to == "csv" else NASTY  # a spreadsheet must not take it for a formula
+    assert set(lost["message"]) == {said}
+
+
+@pytest.mark.slow
+def test_a_study_is_read_by_optuna(run: Run, tmp_path: Path) -> None:
+    import optuna
+
+    path = exported(run, "optuna", tmp_path)
+    study = optuna.load_study(study_name="model-1", storage=f"sqlite:///{path}")
+    trials = {trial.user_attrs["name"]: trial for trial in study.trials}
+    assert len(study.trials) == len(compared(run))
+    for trial in compared(run):
+        ran = run.outcomes[trial.id].ok
+        state = optuna.trial.TrialState.COMPLETE if ran else optuna.trial.TrialState.FAIL
+        assert trials[trial.name].state is state
+        assert trials[trial.name].value == run.value(trial)
+    best = max(filter(None, (run.value(trial) for trial in compared(run))))
+    assert study.best_value == best
+    by_stage: dict[int, dict[str, object]] = {stage: {} for stage in range(4)}
+    for trial in compared(run):
+        by_stage[trial.stage].update(trials[trial.name].params)
+    assert "reduce_bucket_size" in by_stage[1] and "reduce_bucket_size" not in by_stage[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is experimental, and needs no scikit-learn
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        importances = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    assert importances["train_micro_batch_size_per_gpu"] > 0
+    ends = [trial.datetime_complete for trial in study.trials]
+    assert ends == sorted(end for end in ends if end is not None)
+
+
+@pytest.mark.slow
+def test_events_are_read_by_tensorboard(run: Run, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensorboard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        folder = exported(run, "tensorboard", tmp_path)
+        assert {path.name for path in folder.iterdir()} == {t.name for t in compared(run)}
+        assert run.best is not None
+        read = EventAccumulator(str(folder / run.best.name)).Reload()
+        steps = [event.value for event in read.Scalars("step_ms")]
+        [value] = [event.value for event in read.Scalars("throughput")]
+    assert steps == [10.0, 11.0, 12.0]
+    assert value == pytest.approx(run.value(run.best), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_runs_are_read_by_mlflow(run: Run, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of mlflow's own imports
+        from mlflow.tracking import MlflowClient
+
+        path = exported(run, "mlflow", tmp_path)
+        client = MlflowClient(tracking_uri=f"sqlite:///{path}")
+        experiment = client.get_experiment_by_name("model-1")
+        assert experiment is not None
+        found = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
+    assert len(found) == len(compared(run))
+    for trial in compared(run):
+        ran = run.outcomes[trial.id].ok
+        assert found[trial.name].info.status == ("FINISHED" if ran else "FAILED")
+        assert found[trial.name].data.metrics.get("throughput") == run.value(trial)
+        assert found[trial.name].data.params["strategy"] == trial.strategy
+
+
+def test_nothing_is_overwritten(run: Run, tmp_path: Path) -> None:
+    path = exported(run, "csv", tmp_path)
+    with pytest.raises(UserInputError, match="exists already"):
+        exported(run, "csv", tmp_path)
+    assert path.exists()
+
+
+def test_a_tool_that_is_missing_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserInputError, match=r"--to parquet: needs pyarrow.*pip install pyarrow"):
+        exported(run, "parquet", tmp_path)
