@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
+from dsat.values.files import PRIVATE_FILE, PRIVATE_FOLDER
 
 MARK_FILE = ".dsat"
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 class FolderLock:

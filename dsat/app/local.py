@@ -15,6 +15,7 @@ from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
+from dsat.engines.local.process_record import ProcessRecord
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
 from dsat.memory.forecast import Forecast
@@ -71,6 +72,9 @@ class LocalSearch:
                 self._known = history.known_outcomes(earlier, ready.plan)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            ended = ProcessRecord(self.folder).sweep()
+            if ended:
+                _log.info("ended %d processes that a run here had left behind", len(ended))
             journal = opened.enter_context(Journal(self.folder / FILE_NAME))
             self._tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
             self._opened = opened.pop_all()

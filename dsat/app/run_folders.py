@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from dsat.app.folder_lock import PRIVATE_FOLDER, FolderLock, is_marked
+from dsat.app.folder_lock import FolderLock, is_marked
 from dsat.app.prepare import Prepared
 from dsat.errors import JournalError, UserInputError
 from dsat.in_trial.rank import SPEC_FILE
@@ -22,6 +22,7 @@ from dsat.report import autotuner_files, page, summary
 from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
+from dsat.values.files import PRIVATE_FOLDER
 
 RUNS_FOLDER = Path("dsat_runs")
 _TRASH = ".dsat-deleted"

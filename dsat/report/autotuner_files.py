@@ -15,7 +15,7 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.report.summary import best_config, markdown_table
 from dsat.tuning.run import Run
-from dsat.values.files import write_atomically
+from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.trial import Trial, TrialKind
 
 OPTIMAL_CONFIG_FILE = "ds_config_optimal.json"
@@ -50,7 +50,7 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> No
         files[exps_dir / f"{trial.name}.json"] = description
     for folder in (results_dir, exps_dir):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(folder, error) from None
     for path, text in files.items():

@@ -17,7 +17,7 @@ from typing import Any
 from dsat.errors import JournalError, JournalLocked
 from dsat.tuning.run import EVENT_FINISHED, EVENT_START, VALUES_OF, VALUES_OF_ALL
 from dsat.values.codec import DecodeError, decode
-from dsat.values.files import sync_folder
+from dsat.values.files import PRIVATE_FILE, sync_folder
 from dsat.values.trial import Trial
 
 SCHEMA_VERSION = 1
@@ -40,10 +40,11 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = open(os.open(path, flags, PRIVATE_FILE), "a+b")  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise JournalLocked(
                 f"{path}: another dsat process is working on this run. Wait for it, or stop it."
@@ -125,7 +126,7 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             event = json.loads(line)
             if not isinstance(event, dict):
                 raise ValueError
-        except ValueError:
+        except (ValueError, RecursionError):
             raise JournalError(
                 f"{name}: line {number} is damaged. Start a new run, or restore the file."
             ) from None
@@ -153,9 +154,9 @@ def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> N
         proposed: numbers of the trials before it; those of this event are added.
         is_first: whether it is the first of all.
     """
-    kind = event.get("event")
-    if not isinstance(kind, str):  # of another kind of journal
+    if "event" not in event:  # of another kind of journal
         return
+    kind = decode(str, event["event"], "event")
     wanted = VALUES_OF.get(kind, {})
     for key, value_kind in wanted.items():
         if key not in event:

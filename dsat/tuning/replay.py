@@ -8,7 +8,7 @@ from typing import Any
 from dsat.errors import JournalMismatch
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
-from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING, event_of
+from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING, event_of, told_as_damage
 from dsat.values.codec import encode
 from dsat.values.trial import Trial
 
@@ -23,13 +23,20 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
     Raises:
         JournalMismatch: the events were decided by another program, plan or seed.
+        JournalError: they do not fit together.
     """
-    for event in map(event_of, events):
-        if event["event"] == EVENT_START:
-            _check_plan(decisions.plan, event["plan"])
-        elif event["event"] in (EVENT_PROPOSED, EVENT_WAITING):
-            _check_decision(decisions, event)
-        decisions.apply(event)
+    number = 0
+    for number, line in enumerate(events, start=1):
+        with told_as_damage(number):
+            event = event_of(line)
+            if event["event"] == EVENT_START:
+                _check_plan(decisions.plan, event["plan"])
+            elif event["event"] in (EVENT_PROPOSED, EVENT_WAITING):
+                _check_decision(decisions, event)
+            decisions.apply(event)
+    if number:
+        with told_as_damage(number):
+            _ = decisions.stop_reason  # what follows from the last event too
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:

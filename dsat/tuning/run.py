@@ -5,11 +5,13 @@ All that a person looks at is drawn from here.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.errors import JournalError
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import same_training
@@ -54,11 +56,43 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def told_as_damage(number: int) -> Iterator[None]:
+    """Whatever cannot be done with an event that was recorded is the journal's damage.
+
+    What a journal says was checked value by value when it was read; only doing it again shows
+    whether its events fit together.
+
+    Args:
+        number: of the event, from 1.
+
+    Raises:
+        JournalError: the event does not fit.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise JournalError(
+            f"line {number} of the journal does not fit what is before it ({type(error).__name__}: "
+            f"{error}). Start a new run, or restore the file."
+        ) from error
+
+
 class Run:
     """A pure function of the events applied so far.
 
     Args:
         lines: events as a journal holds them.
+
+    Raises:
+        JournalError: they do not fit together.
 
     Attributes:
         plan: None until the first event.
@@ -103,8 +137,9 @@ class Run:
         self.trials_since_best = 0
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
-        for line in lines:
-            self.apply(event_of(line))
+        for number, line in enumerate(lines, start=1):
+            with told_as_damage(number):
+                self.apply(event_of(line))
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in, its values as they are; a kind that is not known is skipped."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Union
+
+from dsat.values.text import printable
 
 T = TypeVar("T")
 
@@ -89,15 +92,25 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
         return [decode(inner[0], value, f"{where}[{i}]") for i, value in enumerate(data)]
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         known = [member.value for member in kind]
-        _expect(data in known, f"one of {', '.join(map(str, known))}", data, where)
+        _expect(
+            isinstance(data, str) and data in known,
+            f"one of {', '.join(map(str, known))}",
+            data,
+            where,
+        )
         return kind(data)
     # JSON has one kind of number, but true and false are none.
     accepted = (int, float) if kind is float else kind
     fits = isinstance(data, accepted) and (kind is bool or not isinstance(data, bool))
     _expect(fits, _NAMES.get(kind, str(kind)), data, where)
+    if isinstance(data, int):
+        _expect(abs(data) <= _LARGEST_INTEGER, "a number that fits into 64 bits", data, where)
+    elif isinstance(data, float):
+        _expect(math.isfinite(data), "finite", data, where)
     return data
 
 
+_LARGEST_INTEGER = 2**63 - 1
 _NAMES = {
     int: "a whole number",
     float: "a number",
@@ -153,6 +166,5 @@ def _tuple(kinds: Sequence[Any], data: Any, where: str) -> Any:
 
 def _expect(holds: bool, wanted: str, data: Any, where: str) -> None:
     if not holds:
-        shown = repr(data)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        shown = printable(repr(data), 80)
         raise DecodeError(where or "it", f"must be {wanted}, not {shown}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import TextIO
+
+# What a run writes may hold what its scripts are given, passwords among them.
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 def cache_folder(name: str) -> Path:
@@ -22,11 +27,34 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by new text; a reader sees the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Replaces a file by new text, for its owner alone; a reader sees the old one or the new one,
+    never a part. Where that fails, the old one stays, and nothing else.
+
+    Raises:
+        OSError: it cannot be written; the error names the file itself.
+    """
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+    try:
+        with open_private(temporary) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None
+        raise
     sync_folder(path.parent)
+
+
+def open_private(path: Path) -> TextIO:
+    """Opens a new file that only its owner may read; one of that name is replaced.
+
+    Arguments of commands and names of files may be no valid text: they become the bytes that they
+    were.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, PRIVATE_FILE)
+    return open(descriptor, "w", encoding="utf-8", errors="surrogateescape")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
+from dsat.values.text import MOST_OF_A_LOG, printable
 
 
 class OutcomeKind(str, enum.Enum):
@@ -38,6 +39,8 @@ _SAID = {
     OutcomeKind.DIVERGED: "diverged",
     OutcomeKind.CANCELED: "was canceled",
 }
+
+_MOST_WARNINGS = 50
 
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
 _T95 = (
@@ -193,7 +196,7 @@ class Outcome(Recorded):
 
     Attributes:
         message: one line for people; empty when all went well.
-        detail: the user's traceback or the end of their log.
+        detail: the user's traceback or the end of their log. All texts are made `printable`.
         duration_s: from the launch to the outcome, wall time.
         warnings: what a person should know although the trial ran.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
@@ -216,6 +219,13 @@ class Outcome(Recorded):
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
+
+    def __post_init__(self) -> None:
+        # What scripts and exceptions say goes no further as it is.
+        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "detail", printable(self.detail, MOST_OF_A_LOG))
+        warnings = tuple(printable(text) for text in self.warnings[:_MOST_WARNINGS])
+        object.__setattr__(self, "warnings", warnings)
 
     @property
     def ok(self) -> bool:

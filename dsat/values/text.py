@@ -52,15 +52,22 @@ _VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
 def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     """A text without what spoils a terminal or a file, and without the secrets it shows.
 
+    What is printable already is returned as it is.
+
     Args:
         text: from outside.
         most: characters; of a longer text the beginning and the end are kept.
     """
-    if len(text) > most:
-        left_out = len(text) - most
-        half = most // 2
-        text = f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
-    return without_secrets(_UNPRINTABLE.sub(_escaped, text))
+    if len(text) <= most:
+        text = without_secrets(_escape(text))
+        if len(text) <= most:
+            return text
+    left_out = len(text) - most
+    note = f" ... ({left_out:,} characters left out) ... "
+    half = (most - len(note)) // 2
+    # Secrets that the cut goes through are seen whole.
+    first, last = (without_secrets(_escape(part)) for part in (text[:most], text[-most:]))
+    return f"{first[:half]}{note}{last[-half:]}"
 
 
 def is_secret(name: str) -> bool:
@@ -118,6 +125,10 @@ def values_without_secrets(value: Any) -> Any:
             return words_without_secrets(value)
         return [values_without_secrets(inner) for inner in value]
     return without_secrets(value) if isinstance(value, str) else value
+
+
+def _escape(text: str) -> str:
+    return _UNPRINTABLE.sub(_escaped, text)
 
 
 def _escaped(found: re.Match[str]) -> str:

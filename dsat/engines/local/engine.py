@@ -26,7 +26,7 @@ from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.values.files import write_atomically
+from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
@@ -219,8 +219,7 @@ class LocalEngine:
                 f"Its log is {folder / 'stderr.log'}; or give the configuration as a file",
                 outcome.detail,
             )
-        config: dict[str, Any] = json.loads((folder / CAPTURED_FILE).read_text())
-        return config
+        return ds_config.read(folder / CAPTURED_FILE)
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         """Starts the script so that its model can be simulated; takes no slot.
@@ -352,7 +351,7 @@ class LocalEngine:
         trial, folder, meter = start.trial, start.folder, start.meter
         if folder.exists():  # left when dsat was killed
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
         config, swap = leftovers.with_own_swap_folder(config, f"{self._folder.name}-{trial.name}")
         leftovers.make(swap)
         program = self._program
@@ -475,9 +474,9 @@ class LocalEngine:
         """Has the supervisor import the libraries that the user's script imports."""
         try:
             modules = json.loads((folder / MODULES_FILE).read_text())
-        except FileNotFoundError:
+        except (OSError, ValueError):  # where also scripts may write
             return
-        if modules:
+        if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
             self._warm_up(modules)
 
     def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:

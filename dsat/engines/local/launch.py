@@ -18,6 +18,7 @@ from dsat.in_trial.rank import RankSpec
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
+from dsat.values.text import words_without_secrets
 from dsat.values.trial import Trial
 
 COMMAND_FILE = "cmd.txt"
@@ -171,7 +172,8 @@ class Launch:
                 for key, value in sorted(changed.items())
             ]
             ranks.append(" ".join(["env", *words, shlex.join(self._cold_command)]))
-        lines = [f"# {shlex.join(self.program.command())}", f"cd {shlex.quote(str(cwd.resolve()))}"]
+        words = words_without_secrets(self.program.command())
+        lines = [f"# {shlex.join(words)}", f"cd {shlex.quote(str(cwd.resolve()))}"]
         return "\n".join([*lines, " &\n".join(ranks)]) + "\n"
 
     def _cores(self, rank: int) -> list[int]:

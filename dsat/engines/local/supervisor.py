@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import glob
 import importlib
 import json
 import os
@@ -40,6 +39,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from dsat.engines.local.process_record import unlink_shared_memory
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -176,7 +177,7 @@ class Supervisor:
                 os.close(descriptor)
             folder = Path(request["folder"])
             for descriptor, name in ((1, "stdout.log"), (2, "stderr.log")):
-                log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.dup2(log, descriptor)
                 os.close(log)
             # If the host runs out of memory, it should end a trial rather than the tuner.
@@ -419,14 +420,6 @@ def _kill_everything_below() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.005)
-
-
-def unlink_shared_memory(port: int) -> None:
-    """DeepSpeed's CPU backend never unlinks its buffers (csrc/cpu/comm/shm.cpp): 66 MiB a rank."""
-    pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
-    for path in glob.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 def _prctl(option: int, value: int) -> None:

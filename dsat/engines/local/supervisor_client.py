@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from dsat.engines.local.supervisor import unlink_shared_memory
+from dsat.engines.local.process_record import RUN_VARIABLE, ProcessRecord
 from dsat.errors import EngineError
+from dsat.values.files import PRIVATE_FILE
 
 # What `deepspeed.initialize` and the first steps import by and by (deepspeed 0.19.8: 1,512 modules,
 # 2.2 s); imported once here instead of in every rank.
@@ -59,8 +58,8 @@ class SupervisorClient:
         self._accelerator = accelerator
         self._log = log
         self._env = env
-        self._trials = trials
-        self._ports: list[int] = []
+        self._folder = trials
+        self._record = ProcessRecord(trials)
         self._buffer = b""
         self._reason = ""
         self._start()
@@ -73,7 +72,7 @@ class SupervisorClient:
         """
         assert self._process.stdin is not None
         if request["op"] == "launch":
-            self._ports.append(request["port"])
+            self._record.uses(request["port"])
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -135,9 +134,11 @@ class SupervisorClient:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        self._record.sweep()
 
     def _start(self) -> None:
-        with open(self._log, "ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with open(os.open(self._log, flags, PRIVATE_FILE), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dsat.engines.local.supervisor"],
                 stdin=subprocess.PIPE,
@@ -146,6 +147,7 @@ class SupervisorClient:
                 env=self._environment(),
                 start_new_session=True,
             )
+        self._record.began(self._process.pid)
         assert self._process.stdout is not None
         self._buffer = b""
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
@@ -162,6 +164,8 @@ class SupervisorClient:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "DS_ACCELERATOR": self._accelerator,
             "PYTHONSAFEPATH": "1",
+            # Of all that is forked below it, whatever that makes of its variables.
+            RUN_VARIABLE: str(self._folder),
         }
 
     def _warm(self, modules: Sequence[str]) -> bool:
@@ -174,19 +178,9 @@ class SupervisorClient:
                     return bool(answer["ok"])
         raise EngineError(f"importing torch and deepspeed took longer than {_WARM_UP_LIMIT_S:g} s")
 
-    def _sweep(self) -> None:
-        """Ends what the trials of a supervisor that was killed have left behind."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                folder = process.environ().get("DSAT_TRIAL_DIR", "")
-                if folder.startswith(f"{self._trials}{os.sep}") and process.pid != os.getpid():
-                    process.kill()
-        for port in self._ports:
-            unlink_shared_memory(port)
-
     def _gone(self) -> EngineError:
         status = self._process.wait()
-        self._sweep()
+        self._record.sweep()
         return EngineError(
             f"the process that runs trials ended (exit status {status}; see {self._log}). "
             "Continue with --resume."

@@ -24,7 +24,11 @@ def measured(folder: Path, duration_s: float) -> Outcome | None:
     path = folder / METRICS_FILE
     if not path.exists():
         return None
-    return replace(Outcome.from_json(json.loads(path.read_text())), duration_s=duration_s)
+    found = _read(path)
+    if found is None or (found.ok and found.metrics is None and found.profile is None):
+        message = f"{path.name} in the trial's folder is not as dsat wrote it: does the script?"
+        found = Outcome(OutcomeKind.INVALID, message=message)
+    return replace(found, duration_s=duration_s)
 
 
 def failed(
@@ -73,11 +77,21 @@ def _told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
     for rank in range(ranks):
         path = folder / result_file(rank)
         if path.exists():
-            outcome = Outcome.from_json(json.loads(path.read_text()))
+            outcome = _read(path)
+            if outcome is None:
+                continue
             message = f"rank {rank}: {outcome.message}"
             outcome = replace(outcome, message=message, duration_s=duration_s)
             found.append((path.stat().st_mtime_ns, rank, outcome))
     return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _read(path: Path) -> Outcome | None:
+    """The outcome in a file, where also scripts may write; None if it holds none."""
+    try:
+        return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def log_tail(folder: Path) -> str:

@@ -75,9 +75,13 @@ def prepare_the_data() -> None:
 def leave_processes(how: str) -> None:
     """Starts helpers that nobody waits for, and writes down which."""
     sleep = [sys.executable, "-c", "import time; time.sleep(10000)"]
-    pids = []
+    pids: list[Any] = []
     if how in ("child", "busy child"):
         pids.append(subprocess.Popen(sleep).pid)
+    elif how == "worker":  # as a data loader's: forked, and left alone by whoever kills its parent
+        worker = torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(1e4,))
+        worker.start()
+        pids.append(worker.pid)
     elif how == "session":
         pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
     else:

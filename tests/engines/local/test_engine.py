@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import pytest
 
 from dsat.engines import Engine
 from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local.process_record import ProcessRecord
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -326,8 +328,8 @@ def test_the_engines_process_may_be_killed(tmp_path: Path, number: signal.Signal
 
 
 def test_an_engine_whose_supervisor_died_says_so(tmp_path: Path) -> None:
-    with bench_of("behaviours", tmp_path, slots=2, cold=True) as bench:
-        for left in ("session", "daemon by exec"):
+    with bench_of("behaviours", tmp_path, slots=2) as bench:
+        for left in ("session", "worker"):
             bench.engine.launch(bench.trial(f"leaves and hangs: {left}"))
         wait_until(lambda: len(list(tmp_path.glob("trials/*/left0.json"))) == 2, "both trials")
         supervisor = bench.supervisor()
@@ -339,6 +341,56 @@ def test_an_engine_whose_supervisor_died_says_so(tmp_path: Path) -> None:
         wait_until(lambda: not any(is_alive(child.pid) for child in below), "the trials' end", 5)
         assert processes_of(tmp_path / "trials") == []
         assert buffers_of(tmp_path) == []
+
+
+def test_what_a_kill_of_everything_leaves_is_ended_by_the_next_run(tmp_path: Path) -> None:
+    """Workers and daemons, forked so that no variable of theirs tells of the trial, and segments of
+    shared memory."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from testing.local import bench_of\n"
+        "with bench_of('behaviours', pathlib.Path(sys.argv[1]), slots=2) as bench:\n"
+        "    for left in ('worker', 'daemon'):\n"
+        "        bench.engine.launch(bench.trial(f'leaves and hangs: {left}'))\n"
+        "    time.sleep(1000)\n"
+    )
+    owner = psutil.Popen([sys.executable, "-c", code, str(tmp_path)])
+    wait_until(lambda: len(list(tmp_path.glob("trials/*/left0.json"))) == 2, "both trials")
+    left = [pid for path in tmp_path.glob("trials/*/left0.json") for pid in read_json(path)]
+    [supervisor] = owner.children()
+    for process in (supervisor, owner):
+        process.kill()
+    owner.wait(10)
+    assert len(left) == 2 and all(map(is_alive, left)), "or there is nothing to show"
+    assert len(buffers_of(tmp_path)) == 2
+    bystander = psutil.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        assert set(left) <= set(ProcessRecord(tmp_path).sweep())
+        assert not any(map(is_alive, left))
+        assert processes_of(tmp_path) == [] and buffers_of(tmp_path) == []
+        assert ProcessRecord(tmp_path).sweep() == []
+        assert is_alive(bystander.pid)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_number_that_is_another_process_by_now_is_left_alone(tmp_path: Path) -> None:
+    other = psutil.Popen(["sleep", "100"], start_new_session=True)
+    try:
+        record = ProcessRecord(tmp_path)
+        record.began(other.pid)
+        path = tmp_path / "processes.jsonl"
+        entry = json.loads(path.read_text())
+        path.write_text(json.dumps({**entry, "started": entry["started"] - 100}) + '\n{"torn')
+        assert record.sweep() == []
+        path.write_text(json.dumps({**entry, "boot": "another"}) + '\n[1]\n{"session": "x"}\n')
+        assert record.sweep() == []
+        record.began(other.pid)
+        assert record.sweep() == [other.pid]
+    finally:
+        other.kill()
+        other.wait()
 
 
 # -- slots, folders, environment
