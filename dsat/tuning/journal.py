@@ -126,6 +126,8 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             event = json.loads(line)
             if not isinstance(event, dict):
                 raise ValueError
+            if b"\\ud" in line.lower():  # of a path perhaps that is no text; but no half of a pair
+                json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
         except (ValueError, RecursionError):
             raise JournalError(
                 f"{name}: line {number} is damaged. Start a new run, or restore the file."

@@ -27,6 +27,10 @@ class BatchTriple:
     micro_batch: int
     gas: int
 
+    def __post_init__(self) -> None:
+        if min(self.train_batch_size, self.micro_batch, self.gas) < 1:
+            raise ValueError("a batch size is less than 1")
+
     def config(self) -> dict[str, int]:
         """The triple under DeepSpeed's keys."""
         return {

@@ -57,7 +57,7 @@ def _show(path: Path, method: str) -> None:
     if run.plan is not None:
         summary.markdown(run, "train")
         json.dumps(summary.to_json(run, path.parent), allow_nan=False)
-        page.html(run, "trials", "train").encode("utf-8")
+        page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)
 
 
