@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from dsat.app import run_folders, train_command
+from dsat.app import mailbox, run_folders, train_command
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
@@ -122,6 +122,7 @@ class LocalSearch:
             _log.info("warning: %s", warning)
         for note in _notes(self.ready):
             _log.info("note: %s", note)
+        mailbox.take(self.folder)  # what was asked of an earlier process
         if self._has_work():
             make_engine = ENGINES.get(self.ready.settings.engine)
             if make_engine is None:
@@ -137,6 +138,7 @@ class LocalSearch:
                     max_slots=self.ready.settings.max_slots,
                     max_concurrent_trials=self.ready.settings.max_concurrent_trials,
                     survey=functools.partial(_survey, self.ready, self._engine),
+                    requests=functools.partial(mailbox.take, self.folder),
                 )
             except KeyboardInterrupt:
                 _log.info("interrupted")

@@ -57,6 +57,8 @@ class Decisions:
             A trial proposed, that there is nothing to try now, or that the finals begin; None if
             nothing is decided before another event.
         """
+        if self.run.stop_asked:
+            return None
         if self.run.finals is not None:
             trial = self._finals.next_trial()
             return None if trial is None else _proposed(trial)
@@ -84,6 +86,8 @@ class Decisions:
     @property
     def stop_reason(self) -> str | None:
         """Why nothing more will be started, or None."""
+        if self.run.stop_asked:
+            return "it was asked to stop"
         if self.run.finals is not None:
             return self.run.search_ended if self.run.finals.over else None
         return None if self._next_finals() else self._search_over(ignore_budget=False)
@@ -168,7 +172,8 @@ class Decisions:
         """Why the search, or the profile, starts no more trials; None as long as it may."""
         if self.failure is not None:
             return self.failure
-        most = self.plan.max_trials
+        assert self.run.plan is not None  # which knows of a budget that was raised since
+        most = self.run.plan.max_trials
         for_search = most - finals.reserved(most - self.run.num_finals, self.plan.finals)
         if not ignore_budget and len(self.run.trials) >= for_search:
             rest = " but those of the finals" if for_search < most else ""

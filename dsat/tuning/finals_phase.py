@@ -35,7 +35,9 @@ class FinalsPhase(Phase):
         """
         plan, run = self._plan, self._run
         searched = len(run.trials) - run.num_finals
-        count = finals.budget(plan.max_trials - run.num_finals, searched, plan.finals)
+        assert run.plan is not None
+        most = run.plan.max_trials - run.num_finals
+        count = finals.budget(most, searched, plan.finals)
         own = run.baseline
         if not count or run.leader is None or own is None or run.leader is own:
             return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from dsat.engines import Engine
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.tuning.requests import Request, RequestKind
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
@@ -36,6 +37,7 @@ def drive(
     max_slots: int | None = None,
     max_concurrent_trials: int,
     survey: Callable[[Tuner], Basis] | None = None,
+    requests: Callable[[], Iterable[Request]] = tuple,
 ) -> None:
     """Runs trials until the tuner is finished.
 
@@ -45,6 +47,7 @@ def drive(
         max_slots: use at most so many of the engine's slots at once.
         max_concurrent_trials: run at most so many trials at once.
         survey: finds what the tuner predicts memory from, if it waits for that.
+        requests: what people have asked for since the last call.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     slots = min(engine.num_slots, max_slots or engine.num_slots)
@@ -53,6 +56,10 @@ def drive(
     launched: set[int] = set()
     said = False
     while not tuner.finished:
+        for request in requests():
+            _obey(tuner, engine, launched, request)
+        if tuner.finished:
+            break
         if tuner.needs_memory_basis:
             assert survey is not None
             tuner.set_memory_basis(survey(tuner))
@@ -74,6 +81,16 @@ def drive(
             observer.ended(run, run.trials[trial_id], outcome)
         observer.waited(run)
     tuner.stop()
+
+
+def _obey(tuner: Tuner, engine: Engine, launched: set[int], request: Request) -> None:
+    if request.kind is RequestKind.STOP:
+        tuner.ask_stop()
+    elif request.kind is RequestKind.BUDGET and request.max_trials is not None:
+        tuner.raise_budget(request.max_trials)
+    elif request.kind is RequestKind.CANCEL and request.trial_id in launched:
+        tuner.ask_cancel(request.trial_id)
+        engine.cancel(request.trial_id)
 
 
 def _launch(engine: Engine, observer: Observer, run: Run, trial: Trial, launched: set[int]) -> None:

@@ -29,6 +29,8 @@ EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
 EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
 EVENT_FINALS = "finals"
+EVENT_STOP_ASKED = "stop_asked"
+EVENT_CANCEL_ASKED = "cancel_asked"
 
 # What events hold besides; of others nothing is demanded.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
@@ -38,6 +40,8 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_MEMORY_BASIS: {"basis": Basis},
     EVENT_BUDGET: {"max_trials": int},
     EVENT_STOPPED: {"reason": str},
+    EVENT_STOP_ASKED: {"asked": bool},
+    EVENT_CANCEL_ASKED: {"trial_id": int},
 }
 VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str]}  # where they are
 
@@ -107,6 +111,7 @@ class Run:
         search_ended: why the search was over when the finals began.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
+        stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
@@ -133,6 +138,7 @@ class Run:
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
+        self.stop_asked = False
         self.stop_reason: str | None = None
         self.trials_since_best = 0
         self.running_s = 0.0
@@ -173,6 +179,9 @@ class Run:
             self.stop_reason = None
         elif kind == EVENT_STOPPED:
             self.stop_reason = event["reason"]
+        elif kind == EVENT_STOP_ASKED:
+            self.stop_asked = event["asked"]
+            self.stop_reason = None
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         assert self.plan is not None

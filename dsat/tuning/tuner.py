@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dsat.memory.forecast import Forecast
@@ -18,10 +19,12 @@ from dsat.tuning.journal import SCHEMA_VERSION
 from dsat.tuning.replay import replay
 from dsat.tuning.run import (
     EVENT_BUDGET,
+    EVENT_CANCEL_ASKED,
     EVENT_FINISHED,
     EVENT_MEMORY_BASIS,
     EVENT_PROPOSED,
     EVENT_START,
+    EVENT_STOP_ASKED,
     EVENT_STOPPED,
     Run,
 )
@@ -79,6 +82,8 @@ class Tuner:
             )
         elif self.run.plan.max_trials != plan.max_trials:
             self._append({"event": EVENT_BUDGET, "max_trials": plan.max_trials})
+        if self.run.stop_asked:  # of the earlier tuner
+            self._append({"event": EVENT_STOP_ASKED, "asked": False})
 
     @property
     def run(self) -> Run:
@@ -104,6 +109,21 @@ class Tuner:
         if trial_id in self.run.outcomes:
             return
         self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome})
+
+    def ask_stop(self) -> None:
+        """Starts no further trial; those that run come to their end."""
+        if not self.run.stop_asked:
+            self._append({"event": EVENT_STOP_ASKED, "asked": True})
+
+    def ask_cancel(self, trial_id: int) -> None:
+        """Records that somebody wants a trial ended, whose outcome follows."""
+        self._append({"event": EVENT_CANCEL_ASKED, "trial_id": trial_id})
+
+    def raise_budget(self, max_trials: int) -> None:
+        """Allows more trials; fewer than there may be already change nothing."""
+        if max_trials > self.plan.max_trials:
+            self._append({"event": EVENT_BUDGET, "max_trials": max_trials})
+            self.plan = replace(self.plan, max_trials=max_trials)
 
     @property
     def needs_memory_basis(self) -> bool:
