@@ -318,7 +318,7 @@ def test_what_would_not_be_launched_is_not_proposed() -> None:
     assert most[True] == 100 < most[False]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_to_look_at_it_changes_nothing(seed: int) -> None:
     """Who asks for its reason to stop, and when, is not decided by a journal."""
     machine = Machine(seed, slots=2)
@@ -328,13 +328,13 @@ def test_to_look_at_it_changes_nothing(seed: int) -> None:
     )
     rng = np.random.default_rng(seed)
     running: list[Proposal] = []
-    for _ in range(12):
-        while len(running) < 4:
+    for _ in range(6):
+        while len(running) < 3:
             proposal = seen.ask()
             assert proposal == unseen.ask()
             assert proposal is not None
             running.append(proposal)
-        for _ in range(int(rng.integers(1, 4))):
+        for _ in range(int(rng.integers(1, 3))):
             ended = running.pop(int(rng.integers(len(running))))
             outcome = machine.outcome(ended)
             for search in (unseen, seen):

@@ -131,7 +131,8 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     own = place.parent / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(own), os.environ["PYTHONPATH"]]))
+    paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     assert seen(place, sys.executable, "train.py").script == "train.py"
     assert (place / "customized").exists()
 
