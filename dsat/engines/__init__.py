@@ -13,7 +13,7 @@ class Engine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Slots that trials may use at once."""
+        """Slots that trials may use at once; fewer once some have failed."""
         ...
 
     def launch(self, trial: Trial) -> None:
@@ -25,7 +25,11 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """Trials that ended since the last call, each once; waits for one if there is none."""
+        """Trials that ended since the last call, each once; waits for one if there is none.
+
+        Raises:
+            EngineError: there never will be one, since too few slots still work.
+        """
         ...
 
     def cancel(self, trial_id: int) -> None:

@@ -50,8 +50,8 @@ def drive(
         requests: what people have asked for since the last call.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
-    slots = min(engine.num_slots, max_slots or engine.num_slots)
-    slots = min(slots, max_concurrent_trials * per_trial)
+    most = max_concurrent_trials * per_trial
+    most = most if max_slots is None else min(most, max_slots)
     left_over = run.running
     launched: set[int] = set()
     said = False
@@ -66,7 +66,8 @@ def drive(
         if tuner.search_began and not said:
             observer.began(run, tuner.forecast)
             said = True
-        free = slots - len(launched) * per_trial
+        # There are fewer slots once a device has failed.
+        free = min(engine.num_slots, most) - len(launched) * per_trial
         while left_over and free >= per_trial:
             _launch(engine, observer, run, left_over.pop(0), launched)
             free -= per_trial

@@ -153,6 +153,7 @@ class LocalEngine:
         self._aborts_by_itself = False
         self._cannot_fork = ""
         self._tried_again: set[int] = set()
+        self._lost: list[str] = []  # slots that people have not been told of yet
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options or program.interpreter)
         self._cwd = working_folder(experiment, folder)
@@ -264,6 +265,8 @@ class LocalEngine:
     def _ended(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._closed:
             return []
+        if not (self._running or self._waiting):
+            self._slots.check_enough()
         deadline = time.monotonic() + timeout_s
         ended: list[tuple[int, Outcome]] = []
         while not ended:
@@ -296,6 +299,9 @@ class LocalEngine:
                 self._start_waiting()
                 if running.trial.kind is TrialKind.PROFILE:
                     outcome = self._after_profile(running, outcome)
+                if self._lost:
+                    outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
+                    self._lost = []
                 ended.append((running.trial.id, outcome))
             if time.monotonic() >= deadline:
                 break
@@ -424,17 +430,18 @@ class LocalEngine:
         if self._machine.is_cpu or outcome.ok:
             return False
         if stuck:
-            for slot in running.slots:
-                self._slots.quarantine(slot, _STUCK)
-            return True
-        if outcome.kind is not OutcomeKind.TIMEOUT and not (
+            problems = dict.fromkeys(running.slots, _STUCK)
+        elif outcome.kind is OutcomeKind.TIMEOUT or (
             outcome.kind is OutcomeKind.ERROR
             and any(sign in outcome.message + outcome.detail for sign in _DEVICE_MAY_BE_BROKEN)
         ):
-            return False
-        problems = problems_with(self._machine, running.slots)
+            problems = problems_with(self._machine, running.slots)
+        else:
+            problems = {}
         for slot, problem in problems.items():
             self._slots.quarantine(slot, problem)
+            name = f"{self._machine.accelerator} {self._machine.devices[slot]}"
+            self._lost.append(f"{name} is not used any more: {problem}")
         return bool(problems)
 
     def _run_again(self, running: _Running) -> None:

@@ -12,13 +12,14 @@ import ctypes
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from dsat.errors import EngineError
 from dsat.values.memory_size import readable
@@ -95,15 +96,12 @@ def find_machine() -> Machine:
 
 def problems_with(machine: Machine, slots: Sequence[int]) -> dict[int, str]:
     """Why fresh processes cannot use slots' devices, by slot; nothing of those that work."""
-
-    def ask(slot: int) -> str:
-        env = {**os.environ, **dict.fromkeys(machine.visible_devices, machine.devices[slot])}
-        found = _ask(["--check", machine.accelerator], env, _CHECK_LIMIT_S)
-        return found if isinstance(found, str) else ""
-
-    with ThreadPoolExecutor(max_workers=len(slots) or 1) as threads:
-        answers = zip(slots, threads.map(ask, slots), strict=True)
-    return {slot: problem for slot, problem in answers if problem}
+    devices = [machine.devices[slot] for slot in slots]
+    variables = ",".join(machine.visible_devices)
+    found = _ask(["--check", machine.accelerator, variables, *devices], os.environ, _FIND_LIMIT_S)
+    if isinstance(found, str):
+        return dict.fromkeys(slots, found)
+    return {slot: found[machine.devices[slot]] for slot in slots if found[machine.devices[slot]]}
 
 
 def _ask(options: Sequence[str], env: Mapping[str, str], limit_s: float) -> dict[str, Any] | str:
@@ -243,13 +241,53 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
     return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
 
 
-def _check(accelerator: str) -> dict[str, float]:
-    """Uses the one device that is visible; raises what it raises."""
+def _check(accelerator: str, variables: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
+    """Uses each device in a process that sees no other.
+
+    The processes are forked, so that torch is imported once; importing it touches no device.
+
+    Returns:
+        What is wrong with each device; an empty text if it works.
+    """
+    import torch  # noqa: F401
+
+    children: dict[str, tuple[int, int]] = {}
+    for device in devices:
+        answer, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(dict.fromkeys(variables, device))
+            _use(accelerator, write)
+        os.close(write)
+        children[device] = pid, answer
+    deadline = time.monotonic() + _CHECK_LIMIT_S
+    return {device: _answer(*child, deadline) for device, child in children.items()}
+
+
+def _use(accelerator: str, write: int) -> NoReturn:
+    """Uses the one device that is visible, and writes why it cannot be used; or nothing."""
     import torch
 
-    began_s = time.monotonic()
-    torch.empty(1, device=accelerator).add_(1).cpu()
-    return {"took_s": time.monotonic() - began_s}
+    try:
+        torch.empty(1, device=accelerator).add_(1).cpu()
+    except Exception as error:
+        # torch's errors go on with advice.
+        first = (str(error).splitlines() or [""])[0]
+        os.write(write, f"{type(error).__name__}: {first}".encode())
+    finally:
+        os._exit(0)
+
+
+def _answer(pid: int, answer: int, deadline: float) -> str:
+    """What a child has written until it ended; it may never do, stuck in the driver."""
+    if not select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        os.kill(pid, signal.SIGKILL)
+        return f"no answer within {_CHECK_LIMIT_S:g} s: the driver may be stuck"
+    text = os.read(answer, 4096).decode(errors="replace")
+    if text:
+        return text
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return f"a process that used it was killed by {signal.Signals(-status).name}" if status else ""
 
 
 def _processor_name() -> str:
@@ -264,5 +302,8 @@ def _processor_name() -> str:
 
 
 if __name__ == "__main__":
-    answer = _check(sys.argv[2]) if sys.argv[1:2] == ["--check"] else asdict(_inspect())
+    if sys.argv[1:2] == ["--check"]:
+        answer: Mapping[str, Any] = _check(sys.argv[2], sys.argv[3].split(","), sys.argv[4:])
+    else:
+        answer = asdict(_inspect())
     print(_MARK + json.dumps(answer))

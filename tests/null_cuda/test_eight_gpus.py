@@ -1,0 +1,116 @@
+"""Searches on machines with many GPUs, some of which are in use, or fail in the middle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsat
+from dsat.errors import EngineError
+from testing.local import PROGRAMS
+from testing.null_cuda import Device
+from tests.null_cuda.conftest import MachineOf
+
+_GIB = 2**30
+_PROGRAM = PROGRAMS / "on_devices"
+_ECC, _NVLINK = 214, 220
+
+
+def _devices(count: int, *, busy: int | None = None) -> list[Device]:
+    """Devices that are called by their numbers; one may be in use by another program."""
+    return [
+        Device(busy_bytes=5 * _GIB if number == busy else 0, name=f"GPU {number}")
+        for number in range(count)
+    ]
+
+
+def _tune(run_dir: Path, slots: int, callback: Callable[[Any], None], **options: Any) -> Any:
+    return dsat.tune(
+        _PROGRAM / "deepspeed.yaml",
+        _PROGRAM,
+        method="random",
+        run_dir=run_dir,
+        slots=slots,
+        zero_stages=[0, 1, 2],
+        memory_model="formula",
+        callbacks=[callback],
+        finals=0,
+        **options,
+    )
+
+
+def _used(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks of each trial say of their devices."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(run_dir.glob("trials/*/device*.json")):
+        found.setdefault(path.parent.name, []).append(json.loads(path.read_text()))
+    return found
+
+
+def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> int:
+    """Returns how many pairs of trials ran side by side."""
+    beside = 0
+    for one, other in itertools.combinations(used.values(), 2):
+        if one[0]["began_s"] < other[0]["ended_s"] and other[0]["began_s"] < one[0]["ended_s"]:
+            assert not {rank["name"] for rank in one} & {rank["name"] for rank in other}
+            beside += 1
+    return beside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "devices", "trials"), [(1, 8, 9), (2, 8, 6), (8, 10, 2)])
+def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
+    null_cuda: MachineOf, tmp_path: Path, slots: int, devices: int, trials: int
+) -> None:
+    machine = null_cuda(*_devices(devices, busy=2))
+    seen: list[Any] = []
+
+    def fail(row: Any) -> None:
+        seen.append(row)
+        if len(seen) == 1:  # a device that the next trials would have
+            machine.break_device(1, _ECC)
+
+    result = _tune(tmp_path / "run", slots, fail, max_trials=trials)
+    assert len(seen) == len(result.trials) >= min(trials, 6)
+    assert {row["outcome"] for row in seen} == {"OK"}, seen
+    [warning] = [text for text in result.warnings if "not used any more" in text]
+    assert warning.startswith("cuda 1 ")
+    assert "uncorrectable ECC" in warning
+    used = _used(tmp_path / "run")
+    for trial, ranks in used.items():
+        names = {rank["name"] for rank in ranks}
+        assert len(names) == slots, (trial, names)
+        assert "GPU 2" not in names
+    last = max(used.values(), key=lambda ranks: ranks[0]["began_s"])
+    assert "GPU 1" not in {rank["name"] for rank in last}
+    beside = _check_that_no_device_is_shared(used)
+    assert beside > 0 or slots == 8
+    assert result.best is not None
+    assert not machine.held()
+
+
+@pytest.mark.slow
+def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = null_cuda(*_devices(3))
+    # By UUID, and in another order.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(0)}")
+
+    def fail(row: Any) -> None:
+        machine.break_device(0, _NVLINK)
+
+    with pytest.raises(EngineError, match=r"needs 2 slots, and 1 of 2 still work .*NVLink error"):
+        _tune(tmp_path / "run", 2, fail, max_trials=3)
+    [ranks] = _used(tmp_path / "run").values()
+    assert [rank["name"] for rank in ranks] == ["GPU 2", "GPU 0"]
+    assert not machine.held()
+    machine.break_device(0, 0)
+    result = _tune(tmp_path / "run", 2, lambda row: None, max_trials=2, resume=True)
+    assert [row["outcome"] for row in result.trials] == ["OK"] * 2
+    assert not machine.held()
