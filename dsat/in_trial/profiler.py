@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from dsat.values.outcome import ModelProfile
@@ -77,6 +78,7 @@ class ModelProfiler:
             activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
             flops_per_sample=self._flops_per_sample,
             slot_memory_bytes=self._slot_memory(accelerator),
+            host_memory_bytes=_host_memory(accelerator),
         )
 
     def _slot_memory(self, accelerator: Any) -> int:
@@ -88,6 +90,17 @@ class ModelProfiler:
         else:
             has = int(accelerator.total_memory())
         return min(has, self._slot_memory_bytes or has)
+
+
+def _host_memory(accelerator: Any) -> int:
+    """What the host has for each rank of this trial, in bytes; 0 if slots are part of it."""
+    if accelerator.is_synchronized_device():
+        return 0
+    import psutil
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = psutil.Process().memory_info().rss
+    return int(psutil.virtual_memory().available / ranks + own)
 
 
 def _count_flops() -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
 from dsat.values.outcome import ModelProfile
-from dsat.values.zero_strategy import NONE, of_config
+from dsat.values.zero_strategy import NONE, NVME, of_config
 
 _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
 _DEFAULT_SUB_GROUP = 10**9
@@ -125,6 +125,7 @@ class _Setup:
     torch_adam: bool
     offload_optimizer: bool
     offload_param: bool
+    on_nvme: bool
 
     @property
     def shard(self) -> float:
@@ -150,7 +151,7 @@ def estimate(
     """
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
-    pinned, pageable = _host(_setup(facts, config, slots), of_config(config).stage)
+    pinned, pageable = host(facts, config, slots=slots)
     return MemoryEstimate(
         init=init,
         forward=forward,
@@ -182,6 +183,11 @@ def lines(
     }
 
 
+def host(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
+    """Pinned and pageable bytes of a rank in the host's memory, whatever the micro batch."""
+    return _host(_setup(facts, config, slots), of_config(config).stage)
+
+
 def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     zero = config.get("zero_optimization") or {}
     strategy = of_config(config)
@@ -203,6 +209,7 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         torch_adam=bool(optimizer.get("torch_adam", False)),
         offload_optimizer=strategy.offload_optimizer != NONE,
         offload_param=strategy.offload_param != NONE,
+        on_nvme=NVME in (strategy.offload_optimizer, strategy.offload_param),
     )
 
 
@@ -296,8 +303,11 @@ def _stage_3(s: _Setup, stage: int) -> _Parts:
 
 
 def _host(s: _Setup, stage: int) -> tuple[float, float]:
-    """Pinned and pageable bytes on the host; what the script itself holds there is not counted."""
-    if not s.offload_optimizer:
+    """Pinned and pageable bytes on the host; what the script itself holds there is not counted.
+
+    Of state on NVMe it is not known what passes through the host, and nothing is counted.
+    """
+    if not s.offload_optimizer or s.on_nvme:
         return 0, 0
     size = s.model_bytes
     if stage == 3:

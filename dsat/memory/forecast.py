@@ -38,6 +38,7 @@ class Forecast:
             slots=plan.slots_per_trial,
             limit_bytes=profile.slot_memory_bytes,
             counts_context=plan.slot_memory_bytes is None,
+            host_limit_bytes=profile.host_memory_bytes,
         )
 
     def largest(self, settings: Mapping[str, Any]) -> float:
@@ -65,6 +66,11 @@ class Forecast:
             shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
             needed = self.model.predicted_bytes(shape, smallest)
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
+            if not self.model.fits_host(shape):
+                ending = (
+                    f"needs {readable(round(shape.host_bytes))} of host memory, and each rank has "
+                    f"{readable(self.model.host_limit_bytes)}"
+                )
             lines.append(
                 f"{branch.strategy.label}: {readable(needed)} per slot at micro batch "
                 f"{smallest}, {ending} ({shape.source})"

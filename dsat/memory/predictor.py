@@ -17,11 +17,15 @@ from dsat.memory.calibration import Calibration, Observation, calibrate
 from dsat.memory.closed_form import Line, ModelFacts
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.values.codec import Recorded
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
 
 # By which factor more than what is predicted must be free.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
+# What is reserved beyond what is allocated tells something where that is so much of the limit;
+# elsewhere it is only kept because nobody else needs it. More than the second is hardly lost between
+# blocks: before the allocator runs out of memory, it gives back what is unused.
+_TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
 # A margin grows by no more with each trial that ran out of memory all the same: that of its
 # strategy, and that of all.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
@@ -87,6 +91,7 @@ class Shape:
         config: the whole DeepSpeed configuration; its micro batch does not count.
         strategy: its name.
         phases: a phase's peak is the highest of its lines.
+        host_bytes: of each rank on the host, whatever the micro batch.
         source: of the fixed part, `SIMULATED` or `CLOSED_FORM`.
         is_guess: nothing was simulated or profiled with its switches of the script.
     """
@@ -94,6 +99,7 @@ class Shape:
     config: Mapping[str, Any]
     strategy: str
     phases: Mapping[str, Sequence[Line]]
+    host_bytes: float
     source: str
     is_guess: bool
 
@@ -102,10 +108,11 @@ class Shape:
 
 
 _Corrections = Mapping[str, Mapping[str, float]]
+_HOST = "host"
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Bytes by which simulations are above the closed form, by strategy and phase."""
+    """Bytes by which simulations are above the closed form, by strategy and phase (or `_HOST`)."""
     found: dict[str, dict[str, float]] = {}
     for anchor in variant.anchors:
         formula = closed_form.lines(variant.facts, anchor.config, slots=slots)
@@ -114,6 +121,8 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
             - closed_form.highest(formula[name], anchor.micro_batch)
             for name in PHASES
         }
+        by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=slots))
+        more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
         found.setdefault(of_config(anchor.config).name, more)
     return found
 
@@ -127,18 +136,27 @@ class MemoryModel:
         limit_bytes: what a slot may use.
         counts_context: whether that limit is the whole device's, and so has to hold the context
             and the libraries as well.
+        host_limit_bytes: what a rank may use of the host; 0 if that is not known.
     """
 
     def __init__(
-        self, basis: Basis, *, slots: int, limit_bytes: int, counts_context: bool = False
+        self,
+        basis: Basis,
+        *,
+        slots: int,
+        limit_bytes: int,
+        counts_context: bool = False,
+        host_limit_bytes: int = 0,
     ) -> None:
         self.basis = basis
         self.limit_bytes = limit_bytes
+        self.host_limit_bytes = host_limit_bytes
         self._slots = slots
         self._corrections = [_corrections(variant, slots) for variant in basis.variants]
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
+        self._fragmented, self._most_reserved = 1.0, 0
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
 
@@ -152,14 +170,21 @@ class MemoryModel:
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
         phases = closed_form.lines(facts, config, slots=self._slots)
+        host_bytes = sum(closed_form.host(facts, config, slots=self._slots))
         more = corrections.get(strategy)
         if more is not None:
             phases = {
                 name: tuple(replace(line, fixed=line.fixed + more[name]) for line in lines)
                 for name, lines in phases.items()
             }
+            host_bytes += more[_HOST] if host_bytes else 0.0
         source = CLOSED_FORM if more is None else SIMULATED
-        return Shape(config, strategy, phases, source, is_guess)
+        return Shape(config, strategy, phases, host_bytes, source, is_guess)
+
+    def fits_host(self, shape: Shape) -> bool:
+        """Whether the ranks of a trial that is alone on its host have enough of its memory."""
+        limit = self.host_limit_bytes
+        return not limit or shape.host_bytes * UNCALIBRATED_MARGIN <= limit
 
     def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
         """The peak of one slot."""
@@ -168,6 +193,8 @@ class MemoryModel:
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
         """Whether a trial may be launched."""
+        if not self.fits_host(shape):
+            return False
         if shape.is_guess:
             return True
         needed = self.predicted_bytes(shape, micro_batch)
@@ -175,6 +202,8 @@ class MemoryModel:
 
     def largest(self, shape: Shape) -> float:
         """The largest micro batch that fits, as a real number; 0 if not even one sample does."""
+        if not self.fits_host(shape):
+            return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
         fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
         largest = math.inf
@@ -191,6 +220,7 @@ class MemoryModel:
         if shape.is_guess:
             return
         if outcome.ok and outcome.memory is not None:
+            self._learn_fragmentation(outcome.memory)
             init, forward, backward, step = (round(shape.peak(p, micro_batch)) for p in PHASES)
             estimate = MemoryEstimate(init, forward, backward, step)
             observation = Observation.of(estimate, micro_batch, outcome.memory)
@@ -207,6 +237,15 @@ class MemoryModel:
                 self._least_margin, min(_CAUTION_OF_ALL * self._least_margin, enough)
             )
 
+    def _learn_fragmentation(self, memory: MemoryUse) -> None:
+        """From the trial that reserved most, whose rest is no longer mere abundance."""
+        reserved = max(memory.reserved_bytes.values(), default=0)
+        allocated = max(memory.allocated_bytes.values(), default=0)
+        if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
+            return
+        self._most_reserved = reserved
+        self._fragmented = min(_MOST_FRAGMENTED, max(1.0, reserved / allocated))
+
     @property
     def _usual_slope(self) -> float:
         """Bytes per sample that may be missing in the prediction."""
@@ -222,7 +261,8 @@ class MemoryModel:
         # A lower bound of what was used calibrates little.
         exact = any(not observation.at_least for observation in self._observations)
         usual = CALIBRATED_MARGIN if exact else UNCALIBRATED_MARGIN
-        return max(usual, self._least_margin, self._margins.get(strategy, 0.0))
+        learned = max(self._least_margin, self._margins.get(strategy, 0.0))
+        return max(usual * self._fragmented, learned)
 
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Facts and corrections of the model with some switches; whether they are only guessed."""

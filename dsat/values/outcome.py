@@ -147,6 +147,8 @@ class ModelProfile(Recorded):
         activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
         flops_per_sample: forward and backward, without recomputation.
         slot_memory_bytes: what a slot may use.
+        host_memory_bytes: what the host has for each rank of a trial that runs there alone; 0 if a
+            slot's memory is the host's, or nobody looked.
     """
 
     num_params: int
@@ -155,6 +157,7 @@ class ModelProfile(Recorded):
     activation_bytes_per_sample: int
     flops_per_sample: float
     slot_memory_bytes: int
+    host_memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -201,3 +201,40 @@ def test_a_journal_of_before_there_were_first_gradients_is_read() -> None:
     [variant] = Basis.from_json(data).variants
     first = FACTS.forward_bytes_per_sample
     assert variant.facts == replace(FACTS, first_gradient_bytes_per_sample=first)
+
+
+def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full() -> None:
+    memory = model(limit=16 * GIB)
+    shape = memory.shape(config(1), {})
+
+    def reserves(size: int, factor: float) -> float:
+        """A trial that allocates what was predicted, and reserves more; the largest then."""
+        exact = memory.predicted_bytes(shape, size)
+        peaks = MemoryUse(dict.fromkeys(PHASES, exact), {"backward": round(factor * exact)})
+        memory.learn(shape, size, replace(ran(), memory=peaks))
+        return 16 * GIB / memory.predicted_bytes(shape, memory.largest(shape))
+
+    assert reserves(10, 2.0) == pytest.approx(1.02), "much is free, and it keeps that"
+    assert reserves(80, 1.1) == pytest.approx(1.02 * 1.1, rel=1e-3)
+    assert reserves(60, 1.2) == pytest.approx(1.02 * 1.1, rel=1e-3), "less was reserved in all"
+    assert reserves(120, 1.03) == pytest.approx(1.02 * 1.03, rel=1e-3)
+    assert reserves(110, 1.3) == pytest.approx(1.02 * 1.25, rel=1e-3), "it gives back what it can"
+
+
+def test_what_a_host_does_not_hold_is_not_tried() -> None:
+    offloaded = config(2, offload_optimizer={"device": "cpu"})
+    needed = sum(closed_form.host(FACTS, offloaded, slots=1))
+    assert needed > 16 * FACTS.num_params
+    for limit, fits in ((0, True), (round(1.1 * needed), True), (round(0.9 * needed), False)):
+        memory = model(host_limit_bytes=limit)
+        shape = memory.shape(offloaded, {})
+        assert memory.fits(shape, 1) is fits
+        assert (memory.largest(shape) > 0) is fits
+        assert memory.fits(memory.shape(config(2), {}), 1), "what is on the device needs no host"
+    on_disk = config(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
+    assert memory.fits(memory.shape(on_disk, {}), 1)
+    # A simulation that sees more corrects the formula.
+    anchor = simulated(2, 1, 0)
+    seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)
+    memory = model(Anchor(offloaded, 1, seen), host_limit_bytes=round(1.5 * needed))
+    assert not memory.fits(memory.shape(offloaded, {}), 1)

@@ -20,6 +20,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values.text import words_without_secrets
 from dsat.values.trial import Trial
+from dsat.values.zero_strategy import NONE, of_config
 
 COMMAND_FILE = "cmd.txt"
 # Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
@@ -270,9 +271,8 @@ def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
 
 def offloads(config: Mapping[str, Any]) -> bool:
     """Whether a DeepSpeed configuration keeps anything in the host's memory or on a disk."""
-    zero = config.get("zero_optimization") or {}
-    sections = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
-    return any(section.get("device", "none") != "none" for section in sections)
+    strategy = of_config(config)
+    return (strategy.offload_optimizer, strategy.offload_param) != (NONE, NONE)
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:
