@@ -23,8 +23,8 @@ from dsat.values.zero_strategy import of_config
 # By which factor more than what is predicted must be free.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
 # What is reserved beyond what is allocated tells something where that is so much of the limit;
-# elsewhere it is only kept because nobody else needs it. More than the second is hardly lost between
-# blocks: before the allocator runs out of memory, it gives back what is unused.
+# elsewhere it is only kept because nobody else needs it. Hardly more than the second is lost: what
+# is unused is given back before memory runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
 # A margin grows by no more with each trial that ran out of memory all the same: that of its
 # strategy, and that of all.

@@ -209,9 +209,9 @@ def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full
 
     def reserves(size: int, factor: float) -> float:
         """A trial that allocates what was predicted, and reserves more; the largest then."""
-        exact = memory.predicted_bytes(shape, size)
-        peaks = MemoryUse(dict.fromkeys(PHASES, exact), {"backward": round(factor * exact)})
-        memory.learn(shape, size, replace(ran(), memory=peaks))
+        peaks = {phase: round(shape.peak(phase, size)) for phase in PHASES}
+        reserved = {"backward": round(factor * max(peaks.values()))}
+        memory.learn(shape, size, replace(ran(), memory=MemoryUse(peaks, reserved)))
         return 16 * GIB / memory.predicted_bytes(shape, memory.largest(shape))
 
     assert reserves(10, 2.0) == pytest.approx(1.02), "much is free, and it keeps that"

@@ -49,6 +49,7 @@ _GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
 _CANARY_LIMIT_S = 60.0
+_THREADS_END_WITHIN_S = 2.0
 _CANARY_IS_FULL = 3
 
 
@@ -303,7 +304,7 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
             return {"ok": False, "reason": "an import initialised CUDA"}
-    if _num_threads() > threads_before:
+    if not _threads_end(threads_before):
         return {"ok": False, "reason": "an import started threads"}
     if problem := _canary(os.environ.get("DS_ACCELERATOR", "cpu")):
         return {"ok": False, "reason": problem}
@@ -368,6 +369,16 @@ def _without_compile_workers() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _threads_end(threads_before: int) -> bool:
+    """Whether there are no more threads than before; one that only had a little to do may end."""
+    deadline = time.monotonic() + _THREADS_END_WITHIN_S
+    while _num_threads() > threads_before:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _num_threads() -> int:
