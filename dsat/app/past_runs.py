@@ -39,9 +39,14 @@ class PastRun:
     @property
     def state(self) -> str:
         """`goes on`, `interrupted` or `over`."""
-        if self.goes_on:
-            return "goes on"
-        return "interrupted" if self.run.stop_reason is None else "over"
+        return state_of(self.run, goes_on=self.goes_on)
+
+
+def state_of(run: Run, *, goes_on: bool) -> str:
+    """`goes on`, `interrupted` or `over`."""
+    if goes_on:
+        return "goes on"
+    return "interrupted" if run.stop_reason is None else "over"
 
 
 def folders(above: Path | None = None) -> list[Path]:
@@ -67,12 +72,12 @@ def load(path: Path | None = None) -> PastRun:
         UserInputError: there is no such run.
         JournalError: its journal is damaged.
     """
-    folder = _folder(path)
+    folder = find(path)
     journal = folder / FILE_NAME
     run = Run(read_events(journal))
     if run.plan is None:
         raise UserInputError("has not begun yet", where=str(folder))
-    return PastRun(folder, run, _is_locked(folder), journal.stat().st_mtime)
+    return PastRun(folder, run, is_locked(folder), journal.stat().st_mtime)
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
@@ -92,7 +97,12 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
     return found, unread
 
 
-def _folder(path: Path | None) -> Path:
+def find(path: Path | None) -> Path:
+    """The folder of a run; see `load`.
+
+    Raises:
+        UserInputError: there is no such run.
+    """
     if path is None:
         newest = folders()
         if not newest:
@@ -109,8 +119,8 @@ def _folder(path: Path | None) -> Path:
     )
 
 
-def _is_locked(folder: Path) -> bool:
-    """Whether a process holds the run's lock. It is not tried, which would keep others from it."""
+def is_locked(folder: Path) -> bool:
+    """Whether a process works on a run: its lock is not tried, which would keep others from it."""
     try:
         inode = (folder / MARK_FILE).stat().st_ino
         held = _LOCKS.read_text(encoding="ascii").splitlines()

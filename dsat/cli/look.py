@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsat.app import past_runs
+from dsat.app import past_runs, watch
 from dsat.cli.exit_status import EXIT_OK
 from dsat.errors import UserInputError
 from dsat.inputs.look_settings import (
@@ -16,6 +16,7 @@ from dsat.inputs.look_settings import (
     LookSettings,
     RunsSettings,
     ShowSettings,
+    WatchSettings,
 )
 from dsat.report import exports, summary, terminal
 from dsat.tuning.run import Run
@@ -34,6 +35,8 @@ def look(settings: LookSettings) -> int:
         _compare(settings)
     elif isinstance(settings, ExportSettings):
         _export(settings)
+    elif isinstance(settings, WatchSettings):
+        _watch(settings)
     else:
         _list(settings)
     return EXIT_OK
@@ -85,6 +88,16 @@ def _export(settings: ExportSettings) -> None:
     output = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
     exports.export(past.run, settings.to, output, name, past.changed_s)
     _print({"output": str(output)} if settings.json else None, [str(output)])
+
+
+def _watch(settings: WatchSettings) -> None:
+    given = settings.run
+    holds_runs = given is not None and given.is_dir() and bool(past_runs.folders(given))
+    folder = given if given is not None and holds_runs else past_runs.find(given)
+    server = watch.open_server(folder, settings.port)
+    _print({"url": server.url} if settings.json else None, server.told)
+    sys.stdout.flush()
+    server.run()
 
 
 def _trial(run: Run, name: str) -> Trial:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from dsat.app import estimate, local
+from dsat.app import estimate, local, watch
 from dsat.app.prepare import Prepared, prepare
 from dsat.cli import output, settings_from_argv, streams
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from dsat.cli.look import look
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import DsatError
+from dsat.errors import DsatError, UserInputError
 from dsat.inputs.settings import EstimateSettings, Settings
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.report.verdict import verdict
+
+_CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return look(settings)
             choice = submit.where(settings)
             if choice.master is not None:
+                if settings.watch:
+                    raise UserInputError(
+                        "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
+                    )
                 return _tune_on_cluster(settings, choice, view)
             return _tune_here(settings, given, view)
     except DsatError as error:
@@ -95,8 +102,11 @@ def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
 def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
     with local.LocalSearch(ready) as search:
         view.follow(search.trials, num_slots=search.num_slots, at_once=search.at_once)
-        with view:
-            search.search(view)
+        with contextlib.ExitStack() as watching:
+            if ready.settings.watch:
+                view.say(*watching.enter_context(watch.serving(search.folder)).told)
+            with view:
+                search.search(view)
         if ready.settings.json:
             print(json.dumps(summary.to_json(search.run, search.folder), indent=2), flush=True)
         if search.profiled:

@@ -17,10 +17,12 @@ from dsat.inputs.look_settings import (
     LOOKS,
     RUNS,
     SHOW,
+    WATCH,
     CompareSettings,
     ExportSettings,
     RunsSettings,
     ShowSettings,
+    WatchSettings,
 )
 from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
@@ -56,11 +58,13 @@ LOOK_SETTINGS: dict[str, Any] = {
     COMPARE: CompareSettings,
     RUNS: RunsSettings,
     EXPORT: ExportSettings,
+    WATCH: WatchSettings,
 }
 _LOOKS = {
     SHOW: "what a run found, or has found so far",
     COMPARE: "two runs or more side by side: what they found, and what is different in it",
     RUNS: "lists runs, the newest first",
+    WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
     EXPORT: "writes a run for other tools: Optuna, MLflow, TensorBoard, tables",
 }
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import PATH, WORD, option
+from dsat.inputs.option import PATH, WORD, at_least, option
 
-SHOW, COMPARE, RUNS, EXPORT = LOOKS = ("show", "compare", "runs", "export")
+SHOW, COMPARE, RUNS, EXPORT, WATCH = LOOKS = ("show", "compare", "runs", "export", "watch")
 EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 
 
@@ -86,4 +86,19 @@ class ExportSettings:
             raise UserInputError(f"--to is missing: {', '.join(EXPORT_TO)}")
 
 
-LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """What the user asked of `dsat watch`.
+
+    Attributes:
+        run: a run, or a folder with runs; None for the newest run.
+    """
+
+    run: Path | None = None
+    port: int | None = option(
+        "--port", kind=at_least(1), metavar="N", help="of this machine (default: any free one)"
+    )
+    json: bool = option("--json", shell_only=True, help="print where as JSON")
+
+
+LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings

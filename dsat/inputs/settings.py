@@ -398,6 +398,13 @@ class Settings(Target):
         group=Group.RESULT,
         help="print the result as JSON, everything else to stderr",
     )
+    watch: bool = option(
+        "--watch",
+        any_command=True,
+        shell_only=True,
+        group=Group.RESULT,
+        help="serve a page to watch the search at, on this machine alone, as `dsat watch` does",
+    )
     search_runner_config: Path | None = option(
         "--search-runner-config",
         kind=PATH,

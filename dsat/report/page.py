@@ -47,41 +47,54 @@ def html(run: Run, folders: str, train_line: str) -> str:
         folders: where trials have their folders, relative to the page.
         train_line: the command that trains with the best configuration.
     """
+    return render("page.html", **parts(run, folders, train_line))
+
+
+def render(which: str, /, **values: Any) -> str:
+    """A template with its values, and with the style and Vega that all of them have."""
     import jinja2
 
-    assert run.plan is not None
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template),
+        loader=jinja2.FunctionLoader(template),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
+    return environment.get_template(which).render({**common, **values})
+
+
+def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[str, Any]:
+    """What the page's templates show of a run.
+
+    Args:
+        run, folders, train_line: as for `html`.
+        query: ends the addresses of trials' files.
+    """
+    assert run.plan is not None
     rows = page_rows.trial_rows(run, folders)
     _rank(rows, smaller_is_better=run.plan.objective.smaller_is_better)
-    script = _vega()
     model = SpeedModel.of_run(run)
-    return environment.get_template("page.html").render(
-        name=str(run.info.get("name", "dsat")),
-        method=run.plan.method,
-        is_over=run.stop_reason is not None,
-        verdict=verdict(run),
-        facts=summary.facts(run),
-        info={key: str(value) for key, value in run.info.items()},
-        train_line=train_line if run.best is not None else "",
-        config=summary.best_config(run),
-        changes=page_rows.changes(run, functools.partial(_by_model, model, run)),
-        gains=gains(run),
-        headings=summary.HEADINGS,
-        stages=summary.stage_cells(run),
-        trials=rows,
-        notes=list(page_rows.notes(run)),
-        plots=_plots(run, rows, model),
-        drawings=[] if script else simple_plots.drawings(rows, run.plan.metric),
-        css=_template("page.css"),
-        script=_template("page.js"),
-        vega=script,
-    )
+    return {
+        "name": str(run.info.get("name", "dsat")),
+        "method": run.plan.method,
+        "is_over": run.stop_reason is not None,
+        "verdict": verdict(run) if run.outcomes else ["No trial has ended."],
+        "facts": summary.facts(run),
+        "info": {key: str(value) for key, value in run.info.items()},
+        "train_line": train_line if run.best is not None else "",
+        "config": summary.best_config(run),
+        "changes": page_rows.changes(run, functools.partial(_by_model, model, run)),
+        "gains": gains(run),
+        "headings": summary.HEADINGS,
+        "stages": summary.stage_cells(run),
+        "trials": rows,
+        "notes": list(page_rows.notes(run)),
+        "plots": _plots(run, rows, model),
+        "drawings": [] if _vega() else simple_plots.drawings(rows, run.plan.metric),
+        "query": query,
+    }
 
 
 def _plots(run: Run, rows: list[dict[str, Any]], model: SpeedModel | None) -> list[dict[str, Any]]:
@@ -189,5 +202,6 @@ def _vega() -> str:
 
 
 @cache
-def _template(name: str) -> str:
+def template(name: str) -> str:
+    """The text of a template."""
     return (resources.files("dsat.report") / "templates" / name).read_text(encoding="utf-8")

@@ -94,6 +94,15 @@ def best_so_far(rows: Rows, metric: str, unit: str, over: str) -> Spec:
     return _plot({**_layer(rows, mark, encoding), "height": 200})
 
 
+def best_of_runs(rows: Rows, metric: str, unit: str, over: str) -> Spec:
+    """The best value so far of several runs, as `best_so_far`; rows have `run` besides."""
+    spec = best_so_far(rows, metric, unit, over)
+    colour = _nominal("run", list(dict.fromkeys(str(row["run"]) for row in rows)))
+    spec["encoding"] |= {"color": colour, "strokeDash": {"field": "run", "type": "nominal"}}
+    del spec["mark"]["color"]
+    return {**spec, "height": 260}
+
+
 def memory(rows: Rows, limit_gib: float | None) -> Spec:
     """Used and predicted memory of the trials that tell both, against the limit."""
     kept = [row for row in rows if row.get("used_gib") and row.get("predicted_gib")]

@@ -52,6 +52,7 @@ COMMON: dict[str, Any] = {
     "resume": False,
     "dry_run": False,
     "json": False,
+    "watch": False,
 }
 OWN: dict[str, dict[str, Any]] = {
     "asha": {

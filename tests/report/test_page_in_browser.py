@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import axe_core_python
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.report import page
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
+from testing.browser import barriers_of, chromium, errors_of, requests_of
 from testing.helpers import failed
 from testing.made_up_runs import HOSTILE, Measured, run_of_world
 
@@ -28,17 +23,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    missing = [name for name, path in programs.items() if path is None]
-    assert not missing, f"{missing} missing: apt-get install chromium chromium-driver"
-    options = Options()
-    options.binary_location = str(programs["chromium"])
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver: Any = webdriver.Chrome(options, Service(str(programs["chromedriver"])))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 class Hostile(Measured):
@@ -60,13 +46,6 @@ def opened(browser: Any, folder: Path, text: str) -> float:
     return time.monotonic() - began_s
 
 
-def requests_of(browser: Any) -> set[str]:
-    """The addresses that the page asked for."""
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    return {params["request"]["url"].split(":")[0] for params in sent}
-
-
 def texts_of(browser: Any, selector: str) -> list[str]:
     """The texts of what is shown, by what the browser lays out."""
     code = (
@@ -82,8 +61,8 @@ def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
 ) -> None:
     run = run_of_world(Hostile())
     opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
-    assert not [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-    assert requests_of(browser) <= {"file", "data", "blob"}
+    assert errors_of(browser) == []
+    assert {url.split(":")[0] for url in requests_of(browser)} <= {"file", "data", "blob"}
     assert browser.execute_script("return document.body.dataset.hacked") is None
 
     measured = [t for t in run.trials.values() if run.value(t) is not None]
@@ -116,13 +95,7 @@ def test_no_serious_barrier(browser: Any, tmp_path: Path, scheme: str) -> None:
     feature = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
     opened(browser, tmp_path, page.html(run_of_world(), "trials", "torchrun train.py"))
-    axe = Path(axe_core_python.__file__).parent / "axe.min.js"
-    browser.execute_script(axe.read_text(encoding="utf-8"))
-    found = browser.execute_async_script(
-        "const done = arguments[arguments.length - 1]; axe.run().then(done)"
-    )
-    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
-    assert [(v["id"], [n["html"][:200] for n in v["nodes"]][:3]) for v in serious] == []
+    assert barriers_of(browser) == []
 
 
 def test_a_thousand_trials_open_quickly(browser: Any, tmp_path: Path) -> None:

@@ -1,45 +1,48 @@
 "use strict";
 // Sorting and filtering of the table of trials.
-const table = document.getElementById("table");
-const body = table.tBodies[0];
-const rows = Array.from(body.rows);
-const headings = Array.from(table.tHead.rows[0].cells);
-
 function key(row, column, kind) {
   const cell = row.cells[column];
   return kind === "number" ? Number(cell.dataset.value) : cell.textContent.trim();
 }
 
-headings.forEach((heading, column) => {
-  const button = heading.querySelector("button");
-  button.addEventListener("click", () => {
-    const descending = heading.ariaSort === "ascending";
-    headings.forEach((other) => { other.ariaSort = "none"; });
-    heading.ariaSort = descending ? "descending" : "ascending";
-    const kind = button.dataset.kind;
-    rows.sort((one, other) => {
-      const a = key(one, column, kind), b = key(other, column, kind);
-      const order = kind === "number" ? a - b : a.localeCompare(b);
-      return descending ? -order : order;
-    });
-    body.append(...rows);
-  });
-});
+function wireTable() {
+  const table = document.getElementById("table");
+  if (!table) { return; }
+  const body = table.tBodies[0];
+  const rows = Array.from(body.rows);
+  const headings = Array.from(table.tHead.rows[0].cells);
 
-const filter = document.getElementById("filter");
-filter.addEventListener("input", () => {
-  const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
-  rows.forEach((row) => {
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every((word) => text.includes(word));
-    shown += row.hidden ? 0 : 1;
+  headings.forEach((heading, column) => {
+    const button = heading.querySelector("button");
+    button.addEventListener("click", () => {
+      const descending = heading.ariaSort === "ascending";
+      headings.forEach((other) => { other.ariaSort = "none"; });
+      heading.ariaSort = descending ? "descending" : "ascending";
+      const kind = button.dataset.kind;
+      rows.sort((one, other) => {
+        const a = key(one, column, kind), b = key(other, column, kind);
+        const order = kind === "number" ? a - b : a.localeCompare(b);
+        return descending ? -order : order;
+      });
+      body.append(...rows);
+    });
   });
-  document.getElementById("count").textContent = `${shown} of ${rows.length}`;
-});
+
+  const filter = document.getElementById("filter");
+  filter.addEventListener("input", () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let shown = 0;
+    rows.forEach((row) => {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+      shown += row.hidden ? 0 : 1;
+    });
+    document.getElementById("count").textContent = `${shown} of ${rows.length}`;
+  });
+}
 
 // Plots, drawn again when the colours of the system change.
-const specs = JSON.parse(document.getElementById("specs")?.textContent ?? "[]");
+let specs = JSON.parse(document.getElementById("specs")?.textContent ?? "[]");
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
 function draw() {
@@ -57,7 +60,13 @@ function draw() {
     vegaEmbed(`#plot-${number}`, spec, { config, renderer: "svg", actions: false })));
 }
 
+function drawPlots(given) {
+  specs = window.vegaEmbed ? given : [];
+  return draw();
+}
+
+wireTable();
 if (specs.length) {
   draw().then(() => { document.body.dataset.drawn = "yes"; });
-  dark.addEventListener("change", draw);
 }
+dark.addEventListener("change", draw);

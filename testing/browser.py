@@ -1,0 +1,56 @@
+"""A real browser for tests: headless Chromium, driven through its own driver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import axe_core_python
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser session."""
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    missing = [name for name, path in programs.items() if path is None]
+    assert not missing, f"{missing} missing: apt-get install chromium chromium-driver"
+    options = Options()
+    options.binary_location = str(programs["chromium"])
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver: Any = webdriver.Chrome(options, Service(str(programs["chromedriver"])))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def requests_of(browser: Any) -> list[str]:
+    """The addresses that a page asked for since this was last called."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [params["request"]["url"] for params in sent]
+
+
+def errors_of(browser: Any) -> list[str]:
+    """What the console says is wrong."""
+    return [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+
+
+def barriers_of(browser: Any) -> list[tuple[str, list[str]]]:
+    """Serious accessibility errors that axe-core finds: the rule, and some of the elements."""
+    axe = Path(axe_core_python.__file__).parent / "axe.min.js"
+    browser.execute_script(axe.read_text(encoding="utf-8"))
+    found = browser.execute_async_script(
+        "const done = arguments[arguments.length - 1]; axe.run().then(done)"
+    )
+    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    return [(v["id"], [n["html"][:200] for n in v["nodes"]][:3]) for v in serious]

@@ -1,0 +1,192 @@
+"""The pages of `dsat watch` without a browser: who may look, and who may ask for anything."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.app import local, mailbox, watch
+from dsat.app.folder_lock import FolderLock
+from dsat.cli.main import main
+from dsat.engines.simulated import SimulatedEngine
+from dsat.tuning.requests import Request
+from dsat.tuning.run import Run
+from testing.made_up_runs import Steady, write_run
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str, Run]]:
+    """A run's folder, the address and token of its server, and the run, two trials of which run."""
+    folder = tmp_path_factory.mktemp("runs") / "model-1"
+    write_run(folder, Steady(), trials=12)
+    lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
+    begun = [number for number, line in enumerate(lines) if '"proposed"' in line]
+    (folder / "journal.jsonl").write_text("".join(lines[: begun[8] + 1]))
+    run = Run(map(json.loads, lines[: begun[8] + 1]))
+    assert run.running
+    with watch.serving(folder) as server:
+        base, _, token = server.url.partition("?token=")
+        yield folder, base, token, run
+
+
+def answer(
+    url: str, *, data: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, str, Any]:
+    """Status, text and headers."""
+    body = None if data is None else json.dumps(data).encode()
+    request = urllib.request.Request(url, body, headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as found:
+            return found.status, found.read().decode(), found.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+@pytest.mark.parametrize("path", ["", "state", "events", "trials/x/stdout.log"])
+@pytest.mark.parametrize("token", ["", "?token=", "?token=wrong", "?token=\u00e9"])
+def test_nothing_is_told_without_the_token(
+    served: tuple[Path, str, str, Run], path: str, token: str
+) -> None:
+    _, base, right, _ = served
+    status, text, _ = answer(base + path + token.replace("\u00e9", "%C3%A9"))
+    assert status == 403 and right not in text and "tmbspg" not in text
+
+
+def test_it_answers_by_its_own_name_alone(served: tuple[Path, str, str, Run]) -> None:
+    _, base, token, _ = served
+    assert base.startswith("http://127.0.0.1:")
+    status, _, _ = answer(f"{base}?token={token}", headers={"Host": "attacker.example"})
+    assert status == 400
+
+
+def test_the_page_may_load_nothing_from_elsewhere(served: tuple[Path, str, str, Run]) -> None:
+    _, base, token, _ = served
+    status, _, headers = answer(f"{base}?token={token}")
+    assert status == 200
+    assert headers["Content-Security-Policy"].startswith("default-src 'none';")
+    assert headers["Referrer-Policy"] == "no-referrer" and headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("trials/{trial}/stdout.log", 200),
+        ("trials/{trial}/trial.json", 404),
+        ("trials/..%2f../journal.jsonl", 404),
+        ("trials/../journal.jsonl", 404),
+        ("trials/nobody/stdout.log", 404),
+    ],
+)
+def test_files_of_trials_and_no_others(
+    served: tuple[Path, str, str, Run], path: str, status: int
+) -> None:
+    _, base, token, run = served
+    name = run.trials[3].name
+    found, text, headers = answer(f"{base}{path.format(trial=name)}?token={token}")
+    assert found == status
+    if status == 200:
+        assert f"step 39 of {name}" in text
+        assert headers["Content-Type"].startswith("text/plain")
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_only_the_token_in_a_header_may_ask(served: tuple[Path, str, str, Run]) -> None:
+    folder, base, token, _ = served
+    lock = FolderLock(folder)
+    try:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": token}):
+            # The token in the address is not enough: a foreign form could send there.
+            status, text, _ = answer(
+                f"{base}requests?token={token}", data={"kind": "stop"}, headers=headers
+            )
+            assert status == 403 and "Refused" in text
+        assert mailbox.take(folder) == []
+    finally:
+        lock.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "goes_on", "status", "said"),
+    [
+        ({"kind": "stop"}, True, 202, "No further trial"),
+        ({"kind": "stop"}, False, 409, "nobody works on this run"),
+        ({"kind": "cancel", "trial_id": "running"}, True, 202, "will be canceled"),
+        ({"kind": "cancel", "trial_id": 0}, True, 409, "does not run"),
+        ({"kind": "cancel"}, True, 409, "does not run"),
+        ({"kind": "budget", "max_trials": 80}, True, 202, "There may be 80 trials"),
+        ({"kind": "budget", "max_trials": 3}, True, 409, "12 trials already"),
+        ({"kind": "budget", "max_trials": "many"}, True, 400, "no request"),
+        ({"kind": "explode"}, True, 400, "no request"),
+        ([1, 2], True, 400, "no request"),
+        ("x" * 5000, True, 413, "too long"),
+    ],
+)
+def test_what_may_be_asked(
+    served: tuple[Path, str, str, Run], asked: Any, goes_on: bool, status: int, said: str
+) -> None:
+    folder, base, token, run = served
+    if isinstance(asked, dict) and asked.get("trial_id") == "running":
+        asked = {**asked, "trial_id": run.running[0].id}
+    with ExitStack() as locks:
+        if goes_on:
+            locks.callback(FolderLock(folder).close)
+        headers = {"Authorization": f"Bearer {token}"}
+        found, text, _ = answer(f"{base}requests", data=asked, headers=headers)
+    assert (found, json.loads(text)["message"].count(said)) == (status, 1)
+    left = mailbox.take(folder)
+    assert len(left) == (1 if status == 202 else 0)
+    if left:
+        assert left[0] == Request.from_json(asked)
+
+
+def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path) -> None:
+    folder, base, _, _ = served
+    port = base.rsplit(":", 1)[1].strip("/")
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", err)
+        assert main(["watch", str(folder), "--port", port]) == 2
+    assert f"--port {port}: Address already in use" in err.getvalue()
+
+
+def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command with an engine that runs nothing, which looks at the page and stops it."""
+    out, seen = io.StringIO(), list[tuple[str, int]]()
+
+    class Looks(SimulatedEngine):
+        def poll(self, timeout_s: float) -> list[Any]:
+            if len(self._known) == 4 and not seen:
+                words = out.getvalue().split()
+                url = next(word for word in words if word.startswith("http://127.0.0.1"))
+                base, _, token = url.partition("?token=")
+                state = json.loads(answer(f"{base}state?token={token}")[1])
+                headers = {"Authorization": f"Bearer {token}"}
+                status, _, _ = answer(f"{base}requests", data={"kind": "stop"}, headers=headers)
+                seen.append((state["html"], status))
+            return super().poll(100.0)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
+    world = Steady()
+    monkeypatch.setitem(
+        local.ENGINES, "local", lambda ready, folder: Looks(world.outcome, num_slots=1)
+    )
+    words = "random --engine local --slots 1 -m throughput --finals 0 --no-memory-model --watch"
+    with redirect_stdout(out):
+        main([*words.split(), "--ds-config", "ds.json", "--", "train.py"])
+    [(html, status)] = seen
+    assert "All trials" in html and status == 202
+    told = out.getvalue()
+    assert "ssh -L" in told and "ended: it was asked to stop" in told
+    events = (tmp_path / "dsat_runs").glob("*/journal.jsonl")
+    kinds = [json.loads(line)["event"] for line in next(events).read_text().splitlines()]
+    assert kinds[-2:] == ["stop_asked", "stopped"]
