@@ -7,6 +7,7 @@ because an orderly end of the interpreter costs a second that nobody needs.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import functools
@@ -99,10 +100,12 @@ def run(folder: Path) -> NoReturn:
     spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
     rank = int(os.environ["RANK"])
     meter: list[Meter] = []
+    engines: list[Any] = []  # what tells the script's own errors from a configuration's
     socket = spec.simulation_socket
     simulations = None if socket is None else server.SimulationServer(Path(socket))
     try:
         _prepare(spec, folder, rank, meter, simulations)
+        config_injection.on_initialize(engines.append)
         _run_program(_program(spec.program))
     except (TrialComplete, config_injection.ConfigCaptured, server.ScriptSimulated):
         _leave(0)
@@ -110,11 +113,12 @@ def run(folder: Path) -> NoReturn:
         if simulations is not None:
             simulations.failed(stop)
         if stop.code not in (None, 0):
-            _write_failure(folder, rank, stop, f"the script ended with sys.exit({stop.code!r})")
+            said = f"the script ended with sys.exit({stop.code!r})"
+            _write_failure(folder, rank, stop, said, before_engine=not engines)
             _leave(FAILED)
     except BaseException as error:
         told = "" if simulations is None else simulations.failed(error)
-        _write_failure(folder, rank, error, told)
+        _write_failure(folder, rank, error, told, before_engine=not engines)
         _leave(FAILED)
     if simulations is not None:
         simulations.failed(None)
@@ -213,6 +217,8 @@ def _run_program(program: Entrypoint) -> None:
     args = list(program.args)
     if program.passes_local_rank:
         args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _default_local_rank(os.environ["LOCAL_RANK"])
     if program.trial_class:
         from determined.exec import harness
 
@@ -229,6 +235,22 @@ def _run_program(program: Entrypoint) -> None:
         sys.path.insert(0, os.path.dirname(script))
         sys.argv = [program.script, *args]
         runpy.run_path(script, run_name="__main__")
+
+
+def _default_local_rank(local_rank: str) -> None:
+    """A script that is started without a launcher may yet have the flag that DeepSpeed's sets.
+
+    Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.
+    """
+    add_argument = argparse._ActionsContainer.add_argument
+
+    @functools.wraps(add_argument)
+    def with_default(self: Any, *flags: Any, **options: Any) -> Any:
+        if "--local_rank" in flags and "action" not in options:
+            options = {**options, "default": int(local_rank), "required": False}
+        return add_argument(self, *flags, **options)
+
+    argparse._ActionsContainer.add_argument = with_default  # type: ignore[method-assign]
 
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
@@ -320,9 +342,16 @@ def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _write_failure(folder: Path, rank: int, error: BaseException, message: str = "") -> None:
+def _write_failure(
+    folder: Path,
+    rank: int,
+    error: BaseException,
+    message: str = "",
+    *,
+    before_engine: bool = False,
+) -> None:
     found = failures.outcome(error)
-    found = replace(found, message=message or found.message)
+    found = replace(found, message=message or found.message, before_engine=before_engine)
     sys.stderr.write(found.detail or found.message + "\n")
     _write(folder, rank, found)
 

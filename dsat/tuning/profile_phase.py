@@ -8,7 +8,7 @@ from dsat.tuning import strategies
 from dsat.tuning.phase import Phase, TrialFactory
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import Strategy, of_config
 
 
 class ProfilePhase(Phase):
@@ -29,13 +29,15 @@ class ProfilePhase(Phase):
         self._plan = plan
         self._trials = trials
         self._ladder = strategies.rungs(plan)
+        self._heard: str | None = None  # what the last error said
+        self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
         self._rung = -1  # of the ladder; -1: the user's own strategy
         self._next_micro_batch: int | None = self._smallest_micro_batch
 
     @property
     def climbed(self) -> bool:
-        """Whether the user's own strategy does not fit."""
-        return self._rung >= 0
+        """Whether the user's own strategy does not fit, or DeepSpeed refuses it."""
+        return self._rung >= 0 or bool(self._sharded)
 
     @property
     def over(self) -> bool:
@@ -46,7 +48,8 @@ class ProfilePhase(Phase):
     def space(self) -> Space:
         """What is to be searched, once the model is profiled."""
         assert self.profile is not None
-        return strategies.make_space(self._plan, self.profile, rung=self._rung)
+        only = () if self._rung >= 0 else self._sharded
+        return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
         micro_batch, self._next_micro_batch = self._next_micro_batch, None
@@ -74,16 +77,35 @@ class ProfilePhase(Phase):
     def _hear_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Profiles again in another way, or gives up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
-        if outcome.kind is OutcomeKind.ERROR and trial.batch.micro_batch == smallest != own:
+        if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
+            self.failure = outcome.said_of("the profile trial")  # whatever its configuration
+            return
+        failed = outcome.kind is OutcomeKind.ERROR
+        again = failed and bool(outcome.message) and outcome.message == self._heard
+        self._heard = outcome.message if failed else None
+        if failed and not again and trial.batch.micro_batch == smallest != own:
             # Some models cannot train on so few samples (batch normalisation, say).
             self._next_micro_batch = own
             return
-        on_the_ladder = self.climbed and outcome.kind is OutcomeKind.ERROR
+        if failed and not self.climbed and self._is_refused(outcome):
+            self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
+            if self._sharded:
+                self._next_micro_batch = smallest
+                return
+        on_the_ladder = failed and self._rung >= 0 and not again
         if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
             self._rung += 1
             self._next_micro_batch = smallest
             return
         self.failure = outcome.said_of("the profile trial")
+
+    def _is_refused(self, outcome: Outcome) -> bool:
+        """Whether DeepSpeed itself failed at stage 0.
+
+        Some calls are forbidden there that the other stages allow: `loss.backward()` in the place
+        of the engine's own.
+        """
+        return of_config(self._plan.base_config).stage == 0 and _is_deepspeeds(outcome.detail)
 
     @property
     def _smallest_micro_batch(self) -> int:
@@ -93,7 +115,16 @@ class ProfilePhase(Phase):
 
     def _trial(self, micro_batch: int) -> Trial:
         plan = self._plan
-        strategy = self._ladder[self._rung] if self.climbed else of_config(plan.base_config)
+        if self._rung >= 0:
+            strategy = self._ladder[self._rung]
+        else:
+            strategy = self._sharded[0] if self._sharded else of_config(plan.base_config)
         overrides = strategies.profile_overrides(plan, strategy, micro_batch)
         batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
         return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
+
+
+def _is_deepspeeds(traceback: str) -> bool:
+    """Whether it was raised in DeepSpeed's own code."""
+    frames = [line for line in traceback.splitlines() if line.startswith('  File "')]
+    return bool(frames) and "/deepspeed/" in frames[-1]

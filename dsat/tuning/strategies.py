@@ -7,6 +7,7 @@ the same, the lower stage moves less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dsat.inputs import ds_config
@@ -89,15 +90,22 @@ def searched_from(plan: Plan, rung: int) -> tuple[Strategy, ...]:
     return tuple(s for s in found[rung:] if s.offload_optimizer != NVME or s is found[rung])
 
 
-def make_space(plan: Plan, profile: ModelProfile | None = None, rung: int = -1) -> Space:
+def make_space(
+    plan: Plan,
+    profile: ModelProfile | None = None,
+    rung: int = -1,
+    *,
+    only: Sequence[Strategy] = (),
+) -> Space:
     """The space that a plan searches; what the user set by hand is not part of it.
 
     Args:
         profile: of the model, once it is known.
         rung: of the ladder, if the user's own strategy does not fit.
+        only: if given, these strategies.
     """
     return Space(
-        strategies=searched(plan) if rung < 0 else searched_from(plan, rung),
+        strategies=only or (searched(plan) if rung < 0 else searched_from(plan, rung)),
         micro_batches=plan.allowed_micro_batches,
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,

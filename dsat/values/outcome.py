@@ -207,6 +207,8 @@ class Outcome(Recorded):
         step_ms: the latency of each step that was measured, in ms, the slowest rank's.
         training: the losses that were seen; None of a trial that measured nothing.
         sequences: None where the script's inputs have no sequences of tokens.
+        before_engine: it failed before its script called `deepspeed.initialize`: no configuration
+            has to do with it.
     """
 
     kind: OutcomeKind
@@ -222,6 +224,7 @@ class Outcome(Recorded):
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
+    before_engine: bool = False
 
     def __post_init__(self) -> None:
         # What scripts and exceptions say goes no further as it is.

@@ -813,3 +813,38 @@ def test_too_large_a_micro_batch_for_the_data_shrinks() -> None:
         tuner.record(trials[0].id, ran(trials[0].batch.micro_batch) if fits else short)
     assert tuner.run.best is not None
     assert tuner.run.best.batch.micro_batch == 3
+
+
+# -- errors that no other configuration mends, and one that another stage does
+
+
+def test_an_error_before_the_engine_is_not_tried_with_another_batch() -> None:
+    tuner, _ = _tuner(plan_of(own_batch=BatchTriple(4, 4, 1)))
+    tuner.next_trials(1)
+    early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
+    tuner.record(0, early)
+    assert tuner.next_trials(1) == [] and tuner.failed
+    assert "nonsense" in (tuner.stop_reason or "")
+
+
+@pytest.mark.parametrize(
+    ("second", "profiled_after"),
+    [("the same error", False), (None, True)],
+    ids=["the script's own error", "what only stage 0 forbids"],
+)
+def test_what_deepspeed_refuses_at_stage_0_is_tried_with_the_other_stages(
+    second: str | None, profiled_after: bool
+) -> None:
+    tuner, _ = _tuner(plan_of(zero_stages=(0, 1, 2, 3), own_batch=BatchTriple(1, 1, 1)))
+    tuner.next_trials(1)
+    refused = replace(
+        failed("ERROR", "the same error"),
+        detail='  File "train.py", line 3\n  File "/x/deepspeed/runtime/engine.py", line 9\n',
+    )
+    tuner.record(0, refused)
+    (trial,) = tuner.next_trials(1)
+    assert (trial.kind, trial.stage) == (TrialKind.PROFILE, 1)
+    tuner.record(1, profiled(weightless(15)) if second is None else replace(refused))
+    stages = {trial.stage for trial in tuner.next_trials(3)}
+    assert tuner.failed is not profiled_after
+    assert bool(stages) is profiled_after and 0 not in stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -30,6 +31,7 @@ from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
+_log = logging.getLogger(__name__)
 FULL_RUN_ID = -1
 CAPTURE_ID = -2
 SIMULATION_ID = -3
@@ -66,6 +68,14 @@ _DEVICE_MAY_BE_BROKEN = (
     "was killed by SIGABRT",
     "was killed by SIGBUS",
 )
+# Errors before `deepspeed.initialize` that no fork explains: the script's own.
+_NEVER_OF_FORK = tuple(
+    """
+    sys.exit SyntaxError IndentationError ImportError ModuleNotFoundError NameError AttributeError
+    TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
+    """.split()
+)
+BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
 _STUCK = "a rank waits for the device's driver and cannot be ended"
 _LINGER_S = 20.0
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
@@ -95,6 +105,8 @@ class _Running:
     began_s: float
     cold: bool
     alone: bool = False
+    again_alone: bool = False
+    beside: bool = False  # whether another trial ran at the same time
     swap: list[Path] = field(default_factory=list)
     canceled: bool = False
     timed_out: bool = False
@@ -108,6 +120,7 @@ class _Start:
     folder: Path
     meter: MeterSpec | None
     simulation_socket: Path | None
+    alone: bool = False  # because it failed beside others
 
 
 class LocalEngine:
@@ -290,11 +303,27 @@ class LocalEngine:
                     leftovers.remove_compiler_locks(os.environ)
                 if self._may_be_the_fork(running, outcome) and not broken:
                     self._cold = self._fell_back = True
+                    _log.info(
+                        "%s failed in a forked process (%s); trying it once in a fresh one",
+                        running.trial.name,
+                        outcome.message,
+                    )
                     self._run_again(running)
                     continue
                 if self._deserves_another_start(running, outcome, broken=broken):
                     self._run_again(running)
                     continue
+                if self._may_be_the_others(running, outcome):
+                    _log.info(
+                        "%s failed beside other trials (%s); it is run again alone",
+                        running.trial.name,
+                        outcome.message,
+                    )
+                    self._run_again(running, alone=True)
+                    continue
+                if running.again_alone:
+                    warnings = (*outcome.warnings, BESIDE_OTHERS)
+                    outcome = replace(outcome, warnings=warnings)
                 self._note_aborts(running, outcome)
                 self._start_waiting()
                 if running.trial.kind is TrialKind.PROFILE:
@@ -329,9 +358,11 @@ class LocalEngine:
         folder: Path,
         meter: MeterSpec | None,
         simulation_socket: Path | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         self._known.add(trial.id)
-        self._waiting.append(_Start(trial, folder, meter, simulation_socket))
+        self._waiting.append(_Start(trial, folder, meter, simulation_socket, alone))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -340,7 +371,7 @@ class LocalEngine:
             start = self._waiting[0]
             config = ds_config.for_use(self._experiment.base_config, start.trial.overrides)
             # Its optimizer needs the host's cores and memory for itself.
-            alone = offloads(config) and not self._machine.is_cpu
+            alone = start.alone or (offloads(config) and not self._machine.is_cpu)
             needed = 0 if start.simulation_socket is not None else self._slots_per_trial
             trials = [r for r in self._running.values() if r.trial.id != SIMULATION_ID]
             if needed and (any(r.alone for r in trials) or (alone and trials)):
@@ -386,9 +417,21 @@ class LocalEngine:
         )
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
         write_atomically(folder / COMMAND_FILE, launch.command_text(self._cwd))
-        self._running[trial.id] = _Running(
-            trial, folder, meter, slots, time.monotonic(), self._cold, alone, swap
+        running = _Running(
+            trial,
+            folder,
+            meter,
+            slots,
+            time.monotonic(),
+            self._cold,
+            alone,
+            start.alone,
+            swap=swap,
         )
+        if start.simulation_socket is None:
+            for other in self._running.values():
+                other.beside = running.beside = True
+        self._running[trial.id] = running
         self._supervisor.send(launch.request(self._cwd))
 
     # -- ending
@@ -416,6 +459,8 @@ class LocalEngine:
             return False
         signs = _NO_FORK_CUDA if self._aborts_by_itself else (*_NO_FORK_CUDA, *_DIED_OF_FORK)
         no_fork = any(part in outcome.message for part in signs)
+        if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
+            return no_fork
         return running.trial.kind is TrialKind.PROFILE or no_fork
 
     def _note_aborts(self, running: _Running, outcome: Outcome) -> None:
@@ -444,8 +489,14 @@ class LocalEngine:
             self._lost.append(f"{name} is not used any more: {problem}")
         return bool(problems)
 
-    def _run_again(self, running: _Running) -> None:
-        self._start(running.trial, running.folder, running.meter)
+    def _may_be_the_others(self, running: _Running, outcome: Outcome) -> bool:
+        """Whether a trial failed that might run if no other did: in the same folder, say."""
+        mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
+        return mine and running.beside and not running.again_alone and not running.canceled
+
+    def _run_again(self, running: _Running, *, alone: bool = False) -> None:
+        alone = alone or running.again_alone
+        self._start(running.trial, running.folder, running.meter, alone=alone)
 
     def _deserves_another_start(self, running: _Running, outcome: Outcome, *, broken: bool) -> bool:
         """Whether a trial failed for what is none of its configuration's.

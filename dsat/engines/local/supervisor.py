@@ -48,6 +48,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
+# jemalloc's own handlers see to it (`background_thread_prefork0`); pyarrow, which pandas imports,
+# brings it.
+_THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
 _CANARY_LIMIT_S = 60.0
 _THREADS_END_WITHIN_S = 2.0
 _CANARY_IS_FULL = 3
@@ -382,8 +385,14 @@ def _threads_end(threads_before: int) -> bool:
 
 
 def _num_threads() -> int:
-    tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 1
+    """Threads of this process, but for those that end and begin again around a fork."""
+    tasks = Path("/proc/self/task")
+    count = 0
+    for task in tasks.iterdir() if tasks.is_dir() else [tasks]:
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            count += name not in _THREADS_THAT_MAY_FORK
+    return max(1, count)
 
 
 def _descendants(pids: Any, *, recursive: bool = True) -> set[int]:

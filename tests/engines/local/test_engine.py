@@ -20,6 +20,7 @@ import pytest
 
 from dsat.engines import Engine
 from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local.engine import BESIDE_OTHERS
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
@@ -27,6 +28,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import (
+    PATIENCE_S,
     Bench,
     bench_of,
     buffers_of,
@@ -415,6 +417,19 @@ def test_trials_side_by_side_have_cores_of_their_own(singles: Bench) -> None:
     while len(told) < 2:
         told += [trial_id for trial_id, _ in singles.engine.poll(10)]
     assert sorted(told) == [trial.id for trial in trials]
+
+
+def test_a_trial_that_fails_beside_others_is_run_again_alone(singles: Bench) -> None:
+    trials = [singles.trial("fails beside others") for _ in range(2)]
+    for trial in trials:
+        singles.engine.launch(trial)
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < 2:
+        outcomes.update(singles.engine.poll(PATIENCE_S))
+    for trial in trials:
+        assert outcomes[trial.id].ok, singles.log(trial)
+    warned = [BESIDE_OTHERS in outcome.warnings for outcome in outcomes.values()]
+    assert any(warned), "it was said"
 
 
 def test_ranks_of_a_trial_share_its_cores(pair: Bench) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dsat.engines.local import supervisor
 
 # As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
 WARMS_A_POOL = """
@@ -60,3 +64,25 @@ def test_the_users_setting_is_back_after_the_imports(tmp_path: Path, value: str)
     answer, printed = warmed(tmp_path, SAYS_WHAT_IS_LEFT, **own)
     assert answer["ok"]
     assert f"left: {value or None}" in printed
+
+
+def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> None:
+    named, stop = threading.Event(), threading.Event()
+
+    def run(name: bytes) -> None:
+        ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
+        named.set()
+        stop.wait(10)
+
+    counts = []
+    before = supervisor._num_threads()
+    for name in (b"jemalloc_bg_thd", b"another"):
+        thread = threading.Thread(target=run, args=(name,))
+        thread.start()
+        named.wait(10)
+        counts.append(supervisor._num_threads() - before)
+        stop.set()
+        thread.join()
+        named.clear()
+        stop.clear()
+    assert counts == [0, 1]
