@@ -83,15 +83,15 @@ class ProfilePhase(Phase):
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._heard
         self._heard = outcome.message if failed else None
-        if failed and not again and trial.batch.micro_batch == smallest != own:
-            # Some models cannot train on so few samples (batch normalisation, say).
-            self._next_micro_batch = own
-            return
         if failed and not self.climbed and self._is_refused(outcome):
             self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._sharded:
                 self._next_micro_batch = smallest
                 return
+        if failed and not again and trial.batch.micro_batch == smallest != own:
+            # Some models cannot train on so few samples (batch normalisation, say).
+            self._next_micro_batch = own
+            return
         on_the_ladder = failed and self._rung >= 0 and not again
         if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
             self._rung += 1

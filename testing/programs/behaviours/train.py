@@ -34,15 +34,17 @@ def train(config: dict[str, Any], steps: int = 1000, own_batch: int | None = Non
         engine.step()
 
 
+def fail_beside_others() -> None:
+    (FOLDER / "here").write_text(str(os.getpid()))
+    time.sleep(1.0)
+    here = {path.read_text() for path in FOLDER.parent.glob("*/here")} - {str(os.getpid())}
+    if any(Path(f"/proc/{pid}").exists() for pid in here):
+        raise RuntimeError("another trial is in my folder")
+
+
 def go_wrong(behaviour: str) -> None:
     if behaviour == "crashes":
         prepare_the_data()
-    elif behaviour == "fails beside others":
-        (FOLDER / "here").write_text(str(os.getpid()))
-        time.sleep(1.0)
-        here = {path.read_text() for path in FOLDER.parent.glob("*/here")} - {str(os.getpid())}
-        if any(Path(f"/proc/{pid}").exists() for pid in here):
-            raise RuntimeError("another trial is in my folder")
     elif behaviour == "hangs":
         time.sleep(10_000)
     elif behaviour == "exhausts memory":
@@ -185,6 +187,9 @@ def main() -> None:
         train_with_workers(config)
     elif behaviour == "spawns":
         spawn_helpers()
+        train(config)
+    elif behaviour == "fails beside others":
+        fail_beside_others()
         train(config)
     elif behaviour == "is a pipeline":
         as_pipeline(config)
