@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
-from dsat.engines.local.launch import settings_of_ranks, working_folder
+from dsat.engines.local.launch import binding_options, settings_of_ranks, working_folder
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.report import summary
@@ -32,7 +32,8 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     if program.passes_local_rank:
         launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
         launcher += ["--num_gpus", str(slots)]
-        launcher += ["--bind_cores_to_rank"] if program.binds_cores else []
+        if program.binds_cores:
+            launcher += binding_options(ready.machine, summary.best_config(run) or {}, slots)
     script = ["--module", program.module] if program.module else [program.script]
     if program.python_options:
         launcher += ["--no_python" if program.passes_local_rank else "--no-python"]

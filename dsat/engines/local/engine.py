@@ -78,6 +78,7 @@ _NEVER_OF_FORK = tuple(
 BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
 _STUCK = "a rank waits for the device's driver and cannot be ended"
 _LINGER_S = 20.0
+_MOST_STARTS = 3
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
 
@@ -165,7 +166,7 @@ class LocalEngine:
         self._fell_back = False
         self._aborts_by_itself = False
         self._cannot_fork = ""
-        self._tried_again: set[int] = set()
+        self._starts: dict[int, int] = {}  # by trial, where one did not do
         self._lost: list[str] = []  # slots that people have not been told of yet
         # Options of the interpreter need an interpreter of their own.
         self._cold = options.cold or bool(program.python_options or program.interpreter)
@@ -507,12 +508,10 @@ class LocalEngine:
         lost = outcome.kind is OutcomeKind.ERROR and any(
             part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
         )
-        if broken:  # each time there are fewer slots
-            return not running.canceled
-        if not lost or running.trial.id in self._tried_again:
-            return False
-        self._tried_again.add(running.trial.id)
-        return True
+        starts = self._starts[running.trial.id] = self._starts.get(running.trial.id, 1) + 1
+        if broken:  # by its own doing perhaps, and there are fewer slots each time
+            return not running.canceled and starts <= _MOST_STARTS
+        return lost and starts <= 2
 
     def _after_profile(self, running: _Running, outcome: Outcome) -> Outcome:
         if not outcome.ok and self._fell_back:  # it was not the fork

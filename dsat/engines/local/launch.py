@@ -12,6 +12,7 @@ from typing import Any
 
 import wrapt
 
+from dsat.engines.local import cores
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import RankSpec
@@ -184,12 +185,9 @@ class Launch:
             return [int(self.machine.devices[slot]) for slot in self.slots]
         if not (self.program.binds_cores and self.slots):
             return []
-        own = sorted(os.sched_getaffinity(0))
         # Beside other trials, each slot has its cores.
         sharers = _sharers(self.machine, self.config, self._ranks)
-        place = rank if sharers == self._ranks else self.slots[rank]
-        share = max(1, len(own) // sharers)
-        return own[place * share : (place + 1) * share]
+        return cores.share_of(rank if sharers == self._ranks else self.slots[rank], sharers)
 
     @property
     def _ranks(self) -> int:
@@ -251,6 +249,9 @@ def settings_of_ranks(
         settings.update(ALLOCATOR_SETTINGS)
     if machine.is_cpu:
         settings["OMP_NUM_THREADS"] = "1"
+    elif program.binds_cores:  # the launcher sets it, whatever it was
+        share = cores.share_of(0, _sharers(machine, config, ranks))
+        settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         sharers = _sharers(machine, config, ranks)
         as_torchrun = program.one_thread or not program.passes_local_rank
@@ -259,6 +260,16 @@ def settings_of_ranks(
         elif sharers > 1:
             settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
     return settings
+
+
+def binding_options(machine: Machine, config: Mapping[str, Any], ranks: int) -> list[str]:
+    """Options of DeepSpeed's launcher that bind ranks to as many cores as they had in a trial."""
+    options = ["--bind_cores_to_rank"]
+    sharers = _sharers(machine, config, ranks)
+    if sharers > ranks:
+        own = [str(core) for rank in range(ranks) for core in cores.share_of(rank, sharers)]
+        options += ["--bind_core_list", ",".join(own)]
+    return options
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:

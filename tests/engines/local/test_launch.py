@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.local import leftovers
-from dsat.engines.local.launch import offloads, settings_of_ranks
+from dsat.engines.local import cores, leftovers
+from dsat.engines.local.launch import binding_options, offloads, settings_of_ranks
 from dsat.inputs.entrypoint import Entrypoint
 from testing.local import cpu_machine
 
@@ -40,6 +40,31 @@ def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
     }
     torchrun = replace(PROGRAM, one_thread=True)
     assert settings_of_ranks(GPUS, torchrun, {}, 2, {})["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_bound_ranks_have_whole_cores_and_training_has_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Eight cores of two hardware threads each: 0 and 8, 1 and 9, ..."""
+    for core in range(16):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
+    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
+    assert [cores.share_of(place, 4) for place in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cores.share_of(9, 16) == [1], "there are fewer cores than ranks"
+    binds = replace(PROGRAM, binds_cores=True)
+    for ranks, config, threads, listed in (
+        (4, {}, "2", None),
+        (2, {}, "2", "0,1,2,3"),  # as beside another trial
+        (2, OFFLOAD, "4", None),  # as alone
+    ):
+        own = {"OMP_NUM_THREADS": "3"}  # which the launcher replaces
+        assert settings_of_ranks(GPUS, binds, config, ranks, own)["OMP_NUM_THREADS"] == threads
+        options = binding_options(GPUS, config, ranks)
+        list_option = ["--bind_core_list", listed] if listed else []
+        assert options == ["--bind_cores_to_rank", *list_option]
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:

@@ -1,0 +1,179 @@
+"""The local engine on accelerators, before a supervisor that does as it is told to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.local import LocalEngine, LocalOptions, Machine
+from dsat.errors import EngineError
+from dsat.inputs import entrypoint, experiment
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing.helpers import ran
+from testing.local import PROGRAMS
+
+GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+class Scripted:
+    """A supervisor whose ranks end at once, well or stuck in the driver of a device.
+
+    Attributes:
+        stuck: devices on which every rank gets stuck.
+        holds: ranks go on until they are let go.
+        launched: by trial, the devices it was started on, one start after the other.
+    """
+
+    def __init__(self) -> None:
+        self.stuck: set[str] = set()
+        self.holds = False
+        self.launched: dict[int, list[str]] = {}
+        self._requests: list[Mapping[str, Any]] = []
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        if request["op"] == "launch":
+            devices = request["ranks"][0]["env"]["CUDA_VISIBLE_DEVICES"]
+            self.launched.setdefault(request["trial"], []).append(devices)
+            self._requests.append(request)
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        if self.holds:
+            return []
+        answers, self._requests = [self._answer(r) for r in self._requests], []
+        return answers
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        stuck = bool(self.stuck & set(self.launched[request["trial"]][-1].split(",")))
+        if not stuck:
+            outcome = json.dumps(ran().to_json())
+            (Path(request["folder"]) / "metrics.json").write_text(outcome)
+        ranks = len(request["ranks"])
+        return {
+            "event": "ended",
+            "trial": request["trial"],
+            "statuses": [-9 if stuck else 0] * ranks,
+            "killed": [stuck] * ranks,
+            "stuck": stuck,
+        }
+
+    def warm_up(self, modules: Sequence[str] = ()) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    scripted = Scripted()
+    monkeypatch.setattr(
+        "dsat.engines.local.engine.SupervisorClient", lambda *args, **more: scripted
+    )
+    return scripted
+
+
+@pytest.fixture
+def engine(supervisor: Scripted, tmp_path: Path) -> Iterator[LocalEngine]:
+    user = experiment.read(PROGRAMS / "tiny" / "deepspeed.yaml", PROGRAMS / "tiny")
+    program = entrypoint.parse(user.entrypoint, user.model_dir)
+    options = LocalOptions(TrialOptions(timeout_s=60))
+    engine = LocalEngine(user, program, GPUS, tmp_path, options, slots_per_trial=1)
+    yield engine
+    engine.close()
+
+
+def trial(number: int, **zero: Any) -> Trial:
+    batch = BatchTriple(1, 1, 1)
+    overrides = {**batch.config(), "zero_optimization": {"stage": 1, **zero}}
+    return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=overrides)
+
+
+def test_a_device_whose_driver_is_stuck_is_left_and_its_trial_runs_elsewhere(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck = {"0"}
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok
+    assert supervisor.launched[1] == ["0", "1"]
+    assert engine.num_slots == 3
+    [warning] = outcome.warnings
+    assert warning.startswith("cuda 0 is not used any more: a rank waits for the device's driver")
+    engine.launch(trial(2))
+    [(_, outcome)] = engine.poll(1)
+    assert (outcome.warnings, supervisor.launched[2]) == ((), ["1"]), "said once"
+
+
+def test_a_configuration_that_breaks_every_device_is_given_up_before_there_are_none(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck = {"0", "1", "2", "3"}
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(1)
+    assert not outcome.ok
+    assert supervisor.launched[1] == ["0", "1", "2"]
+    assert (engine.num_slots, len(outcome.warnings)) == (1, 3)
+    engine.launch(trial(2))
+    with pytest.raises(EngineError, match=r"1 slots, and 0 of 4 still work .*cuda 3: a rank waits"):
+        engine.poll(1)
+
+
+def test_an_offloading_trial_runs_alone(supervisor: Scripted, engine: LocalEngine) -> None:
+    supervisor.holds = True
+    for number in (1, 2):
+        engine.launch(trial(number))
+    engine.launch(trial(3, **OFFLOAD))
+    engine.launch(trial(4))
+    assert list(supervisor.launched) == [1, 2]
+    supervisor.holds = False
+    assert {number for number, _ in engine.poll(1)} == {1, 2}
+    assert list(supervisor.launched) == [1, 2, 3]
+    assert [number for number, _ in engine.poll(1)] == [3]
+    assert [number for number, _ in engine.poll(1)] == [4]
+
+
+UNKILLABLE = """
+from dsat.engines.local import supervisor
+supervisor._STUCK_AFTER_S = 0.5
+supervisor._kill_all = lambda group, pids: None
+supervisor.Supervisor().run()
+"""
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNKILLABLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def launch(number: int, *command: str) -> None:
+        ranks = [{"env": {"PATH": "/usr/bin:/bin"}, "cores": []}]
+        where = {"folder": str(tmp_path), "cwd": str(tmp_path), "port": 1, "linger_s": 1}
+        send({"op": "launch", "trial": number, "command": command, "ranks": ranks, **where})
+
+    def send(request: Mapping[str, Any]) -> None:
+        process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+
+    began_s = time.monotonic()
+    launch(1, "/bin/sleep", "600")
+    send({"op": "kill", "trial": 1, "grace_s": 0})
+    answer = json.loads(process.stdout.readline())
+    assert (answer["trial"], answer["stuck"], answer["killed"]) == (1, True, [True])
+    launch(2, "/bin/true")
+    answer = json.loads(process.stdout.readline())
+    assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, False, [0])
+    process.stdin.close()
+    assert process.wait(timeout=20) == 0
+    assert time.monotonic() - began_s < 20
+    process.stdout.close()
