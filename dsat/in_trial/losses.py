@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import Diverged
+from dsat.in_trial import precision
 from dsat.values.outcome import TrainingCurve
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
@@ -146,6 +147,7 @@ class LossWatch:
             losses=tuple(_rounded(self._read[i][0]) for i in kept),
             grad_norms=tuple(_rounded(self._read[i][1]) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
+            precision=precision.of_engine(self._engine),
         )
 
     def _check(self) -> None:

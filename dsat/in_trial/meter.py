@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
-from dsat.in_trial import loaders
+from dsat.in_trial import loaders, precision
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
 from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
@@ -83,6 +83,7 @@ def install(
 
     meter = Meter(spec, on_complete, on_step)
     loaders.watch()
+    precision.watch()
     original = deepspeed.initialize
 
     @functools.wraps(original)

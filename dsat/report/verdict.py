@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from dsat.in_trial.samples import UNCOUNTED
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.finals import Finals, Gain
@@ -33,6 +34,8 @@ def verdict(run: Run) -> list[str]:
     if changed:
         said = ", ".join(f"{key}={value}" for key, value in changed.items())
         lines.append(f"The best needs other arguments of the script than yours: {said}.")
+    if UNCOUNTED in outcome.warnings:
+        lines.append(f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}.")
     return lines + memory_warning(run) + learning_rate_advice(run)
 
 

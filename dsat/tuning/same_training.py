@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.values.outcome import TrainingCurve
+from dsat.values.outcome import PRECISIONS, TrainingCurve
 
 _LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
 # Relative differences of losses: of the first step, and added with every further one.
@@ -54,7 +54,8 @@ def compare(
     Args:
         own: of its runs, in any order; two are needed.
         other: of another configuration, on the same seed and data.
-        precision: `fp32`, `fp16` or `bf16`, of the forward pass.
+        precision: one of `PRECISIONS`: what the configuration says of the forward pass. What the
+            trainings were seen to compute in counts where it is coarser.
         same_batch: both have the same global batch.
     """
     if not same_batch:
@@ -65,7 +66,8 @@ def compare(
         return _unknown("too few losses of your own configuration were seen")
     if len(its) < _LEAST_STEPS:
         return _unknown("too few of its losses were seen")
-    first, growth = _ROUNDING[precision]
+    seen = (precision, *(curve.precision or precision for curve in (*own, other)))
+    first, growth = _ROUNDING[max(seen, key=PRECISIONS.index)]
     reference, *again = curves
     own_apart = {step: _apart(reference, again, step) for step in reference}
     start = min(reference)

@@ -160,6 +160,9 @@ class ModelProfile(Recorded):
     host_memory_bytes: int = 0
 
 
+PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
+
+
 @dataclass(frozen=True)
 class TrainingCurve:
     """How the training went: the first and the last optimizer steps of a trial, in order.
@@ -171,12 +174,15 @@ class TrainingCurve:
         grad_norms: of each, as DeepSpeed knows it: the 2-norm of all gradients before clipping;
             None where it computes none (stage 0 in fp32).
         skipped: those that fp16 skipped because of an overflow.
+        precision: the coarsest numbers that were computed in, one of `PRECISIONS`; empty if that is
+            not known.
     """
 
     steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
     grad_norms: tuple[float | None, ...] = ()
     skipped: tuple[int, ...] = ()
+    precision: str = ""
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Engine:
     def __init__(self, gas: int = 1) -> None:
         self.gas = gas
         self.norm: Any = None
+        self.module = torch.nn.Linear(1, 1)
+        self.device = torch.device("cpu")
 
     def gradient_accumulation_steps(self) -> int:
         return self.gas

@@ -88,7 +88,7 @@ class FakeEngine:
         self.clock = clock
         self.training = True
         self.optimizer = object()
-        self.module: Any = None
+        self.module: Any = torch.nn.Linear(1, 1)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.device = torch.device("cpu")
         self.times_ms = (3.0, 5.0, 2.0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dsat.in_trial.samples import UNCOUNTED
 from dsat.report import summary
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
@@ -201,3 +202,12 @@ def test_the_knee_is_where_larger_batches_gain_no_more() -> None:
     assert knee_row(rows, 0.0) == 16
     assert knee_row(rows[:2], 0.02) is None
     assert "99.0% (knee)" in summary.markdown(run, "train")
+
+
+def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
+    uncounted = replace(ran(150), warnings=(UNCOUNTED,))
+    said = verdict(run_of((1, 8, uncounted), (1, 4, uncounted), baseline=ran(100)))
+    assert [line for line in said if "cannot be counted" in line] == [
+        f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}."
+    ]
+    assert "cannot be counted" not in " ".join(verdict(run_of((1, 8, ran(150)))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,18 @@ def test_losses_agree_within_rounding(
     found = compare(OWN, other, precision=precision, same_batch=True)
     assert found.agreement is agreement
     assert bool(found.reason) == (agreement is not Agreement.SAME)
+
+
+def test_numbers_that_the_script_chose_itself_round_as_coarsely_as_they_do() -> None:
+    """The configuration says fp32, and the script autocasts."""
+    noisy = curve(noise=5e-4)
+    assert compare(OWN, noisy, precision="fp32", same_batch=True).differs
+    its = replace(noisy, precision="bf16")
+    assert compare(OWN, its, precision="fp32", same_batch=True).agreement is Agreement.SAME
+    own = tuple(replace(each, precision="bf16") for each in OWN)
+    assert compare(own, noisy, precision="fp32", same_batch=True).agreement is Agreement.SAME
+    fine = replace(noisy, precision="fp32")
+    assert compare(OWN, fine, precision="bf16", same_batch=True).agreement is Agreement.SAME
 
 
 def test_what_two_runs_of_ones_own_differ_by_is_no_difference() -> None:

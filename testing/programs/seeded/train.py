@@ -1,8 +1,8 @@
 """A training that is the same on every run: seeded weights, each global batch's data by its step.
 
 Which rows a rank sees in which micro step follows from the global batch alone, so stages, buckets,
-and accumulation leave the mathematics as it is. The configuration's `behaviour` names a fault and
-its arguments.
+and accumulation leave the mathematics as it is. The configuration's `behaviour` names faults, each
+with its arguments.
 """
 
 import argparse
@@ -117,7 +117,18 @@ def muon(model: LanguageModel) -> torch.optim.Optimizer:
     )
 
 
-FAULTS: dict[str, Callable[..., None]] = {"forgets": forgets, "races": races, "scatters": scatters}
+def autocasts(engine: Any) -> None:
+    """The script's own mixed precision, of which the configuration knows nothing."""
+    inside = torch.autocast(engine.device.type, torch.bfloat16)
+    engine.module.forward = inside(engine.module.forward)
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "autocasts": autocasts,
+    "forgets": forgets,
+    "races": races,
+    "scatters": scatters,
+}
 
 
 def main() -> None:
@@ -125,7 +136,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--deepspeed_config", required=True)
     config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
-    behaviour = config.pop("behaviour", "runs")
+    behaviours = config.pop("behaviour", "runs")
     with_muon = config.pop("muon", False)
     torch.manual_seed(0)
     model = LanguageModel()
@@ -135,9 +146,10 @@ def main() -> None:
         config=config,
         optimizer=muon(model) if with_muon else None,
     )
-    fault, *what = behaviour.split()
-    if fault in FAULTS:
-        FAULTS[fault](engine, *what)
+    for behaviour in behaviours.split(", "):
+        fault, *what = behaviour.split()
+        if fault in FAULTS:
+            FAULTS[fault](engine, *what)
     size, gas = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     for step in range(STEPS):
         for micro_step in range(gas):

@@ -1,0 +1,62 @@
+"""In which numbers a training computes; how far rounding may take two trainings apart follows.
+
+A DeepSpeed configuration does not tell: scripts autocast by themselves, load their weights in half
+precision, or allow TF32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from dsat.values.outcome import PRECISIONS
+
+_entered: set[str] = set()
+
+
+def watch() -> None:
+    """From now on, notes in which numbers autocasting computes."""
+    import torch
+
+    original = torch.autocast.__enter__
+    if hasattr(original, "dsat_watches"):
+        return
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        result = original(self)
+        if torch.is_autocast_enabled(self.device):
+            _entered.add(_of_dtype(torch.get_autocast_dtype(self.device)))
+        return result
+
+    enter.dsat_watches = True  # type: ignore[attr-defined]
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def of_engine(engine: Any) -> str:
+    """The coarsest numbers of an engine's training so far: one of `PRECISIONS`."""
+    import torch
+
+    found = {*_entered, *(_of_dtype(p.dtype) for p in engine.module.parameters())}
+    if torch.device(engine.device).type == "cuda" and _allows_tf32(engine.module.modules()):
+        found.add("fp16")  # TF32 has as many digits
+    return max(found, key=PRECISIONS.index, default=PRECISIONS[0])
+
+
+def _of_dtype(dtype: Any) -> str:
+    """What is computed with weights of a type; those of quantised ones are made into bf16."""
+    import torch
+
+    if dtype is torch.float16:
+        return "fp16"
+    return "fp32" if dtype.itemsize >= 4 and dtype.is_floating_point else "bf16"
+
+
+def _allows_tf32(modules: Iterable[Any]) -> bool:
+    import torch
+
+    if torch.backends.cuda.matmul.allow_tf32:
+        return True
+    convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
+    return convolutions and torch.backends.cudnn.allow_tf32
