@@ -25,7 +25,7 @@ def watch() -> None:
 
     @functools.wraps(original)
     def enter(self: Any) -> Any:
-        result = original(self)
+        result = original(self)  # type: ignore[no-untyped-call]
         if torch.is_autocast_enabled(self.device):
             _entered.add(_of_dtype(torch.get_autocast_dtype(self.device)))
         return result

@@ -26,7 +26,7 @@ def seen(module: nn.Module, device: str = "cpu") -> str:
 @pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_a_script_that_autocasts_by_itself(dtype: torch.dtype, said: str) -> None:
     class Model(nn.Linear):
-        @torch.autocast("cpu", dtype=dtype)
+        @torch.autocast("cpu", dtype=dtype)  # type: ignore[untyped-decorator]
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return super().forward(inputs)
 
