@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from dsat.app import mailbox, run_folders, train_command
+from dsat.app import mailbox, mended, run_folders, train_command
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
@@ -68,10 +68,16 @@ class LocalSearch:
         with contextlib.ExitStack() as opened:
             if ready.native is not None:
                 self.folder = run_folders.of_results(ready.native, ready.experiment, opened)
-                earlier = run_folders.earlier_runs(self.folder, ready.plan)
-                self._known = history.known_outcomes(earlier, ready.plan)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            if ready.native is not None or ready.settings.resume:
+                earlier = run_folders.earlier_runs(
+                    self.folder,
+                    ready.plan,
+                    ready.info[mended.DIGEST],
+                    takes_over=ready.native is not None,
+                )
+                self._known = history.known_outcomes(earlier, ready.plan)
             ended = ProcessRecord(self.folder).sweep()
             if ended:
                 _log.info("ended %d processes that a run here had left behind", len(ended))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, plans
+from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
 from dsat.engines.local import Machine, find_machine
 from dsat.errors import UserInputError
@@ -44,6 +44,7 @@ class Prepared:
             "machine": self.machine.describe(),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
+            mended.DIGEST: mended.digest_of(self.experiment, self.program),
         }
 
 

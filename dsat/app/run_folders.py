@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from dsat.app import mended
 from dsat.app.folder_lock import FolderLock, is_marked
 from dsat.app.prepare import Prepared
 from dsat.errors import JournalError, UserInputError
@@ -24,6 +26,7 @@ from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import PRIVATE_FOLDER
 
+_log = logging.getLogger(__name__)
 RUNS_FOLDER = Path("dsat_runs")
 _TRASH = ".dsat-deleted"
 _RESULT_FILES = (
@@ -131,19 +134,28 @@ def of_results(section: Autotuning, experiment: Experiment, locks: ExitStack) ->
     return section.results_dir
 
 
-def earlier_runs(folder: Path, plan: Plan) -> list[Run]:
-    """The runs in a folder of results, none of which a run of another plan continues.
+def earlier_runs(folder: Path, plan: Plan, digest: str, *, takes_over: bool) -> list[Run]:
+    """The runs in a run's folder, none of which is continued.
 
-    The journal of a run that was made for another plan is put aside.
+    The journal of a run that was made for another plan is put aside, and so is that of one whose
+    failures may have been mended.
+
+    Args:
+        plan: of the run that is to begin or to go on.
+        digest: of what it runs; see `mended.digest_of`.
+        takes_over: the folder may hold a run of another plan.
     """
     journal = folder / FILE_NAME
     if journal.exists():
         run = Run(read_events(journal))
-        if run.plan is not None and plan.difference(run.plan) is not None:
+        other = run.plan is not None and plan.difference(run.plan) is not None
+        if takes_over if other else mended.is_forgotten(run, digest):
             number = 1
             while (aside := folder / f"{journal.stem}-{number}.jsonl").exists():
                 number += 1
             journal.rename(aside)
+            if not other:
+                _log.info("what failed before may be mended: it is tried again")
     return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
 
 
