@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import by_hand, winners_curse
+from benchmarks.by_hand import Compared
 from benchmarks.native import Tuned
 from benchmarks.replay import Summary, number
+from benchmarks.winners_curse import Row
 
 SEEDS_OF_20 = 18
 SEARCHES_WITH_MEMORY_MODEL = ("model", "asha", "binary", "random")
@@ -59,6 +62,58 @@ def of_native(workload: str, ours: Tuned, theirs: Tuned) -> list[Bar]:
             gain >= 1 - STOPWATCH_NOISE,
         ),
     ]
+
+
+def of_curse(rows: Sequence[Row]) -> list[Bar]:
+    """The bars on simulated runs; each holds only if it does in every row, as far as the number of
+    its runs can tell (two standard errors)."""
+    if not rows:
+        return []
+    covered = [row for row in rows if row.covered is not None]
+    within = "(within two standard errors of each row's runs)"
+    return [
+        _in_every_row(
+            f"gains: biased by at most {winners_curse.MOST_BIAS:.0%} in every row {within}",
+            rows,
+            lambda row: abs(row.bias),
+            lambda row: f"{100 * row.bias:+.2f} points",
+            lambda row: row.is_unbiased,
+        ),
+        _in_every_row(
+            f"gains: worse than the user's own in at most {winners_curse.MOST_WORSE:.0%} of runs",
+            rows,
+            lambda row: row.worse,
+            lambda row: f"{row.worse:.1%}",
+            lambda row: row.is_seldom_worse,
+        ),
+        _in_every_row(
+            f"gains: in the interval in at least {winners_curse.LEAST_COVERED:.0%} {within}",
+            covered,
+            lambda row: -(row.covered or 0.0),
+            lambda row: f"{row.covered:.1%}",
+            lambda row: row.is_covered,
+        ),
+    ]
+
+
+def of_by_hand(found: Sequence[Compared]) -> list[Bar]:
+    """The bar on the printed command."""
+    said = "; ".join(f"{each.name} {each.ratio:.3f}" for each in found)
+    apart = f"the printed command by hand: within {by_hand.MOST_APART:.0%} of what is reported"
+    return [Bar(apart, said, all(each.met for each in found))] if found else []
+
+
+def _in_every_row(
+    text: str,
+    rows: Sequence[Row],
+    badness: Callable[[Row], float],
+    say: Callable[[Row], str],
+    meets: Callable[[Row], bool],
+) -> Bar:
+    """A bar on rows: told are the worst, and those that miss it."""
+    told = [max(rows, key=badness), *(row for row in rows if not meets(row))]
+    said = [f"{row.world}, {row.method}: {say(row)} of {len(row.results)} runs" for row in told]
+    return Bar(text, "; ".join(dict.fromkeys(said)), all(map(meets, rows)))
 
 
 _ByName = dict[tuple[str, str], Summary]

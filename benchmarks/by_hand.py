@@ -20,9 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import run_trial
 from dsat.app import train_command
@@ -45,6 +46,7 @@ OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
 WARM_UP_STEPS = 20
 TIME_LIMIT_S = 300.0
 MOST_APART = 0.03
+EXPLANATION = (__doc__ or "").split("\n\n", 2)[2].strip().splitlines()
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Compared:
     trials: tuple[float, ...]
     by_hand: tuple[float, ...]
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Compared:
+        lists = {name: tuple(data[name]) for name in ("trials", "by_hand")}
+        return cls(**{**data, **lists})
+
     @property
     def ratio(self) -> float:
         """By hand to trial, in the middle of the pairs."""
@@ -122,7 +129,13 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     try:
         words = tuple(case.command())
         [ready] = prepare(
-            Settings(method="random", command=words, slots=case.ranks, cold=case.cold)
+            Settings(
+                method="random",
+                metric="throughput",
+                command=words,
+                slots=case.ranks,
+                cold=case.cold,
+            )
         )
     finally:
         os.chdir(own)

@@ -17,13 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import coverage, native, picture, replay, tables, winners_curse
-from benchmarks.bars import Bar, of_native, of_replay
+from benchmarks import (
+    by_hand,
+    coverage,
+    finals_cost,
+    native,
+    picture,
+    replay,
+    tables,
+    winners_curse,
+)
+from benchmarks.bars import Bar, of_by_hand, of_curse, of_native, of_replay
+from benchmarks.by_hand import Compared
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
 from benchmarks.record import about_machine
 from benchmarks.replay import Episode
 from benchmarks.tables import Table
+from benchmarks.winners_curse import Row
 from dsat.engines.local import find_machine
 from dsat.report.format import duration
 from dsat.values.files import write_atomically
@@ -38,7 +49,12 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "scale": ("benchmarks.search_scale", "--trials", "10000"),
     "trial_start": ("benchmarks.trial_start",),
     "replay": ("benchmarks.replay", "--output", str(KEPT / "episodes.json")),
-    "winners_curse": ("benchmarks.winners_curse", "--seeds", "120", "--methods", "asha"),
+    "winners_curse": (
+        *("benchmarks.winners_curse", "--seeds", "240"),
+        *("--output", str(KEPT / "curse.json")),
+    ),
+    "finals": ("benchmarks.finals_cost",),
+    "by_hand": ("benchmarks.by_hand", "--output", str(KEPT / "hands.json")),
     "coverage": ("benchmarks.coverage",),
     "memory": ("benchmarks.memory_accuracy",),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
@@ -103,6 +119,8 @@ def report(
     recorded: Sequence[Table],
     episodes: Sequence[Episode],
     tuned: Mapping[str, tuple[Tuned, Tuned]],
+    curse: Sequence[Row] = (),
+    hands: Sequence[Compared] = (),
 ) -> str:
     """The whole of RESULTS.md.
 
@@ -111,10 +129,13 @@ def report(
         recorded: the tables that were replayed.
         episodes: of the replay.
         tuned: what dsat and DeepSpeed's autotuner did, by the part's name in `NATIVE`.
+        curse: rows of simulated runs.
+        hands: what the printed command did by hand.
     """
     bars = of_replay(replay.summaries(episodes))
     for name, both in tuned.items():
         bars += of_native(NATIVE[name][0], *both)
+    bars += of_curse(curse) + of_by_hand(hands)
     sections: list[tuple[str, str, Callable[[Part], list[str]]]] = [
         ("replay", "Replay on recorded tables", lambda _: _replay(recorded, episodes)),
         *(
@@ -125,8 +146,14 @@ def report(
             )
             for name, (workload, _) in NATIVE.items()
         ),
-        ("winners_curse", "The gain that is reported against the gain that there is", _curse),
-        ("coverage", "Whether the intervals of step times hold", _coverage),
+        (
+            "winners_curse",
+            "The gain that is reported against the gain that there is",
+            _with(winners_curse.EXPLANATION),
+        ),
+        ("finals", "What finals cost", _with(finals_cost.EXPLANATION)),
+        ("by_hand", "The printed command by hand", _with(by_hand.EXPLANATION)),
+        ("coverage", "Whether the intervals of step times hold", _with(coverage.EXPLANATION)),
         ("memory", "Simulated memory against real memory", _table),
         ("scale", "Cost of a decision", _block),
         ("trial_start", "Start of a trial", _block),
@@ -176,12 +203,9 @@ def _replay(recorded: Sequence[Table], episodes: Sequence[Episode]) -> list[str]
     return lines
 
 
-def _curse(part: Part) -> list[str]:
-    return [*winners_curse.EXPLANATION, "", *_table(part)]
-
-
-def _coverage(part: Part) -> list[str]:
-    return [*coverage.EXPLANATION, "", *_table(part)]
+def _with(explanation: Sequence[str]) -> Callable[[Part], list[str]]:
+    """A table below what its columns are."""
+    return lambda part: [*explanation, "", *_table(part)]
 
 
 def _table(part: Part) -> list[str]:
@@ -204,9 +228,20 @@ def write() -> None:
         if name in parts:
             ours, theirs = map(Tuned.from_json, json.loads(path.read_text()))
             tuned[name] = ours, theirs
-    write_atomically(REPORT, report(parts, tables.read_all(), episodes, tuned))
+    curse = [Row.from_json(row) for row in _kept_json("winners_curse", "curse.json")]
+    hands = [Compared.from_json(each) for each in _kept_json("by_hand", "hands.json")]
+    text = report(parts, tables.read_all(), episodes, tuned, curse, hands)
+    write_atomically(REPORT, text)
     if episodes:
         picture.draw(episodes, PICTURE)
+
+
+def _kept_json(part: str, name: str) -> list[dict[str, Any]]:
+    """What a part wrote besides what it printed; nothing if it was not run."""
+    if kept(part) is None:
+        return []
+    found: list[dict[str, Any]] = json.loads((KEPT / name).read_text())
+    return found
 
 
 def main() -> None:

@@ -260,18 +260,31 @@ class Row:
     def cost(self) -> float:
         return statistics.median(r.cost for r in self.results)
 
+    # Whether the row keeps to the bars, as far as its runs can tell (two standard errors).
+
+    @property
+    def is_unbiased(self) -> bool:
+        spread = statistics.pstdev(r.reported - r.true for r in self.results)
+        return abs(self.bias) <= MOST_BIAS + 2 * spread / math.sqrt(len(self.results))
+
+    @property
+    def is_seldom_worse(self) -> bool:
+        return self.worse <= MOST_WORSE + _two_errors(MOST_WORSE, len(self.results))
+
+    @property
+    def is_covered(self) -> bool:
+        covered, count = self.covered, len(self.results)
+        return covered is None or covered >= LEAST_COVERED - _two_errors(LEAST_COVERED, count)
+
     @property
     def meets(self) -> bool:
-        """Whether the row keeps to the bars, as far as its runs can tell (two standard errors)."""
-        count = len(self.results)
-        spread = statistics.pstdev(r.reported - r.true for r in self.results)
-        covered = self.covered
-        return (
-            abs(self.bias) <= MOST_BIAS + 2 * spread / math.sqrt(count)
-            and self.worse <= MOST_WORSE + _two_errors(MOST_WORSE, count)
-            and (covered is None or covered >= LEAST_COVERED - _two_errors(LEAST_COVERED, count))
-            and self.cost <= MOST_COST
-        )
+        kept = self.is_unbiased and self.is_seldom_worse and self.is_covered
+        return kept and self.cost <= MOST_COST
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        results = [Result(**each) for each in data["results"]]
+        return cls(data["world"], data["method"], results)
 
 
 def _two_errors(share: float, count: int) -> float:

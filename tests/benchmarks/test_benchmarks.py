@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks import bars, grid, picture, record, results, tables
+from benchmarks.by_hand import Compared
 from benchmarks.grid import Cell, Grid
 from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS, UNSEEDED, player
 from benchmarks.replay import Episode, Summary, play, summaries
-from benchmarks.tables import Header, Row, Table
+from benchmarks.tables import Header, Table
+from benchmarks.tables import Row as Recorded
+from benchmarks.winners_curse import Result, Row
 from dsat.engines.local import Machine
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
@@ -68,7 +71,7 @@ def table() -> Table:
         while (size := grid.next_size(known, 4096)) is not None:
             outcome = _outcome(settings, size)
             known[size] = outcome.ok
-            rows.append(Row(settings, size, 1, 1, outcome))
+            rows.append(Recorded(settings, size, 1, 1, outcome))
     return Table(HEADER, rows)
 
 
@@ -133,7 +136,7 @@ def test_further_passes_begin_when_all_edges_are_known() -> None:
 def test_a_recording_goes_on_with_what_its_pass_lacks() -> None:
     def line(stage: int, size: int, number: int, *, ok: bool = True) -> dict[str, Any]:
         outcome = _outcome({"stage": 0}, size) if ok else Outcome(OutcomeKind.OOM)
-        return tables.of_pass(Row({"stage": stage}, size, 1, 1, outcome), number)
+        return tables.of_pass(Recorded({"stage": stage}, size, 1, 1, outcome), number)
 
     first = [line(0, 1, 1), line(0, 2, 1, ok=False), line(1, 1, 1), line(1, 2, 1, ok=False)]
     assert _small_grid(1, *first).begin() is None
@@ -147,7 +150,7 @@ def test_of_several_passes_a_table_has_the_median(table: Table, tmp_path: Path) 
     row = next(row for row in table.rows if row.outcome.ok)
     assert row.outcome.metrics is not None
 
-    def measured(throughput: float) -> Row:
+    def measured(throughput: float) -> Recorded:
         assert row.outcome.metrics is not None
         metrics = replace(row.outcome.metrics, throughput=throughput)
         return replace(row, outcome=replace(row.outcome, metrics=metrics))
@@ -271,7 +274,9 @@ def test_beyond_the_edge_is_out_of_memory(table: Table) -> None:
 
 def test_a_grid_that_ended_before_its_edge_is_not_stretched() -> None:
     settings = {"stage": 0}
-    few = Table(HEADER, [Row(settings, size, 1, 1, _outcome(settings, size)) for size in (1, 2)])
+    few = Table(
+        HEADER, [Recorded(settings, size, 1, 1, _outcome(settings, size)) for size in (1, 2)]
+    )
     answer = few.answer(_config(0, 3))
     assert (answer.kind, answer.duration_s) == (OutcomeKind.OOM, few.rows[1].outcome.duration_s)
 
@@ -472,6 +477,37 @@ def test_bars_of_the_real_comparison(wall_s: float, throughput: float, met: list
     ours = _tuned("dsat", wall_s, 1, throughput, 1000)
     theirs = _tuned("deepspeed", 100, 90, 100, 110)
     assert [bar.met for bar in bars.of_native("short", ours, theirs)] == met
+
+
+def _row(method: str, runs: int, **changes: Any) -> Row:
+    one = Result(1.02, 1.02, True, 1.1, 1.02, True, 8, 0.2)
+    return Row("steps 5 %", method, [replace(one, **changes)] * runs)
+
+
+def test_bars_of_gains_hold_in_every_row_or_not_at_all() -> None:
+    def met(*rows: Row) -> list[bool]:
+        return [bar.met for bar in bars.of_curse(rows)]
+
+    good = _row("asha", 100)
+    assert met(good) == [True, True, True] and met() == []
+    assert met(good, _row("model", 100, reported=1.04)) == [False, True, True]
+    assert met(good, _row("model", 100, reported=1.0)) == [False, True, True]
+    assert met(good, _row("model", 100, reported=0.9, true=0.9)) == [True, False, True]
+    assert met(good, _row("model", 100, covered=False)) == [True, True, False]
+    assert met(good, _row("model", 100, covered=None)) == [True, True, True]
+    mixed = Row("steps 5 %", "binary", [*_row("", 92).results, *_row("", 8, covered=False).results])
+    assert met(mixed) == [True, True, True], "100 runs cannot tell 92 % from 93 %"
+    [bias, *_] = bars.of_curse([good, _row("model", 100, reported=1.04)])
+    assert bias.measured == "steps 5 %, model: +2.00 points of 100 runs"
+
+
+def test_the_bar_of_the_printed_command() -> None:
+    near = Compared("a", 10.0, (100.0, 80.0, 90.0), (102.0, 40.0, 92.0))
+    far = replace(near, name="b", by_hand=(104.0, 84.0, 94.0))
+    [bar] = bars.of_by_hand([near])
+    assert bar.met and bar.measured == "a 1.020"
+    [bar] = bars.of_by_hand([near, far])
+    assert not bar.met and bar.measured.endswith("b 1.044")
 
 
 def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
