@@ -52,6 +52,14 @@ def html(run: Run, folders: str, train_line: str) -> str:
 
 def render(which: str, /, **values: Any) -> str:
     """A template with its values, and with the style and Vega that all of them have."""
+    common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
+    text: str = _compiled(which).render({**common, **values})
+    return text
+
+
+@cache
+def _compiled(which: str) -> Any:
+    """A template, compiled once: pages are written anew again and again."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -61,8 +69,7 @@ def render(which: str, /, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
-    return environment.get_template(which).render({**common, **values})
+    return environment.get_template(which)
 
 
 def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dsat.values.trial import Proposal
 
 Predict = Callable[[Mapping[str, Any]], float]
 
+_STEP_DOWN = 4  # nothing runs: so many times fewer samples than ran out of memory
 _DRAWS = 4096  # settings that are drawn one after the other until some fit
 
 
@@ -66,6 +68,7 @@ class Search(abc.ABC):
         self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
         self._lineages: list[Lineage] = []
         self._most_samples = math.inf  # that there are data for, on each slot
+        self._hardship = [Hardship() for _ in space.branches]
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:
@@ -128,6 +131,11 @@ class Search(abc.ABC):
                 return None
             rng = self._rng()
             number = open_branches[int(rng.integers(len(open_branches)))]
+            driest = max(self._hardship[n].dry for n in open_branches)
+            least = min(self._hardship[n].dry for n in open_branches)
+            if driest > least:  # what needs less memory is behind those that run dry
+                open_branches = [n for n in open_branches if self._hardship[n].dry == least]
+                number = open_branches[int(rng.integers(len(open_branches)))]
             new = [n for n in open_branches if self._undrawn[n].is_whole]
             if new:
                 number = new[0]  # as listed: what costs least traffic first
@@ -143,6 +151,7 @@ class Search(abc.ABC):
                 ceiling=max(1, int(self._search_range_factor * largest)),
             )
             lineage.limit(self._most_samples)
+            lineage.limit(self._bearable(number))
             if lineage.finished:
                 continue
             self._lineages.append(lineage)
@@ -160,6 +169,7 @@ class Search(abc.ABC):
     def _told(self, proposal: Proposal, outcome: Outcome) -> Lineage:
         """Enters an outcome in its lineage and returns the lineage."""
         lineage = self._lineages[proposal.lineage]
+        self._note_memory(lineage.branch, proposal.micro_batch, outcome)
         lineage.record(
             proposal.micro_batch,
             outcome.kind,
@@ -171,6 +181,48 @@ class Search(abc.ABC):
             self._most_samples = min(outcome.most_samples, self._most_samples)
             lineage.limit(self._most_samples)
         return lineage
+
+    def _note_memory(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
+        """Enters whether memory was enough in a branch."""
+        hardship = self._hardship[branch]
+        if outcome.ok:
+            hardship.relieved = True
+        elif outcome.kind.is_out_of_memory:
+            hardship.least = min(hardship.least, micro_batch)
+            hardship.at_smallest += micro_batch == self.space.micro_batches[0]
+
+    def _bearable(self, branch: int) -> float:
+        """The largest micro batch to try with settings that were not tried, as long as nothing has
+        run in their branch: less than ran out of memory there, and far less if nothing runs at all.
+
+        The smallest is always one: other settings may need less.
+        """
+        hardship = self._hardship[branch]
+        if hardship.relieved or math.isinf(hardship.least):
+            return math.inf
+        anything_ran = any(other.relieved for other in self._hardship)
+        below = hardship.least - 1 if anything_ran else hardship.least // _STEP_DOWN
+        return max(self.space.micro_batches[0], below)
+
+
+@dataclass
+class Hardship:
+    """Of a branch, how little was too much for its memory.
+
+    Attributes:
+        relieved: something ran.
+        least: the smallest micro batch that ran out of memory.
+        at_smallest: how many trials did so with the smallest that there is.
+    """
+
+    relieved: bool = False
+    least: float = math.inf
+    at_smallest: int = 0
+
+    @property
+    def dry(self) -> int:
+        """How many settings do not run whatever the micro batch, as long as none does."""
+        return 0 if self.relieved else self.at_smallest
 
 
 class Undrawn:

@@ -22,7 +22,8 @@ class GridSearch(Search):
     that runs, then halved from there. Nothing above what ran out of memory or out of time is tried,
     nothing more after another failure.
 
-    Settings are independent of each other: while a trial of one runs, the next one is begun.
+    Settings are independent of each other: while a trial of one runs, the next one is begun. A
+    branch whose settings all run out of memory lets the others go first.
 
     Args:
         num_micro_batches: go on to the next settings after so many micro batches that ran; by
@@ -68,12 +69,13 @@ class GridSearch(Search):
             progress.since_best += 1
 
     def _begin(self) -> _Walk | None:
-        """The next settings of the first branch that has some left."""
+        """The next settings of the first branch that has some left, and of those in which nothing
+        runs the one where least was tried."""
         if not self._sizes:
             return None
-        for number, (branch, progress) in enumerate(
-            zip(self.space.branches, self._branches, strict=True)
-        ):
+        order = sorted(range(len(self._branches)), key=lambda n: self._hardship[n].dry)
+        for number in order:
+            branch, progress = self.space.branches[number], self._branches[number]
             while progress.begun < branch.count and not self._is_over(progress):
                 settings = branch.settings(progress.begun)
                 largest = self._largest(settings)

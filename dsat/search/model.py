@@ -28,6 +28,7 @@ _SAFE = math.log(0.8)  # and with a chance like this to fit
 _CAUTION = 1.5  # the power of the chance to fit: a trial without memory is worse than a dull one
 _SETTINGS = 32  # of a branch, the likeliest best and as many of the most promising
 _ACCUMULATIONS = 8  # of the accumulation steps that are listed
+_DRY = math.log(4.0)  # per trial that ran out of memory with the smallest micro batch of a branch
 _LONG = 10.0  # a step so many times as long as the best one's makes a trial twice as dear
 
 
@@ -125,6 +126,7 @@ class ModelSearch(Search):
         position = lineage.position(micro_batch)
         if micro_batch in self.space.micro_batches:
             self._asked[lineage.id].add(position)
+            self._note_memory(branch, micro_batch, outcome)
             value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
             lineage.record(
                 micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
@@ -251,11 +253,13 @@ class ModelSearch(Search):
             is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
             if self._gated:
                 is_open &= np.log2(sizes)[:, None] <= edges[None, :]
+            bearable = sizes <= self._bearable(branch)
+            is_open &= bearable[:, None]
             if not is_open.any():
                 continue
             log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
             gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
-            runs = _CAUTION * fits + log_sound
+            runs = _CAUTION * fits + log_sound - _DRY * self._hardship[branch].dry
             if at is None:
                 score, chance = gain + runs, 1.0
             else:

@@ -205,3 +205,28 @@ def test_a_search_has_no_reason_to_stop_unless_told(method: str) -> None:
     search = search_of(method, space_of(8))
     proposals_of(search, lambda _: ran(1.0))
     assert search.stop_reason is None
+
+
+@pytest.mark.parametrize("predicted", [None, 15.0, 300.0], ids=["unpredicted", "near", "far off"])
+@pytest.mark.parametrize("room", [2, 10])
+@pytest.mark.parametrize("method", ["gridsearch", "asha", "model", "random", "binary"])
+def test_what_runs_out_of_memory_leads_to_what_needs_less(
+    method: str, room: int, predicted: float | None
+) -> None:
+    """Only stage 3 has room, and for few samples only; the prediction, if any, is wrong of all."""
+    space = Space(
+        strategies=plain(1, 2, 3), micro_batches=range(1, 2**20 + 1), slots=4, num_params=10**9
+    )
+    given: dict[str, Any] = {}
+    if predicted is not None:
+        given = {"predict": lambda settings: predicted, "gated": True}
+    search = search_of(method, space, ceiling=200, **given)
+    tried: list[tuple[int, int]] = []
+    while len(tried) < 30:
+        proposal = search.ask()
+        assert proposal is not None
+        tried.append((proposal.settings["stage"], proposal.micro_batch))
+        if proposal.settings["stage"] == 3 and proposal.micro_batch <= room:
+            return
+        search.tell(proposal, failed("OOM"))
+    raise AssertionError(f"in 30 trials, nothing ran of {tried}")

@@ -265,7 +265,7 @@ def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
         search_of("asha", space_of(5), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
         """
         ask 0@32 rung 0
-        tell 0@32 OOM
+        tell 0@32 ERROR
         ask 1@32 rung 0
         tell 1@32 ERROR
         ask 2@32 rung 0     # 1 of 2 may rise, but none ran

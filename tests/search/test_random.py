@@ -51,9 +51,7 @@ def test_random_ends_a_lineage_without_memory_at_its_smallest() -> None:
         tell 0@2 OOM
         ask 0@1
         tell 0@1 HOST_OOM
-        ask 1@2
-        tell 1@2 OOM
-        ask 1@1
+        ask 1@1     # nothing runs: more is not tried
         tell 1@1 OOM
         ask nothing
         """,
@@ -70,7 +68,7 @@ def test_random_ends_a_lineage_that_used_up_its_trials() -> None:
         tell 0@4 TIMEOUT
         ask 0@2
         tell 0@2 OOM
-        ask 1@8
+        ask 1@1
         """,
     )
 

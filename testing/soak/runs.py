@@ -1,0 +1,381 @@
+"""Whole searches with made-up trials, each command in a process of its own that may be harmed.
+
+The command line, journal, folders, locks and reports are the real ones; what trials come to is made
+up, so that a search takes a second. Processes are forked from this one, which has imported all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+from dsat.app import local, prepare
+from dsat.cli import main
+from dsat.engines.simulated import SimulatedEngine
+from dsat.tuning.journal import FILE_NAME, read_events
+from testing.helpers import World
+from testing.local import PROGRAMS, cpu_machine
+from testing.soak import Tally
+
+_METHODS = ("asha", "binary", "random", "gridsearch")
+_LIMIT_S = 120.0
+_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
+Harm = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a command ended."""
+
+    status: int
+    said: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search that can be begun, harmed and continued in a folder."""
+
+    method: str
+    folder: Path
+    pause_s: float = 0.0
+
+    def command(self, *, resume: bool) -> list[str]:
+        options = "--engine local --memory-model formula -m throughput -mt 12 --finals 0".split()
+        where = [str(PROGRAMS / "tiny" / "deepspeed.yaml"), str(PROGRAMS / "tiny")]
+        again = ["--resume"] if resume else []
+        return [self.method, *where, *options, "--run-dir", str(self.folder), *again]
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / FILE_NAME).exists()
+
+    def start(self, harm: Harm = lambda: None) -> tuple[int, Path]:
+        """Starts the command, or goes on with it; its process and what will hold what it says."""
+        said = Path(tempfile.mkstemp(prefix="dsat-soak-said-")[1])
+        pid = os.fork()
+        if pid == 0:
+            self._run(said, harm)
+        return pid, said
+
+    def run(self, harm: Harm = lambda: None) -> Told:
+        """Runs it to its end."""
+        return wait(*self.start(harm))
+
+    def result(self) -> list[Any]:
+        """What was decided and measured, without how long it took."""
+        found: list[Any] = []
+        for event in read_events(self.folder / FILE_NAME):
+            event.pop("elapsed_s", None)
+            if event["event"] in ("proposed", "finished", "stopped"):
+                found.append(event)
+        return found
+
+    def _run(self, said: Path, harm: Harm) -> NoReturn:
+        status = 70
+        try:
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            descriptor = os.open(said, os.O_WRONLY | os.O_TRUNC)
+            for standard in (1, 2):
+                os.dup2(descriptor, standard)
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            with (
+                mock.patch.object(prepare, "find_machine", return_value=cpu_machine(2)),
+                mock.patch.dict(local.ENGINES, {"local": self._engine}),
+            ):
+                argv = self.command(resume=self.exists)
+                harm()
+                status = main.main(argv)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _engine(self, ready: Any, folder: Path) -> SimulatedEngine:
+        world = World()
+
+        def outcome_of(trial: Any) -> Any:
+            time.sleep(self.pause_s)
+            return world.outcome(trial)
+
+        return SimulatedEngine(outcome_of, num_slots=2, slots_per_trial=2)
+
+
+def wait(pid: int, said: Path) -> Told:
+    """Waits for a command; -SIGALRM if it hangs."""
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            said.unlink()
+            return Told(-signal.SIGALRM, "it hangs")
+        time.sleep(0.005)
+    text = said.read_text(encoding="utf-8", errors="replace")
+    said.unlink()
+    return Told(os.waitstatus_to_exitcode(status), text)
+
+
+@contextlib.contextmanager
+def folders() -> Iterator[Iterator[Path]]:
+    """New folders, one after the other."""
+    with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
+        yield (Path(above) / f"run-{number}" for number in range(10**9))
+
+
+def undisturbed(method: str, folder: Path) -> list[Any]:
+    """What a search comes to that nothing happens to."""
+    search = Search(method, folder)
+    told = search.run()
+    assert told.status == 0, told.said
+    return search.result()
+
+
+def kills(seed: int, count: int) -> Tally:
+    """Signals at seeded moments, and --resume until the end: the same trials, the same result."""
+    rng, tally = random.Random(seed), Tally("signals to the tuner at seeded moments, then --resume")
+    with folders() as new:
+        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        while tally.tried < count:
+            method = rng.choice(_METHODS)
+            search = Search(method, next(new), pause_s=0.01)
+            finding = ""
+            while tally.tried < count:
+                number = rng.choice(_SIGNALS)
+                pid, said = search.start()
+                time.sleep(rng.random() * 0.6)
+                _send(pid, number)
+                told = wait(pid, said)
+                finding = _wrong(search, told, calm[method], number)
+                over = told.status == 0
+                tally.note(
+                    signal.Signals(number).name,
+                    f"{seed}/{tally.tried}: {finding}" if finding else "",
+                )
+                if over or finding:
+                    break
+            if not finding:
+                told = search.run()
+                if told.status or search.result() != calm[method]:
+                    tally.findings.append(f"{seed}/{tally.tried}: {method} ends otherwise: {told}")
+            shutil.rmtree(search.folder, ignore_errors=True)
+    return tally
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:  # a laptop's lid
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+
+
+def _wrong(search: Search, told: Told, calm: list[Any], number: int) -> str:
+    if "Traceback" in told.said or told.status == 70:
+        return f"{signal.Signals(number).name}: {told.said[-600:]}"
+    if search.exists and search.result() != calm[: len(search.result())]:
+        return f"{signal.Signals(number).name}: the journal is not what it was"
+    return ""
+
+
+_ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
+_CALLS = ("open", "write", "fsync", "replace", "mkdir", "ftruncate", "unlink", "rename")
+
+
+def failing_calls(seed: int, count: int) -> Tally:
+    """One call to the system fails, or all from then on: one line, nothing lost, and --resume."""
+    rng, tally = random.Random(seed), Tally("a failing call to the file system, then --resume")
+    with folders() as new:
+        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        while tally.tried < count:
+            method, code = rng.choice(_METHODS), rng.choice(_ERRORS)
+            search = Search(method, next(new))
+            after, for_ever = rng.randrange(1, 200), rng.random() < 0.5
+
+            def harm(after: int = after, code: int = code, for_ever: bool = for_ever) -> None:
+                _fail(after, code, for_ever=for_ever)
+
+            told = search.run(harm)
+            ending = errno.errorcode[code] if told.status else "not met"
+            finding = _complaint(told)
+            if not finding:
+                told = search.run()
+                if told.status or search.result() != calm[method]:
+                    finding = f"{method} ends otherwise: {told.status} {told.said[-600:]}"
+            where = f"{seed}/{tally.tried}: call {after} of {method}, {errno.errorcode[code]}: "
+            tally.note(ending, where + finding if finding else "")
+            shutil.rmtree(search.folder, ignore_errors=True)
+    return tally
+
+
+def _complaint(told: Told) -> str:
+    """What is wrong with how a command met a failure of the system."""
+    if "Traceback" in told.said or told.status not in (0, 1, 2):
+        return f"status {told.status}: {told.said[-600:]}"
+    if told.status and "error: " not in told.said:
+        return f"says nothing: {told.said[-600:]}"
+    return ""
+
+
+def _fail(after: int, code: int, *, for_ever: bool) -> None:
+    """Makes the `after`-th call of `os` that writes fail; in this process, which is a child."""
+    left = after
+
+    def failing(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            if not _reads_only(real, args):
+                left -= 1
+                if left == 0 or (left < 0 and for_ever):
+                    raise OSError(code, os.strerror(code), *_paths(args))
+            return real(*args, **options)
+
+        return call
+
+    for name in _CALLS:
+        setattr(os, name, failing(getattr(os, name)))
+
+
+def _reads_only(real: Any, args: tuple[Any, ...]) -> bool:
+    if real.__name__ == "open":
+        flags = args[1] if len(args) > 1 else os.O_RDONLY
+        return not flags & (os.O_WRONLY | os.O_RDWR)
+    return real.__name__ == "write" and args[0] in (1, 2)
+
+
+def _paths(args: tuple[Any, ...]) -> tuple[str, ...]:
+    return (os.fspath(args[0]),) if args and isinstance(args[0], (str, os.PathLike)) else ()
+
+
+def full_disks(seed: int, count: int) -> Tally:
+    """Searches on a file system of 256 KiB, of which a seeded part is taken already."""
+    rng, tally = random.Random(seed), Tally("a file system of 256 KiB that fills up, then --resume")
+    with folders() as new:
+        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        while tally.tried < count:
+            method, disk = rng.choice(_METHODS), next(new)
+            disk.mkdir()
+            mounted = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk],
+                capture_output=True,
+                check=False,
+            )
+            if mounted.returncode:  # not everybody may
+                return tally
+            try:
+                taken = rng.randrange(0, 256 * 1024, 4096)
+                (disk / "taken").write_bytes(b"x" * taken)
+                search = Search(method, disk / "run")
+                told = search.run()
+                finding = _complaint(told)
+                ending = "full" if told.status else "enough"
+                (disk / "taken").unlink()
+                subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+                if not finding:
+                    told = search.run()
+                    if told.status or search.result() != calm[method]:
+                        finding = f"ends otherwise: {told.status} {told.said[-600:]}"
+                where = f"{seed}/{tally.tried}: {method}, {taken} taken: "
+                tally.note(ending, where + finding if finding else "")
+            finally:
+                subprocess.run(["umount", "-l", disk], check=True)
+    return tally
+
+
+def surroundings(seed: int, count: int) -> Tally:
+    """Clocks that jump, few descriptors, no HOME, a folder that turns read-only."""
+    rng, tally = random.Random(seed), Tally("clocks that jump by an hour, ulimits, no HOME")
+    with folders() as new:
+        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        while tally.tried < count:
+            method = rng.choice(_METHODS)
+            name, harm = rng.choice(list(_surroundings(rng).items()))
+            search = Search(method, next(new))
+            told = search.run(harm)
+            finding = _complaint(told)
+            if not finding:
+                told = search.run()
+                if told.status or search.result() != calm[method]:
+                    finding = f"ends otherwise: {told.status} {told.said[-600:]}"
+            tally.note(name, f"{seed}/{tally.tried}: {name}: {finding}" if finding else "")
+    return tally
+
+
+def _surroundings(rng: random.Random) -> dict[str, Harm]:
+    def clock(jump_s: float) -> Harm:
+        def harm() -> None:
+            real, looks = time.time, 0
+
+            def jumped() -> float:
+                nonlocal looks
+                looks += 1
+                return real() + (jump_s if looks > 3 else 0.0)
+
+            time.time = jumped
+
+        return harm
+
+    def limit(which: int, most: int) -> Harm:
+        return lambda: resource.setrlimit(which, (most, most))
+
+    def homeless() -> None:
+        for variable in ("HOME", "XDG_CACHE_HOME", "USER", "TMPDIR"):
+            os.environ.pop(variable, None)
+
+    return {
+        "the clock jumps an hour ahead": clock(3600.0),
+        "the clock jumps an hour back": clock(-3600.0),
+        "few descriptors": limit(resource.RLIMIT_NOFILE, rng.choice((6, 8, 12, 16, 24))),
+        "few processes": limit(resource.RLIMIT_NPROC, 1),
+        "small files only": limit(resource.RLIMIT_FSIZE, rng.choice((0, 100, 4096, 20_000))),
+        "no HOME": homeless,
+    }
+
+
+def several_at_once(seed: int, count: int) -> Tally:
+    """Two and five commands in one folder: one works, the others say who does."""
+    rng, tally = random.Random(seed), Tally("two and five dsat in one folder at once")
+    with folders() as new:
+        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        while tally.tried < count:
+            method, several = rng.choice(_METHODS), rng.choice((2, 5))
+            search = Search(method, next(new), pause_s=0.02)
+            told = [wait(*started) for started in [search.start() for _ in range(several)]]
+            finding = ""
+            won = [one for one in told if one.status == 0]
+            for one in told:
+                lost = one.status and not any(
+                    said in one.said for said in ("another dsat process", "already holds a run")
+                )
+                if lost or "Traceback" in one.said:
+                    finding = f"status {one.status}: {one.said[-600:]}"
+            if not won or search.result() != calm[method]:
+                finding = finding or f"{len(won)} of {several} ended well"
+            tally.note(f"{several} at once", f"{seed}/{tally.tried}: {finding}" if finding else "")
+    return tally
