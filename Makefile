@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test compat bench clean
+.PHONY: setup demo lint quick browser test docs pictures compat bench clean
 
 setup: $(VENV)/.installed
 
@@ -38,6 +38,14 @@ browser:
 
 test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The documentation as a site in build/site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
+# The pictures in docs/ and in the README, from a run that was made: RUN=dsat_runs/NAME-1.
+pictures: setup browser
+	$(PY) -m testing.pictures $(RUN)
 
 # Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=older takes one.
 compat: setup

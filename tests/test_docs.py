@@ -1,15 +1,28 @@
-"""What the contributors' documents say of the repository is so."""
+"""What the documents say of the repository is so, and their commands work."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from dsat.cli import settings_from_argv
+from dsat.cli.main import main
+from dsat.inputs.look_settings import LOOK_SETTINGS
+from dsat.inputs.option import options_of
+from dsat.inputs.settings import EstimateSettings, Settings
+from testing.made_up_runs import Steady, write_run
+
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("CONTRIBUTING.md", "examples/README.md", "docs/architecture.md")
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "examples/README.md", *PAGES)
+# Pages that are made from these files, by testing/site_hooks.py.
+_MADE = ("contributing.md", "changelog.md", "benchmarks.md", "examples.md", "RESULTS.svg")
 _TOP = ("benchmarks", "docs", "dsat", "examples", "testing", "tests")
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
@@ -31,7 +44,8 @@ def test_every_path_that_is_named_exists(document: str) -> None:
     text = path.read_text(encoding="utf-8")
     named = {ROOT / name for name in _named_paths(text)}
     linked = {path.parent / name for name in _LINK.findall(text)}
-    assert named | linked
+    linked -= {ROOT / "docs" / name for name in _MADE}
+    assert named | linked or document in PAGES
     assert [str(each) for each in sorted(named | linked) if not each.exists()] == []
 
 
@@ -49,3 +63,75 @@ def test_every_example_has_a_line() -> None:
     folders = {line.split("/")[1] for line in tracked.stdout.split() if line.count("/") > 1}
     assert folders
     assert folders == {name for name in folders if f"| [{name}]({name}/" in text}
+
+
+# -- commands
+
+
+def _commands(document: str) -> list[list[str]]:
+    """The arguments of every `dsat` that a document tells to type, its comments left out."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"^```(?:console|sh)?\n(.*?)^```$", text, re.S | re.M):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.match(r"(?:\$ )?(?:python3 -m )?dsat (.*)", line)
+            if command is not None:
+                found.append(shlex.split(command[1], comments=True))
+    spans = re.findall(r"\| `dsat ([^`-][^`]*)` \|", text)
+    return found + [shlex.split(span) for span in spans]
+
+
+COMMANDS = [(doc, words) for doc in DOCUMENTS for words in _commands(doc)]
+
+
+def test_commands_are_found() -> None:
+    assert len(COMMANDS) >= 15
+    assert {"README.md", "docs/scripts.md", "docs/looking.md"} <= {doc for doc, _ in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"), COMMANDS, ids=[f"{doc}: {' '.join(words)}" for doc, words in COMMANDS]
+)
+def test_a_command_that_is_told_means_something(document: str, words: list[str]) -> None:
+    settings_from_argv.parse(words)
+
+
+def test_the_commands_that_look_at_runs_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-model-3", "my-model-4"):
+        run = write_run(tmp_path / "dsat_runs" / name, Steady(), trials=20)
+    trial = next(t.name for t in run.trials.values() if t.kind.value == "search")
+    looked = [w for _, w in COMMANDS if w[0] in ("show", "runs", "compare", "export")]
+    assert {words[0] for words in looked} >= {"show", "runs", "compare"}
+    for words in looked:
+        known = [trial if word.startswith("z2_") else word for word in words]
+        assert main(known) == 0, words
+        assert capsys.readouterr().out
+
+
+def test_the_first_dry_run_of_the_first_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [words] = [w for w in _commands("docs/first-ten-minutes.md") if "--dry-run" in w]
+    monkeypatch.chdir(ROOT / "examples" / "plain")
+    assert main(words) == 0
+    assert "at most 50 trials" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
+    tmp_path: Path,
+) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert told.returncode == 0 and "WARNING" not in told.stderr, told.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 15
+    foreign = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://[^>]+>")
+    assert {p.name: found for p in pages if (found := foreign.findall(p.read_text()))} == {}
+    options = (tmp_path / "options" / "index.html").read_text()
+    for settings in (Settings, EstimateSettings, *LOOK_SETTINGS.values()):
+        assert all(own.flags[-1] in options for own in options_of(settings))

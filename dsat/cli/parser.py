@@ -14,15 +14,11 @@ from dsat.cli import completion
 from dsat.inputs.look_settings import (
     COMPARE,
     EXPORT,
+    LOOK_SETTINGS,
     LOOKS,
     RUNS,
     SHOW,
     WATCH,
-    CompareSettings,
-    ExportSettings,
-    RunsSettings,
-    ShowSettings,
-    WatchSettings,
 )
 from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
@@ -53,13 +49,6 @@ _ESTIMATE = (
     "largest micro batch on slots of several sizes"
 )
 
-LOOK_SETTINGS: dict[str, Any] = {
-    SHOW: ShowSettings,
-    COMPARE: CompareSettings,
-    RUNS: RunsSettings,
-    EXPORT: ExportSettings,
-    WATCH: WatchSettings,
-}
 _LOOKS = {
     SHOW: "what a run found, or has found so far",
     COMPARE: "two runs or more side by side: what they found, and what is different in it",

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsat.cli import completion
-from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, LOOK_SETTINGS, build_parser
+from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
-from dsat.inputs.look_settings import LookSettings
+from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings

@@ -5,8 +5,10 @@ Such a command takes a run: its folder, or the folder's name below `dsat_runs`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import PATH, WORD, at_least, option
@@ -102,3 +104,11 @@ class WatchSettings:
 
 
 LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings
+
+LOOK_SETTINGS: Mapping[str, Any] = {
+    SHOW: ShowSettings,
+    COMPARE: CompareSettings,
+    RUNS: RunsSettings,
+    EXPORT: ExportSettings,
+    WATCH: WatchSettings,
+}

@@ -1,4 +1,4 @@
-"""What an option is: declared once, read by the command line, the Python API and the README.
+"""What an option is: declared once, read by the command line, the Python API and the documents.
 
 A setting's field in `dsat.inputs.settings` holds its `Option`. Nothing else says what its type, its
 default, its flags and its help are, how a message calls it, or whether it decides trials.
@@ -59,7 +59,7 @@ class Option:
 
     Attributes:
         flags: on the command line, the long one last.
-        help: what `--help`, the README and the API's docstring say of it.
+        help: what `--help`, the reference and the API's docstring say of it.
         kind: None: a switch, which is on if it is given.
         default: as a user would write it.
         metavar: stands for a value in `--help`.
@@ -73,7 +73,6 @@ class Option:
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
         group: what people want of it; `CLUSTER` means something on a Determined cluster only.
         shell_only: means something on the command line only, not in the Python API.
-        notable: the README's table lists it.
         name: of the setting.
     """
 
@@ -91,7 +90,6 @@ class Option:
     any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
-    notable: bool = False
     name: str = ""
 
     @property

@@ -3,7 +3,7 @@ a single search method in `search_options`.
 
 From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
 Python API (`dsat.api`), the comparison of a run with the journal it continues
-(`dsat.space.plan.Plan.difference`), and the table of options in the README.
+(`dsat.space.plan.Plan.difference`), and the tables of options in the documents.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Settings(Target):
         kind=at_least(2),
         default=50,
         metavar="N",
-        notable=True,
         group=Group.FIRST,
         help="the most trials, the profile trial and your own configuration's included",
     )
@@ -101,7 +100,6 @@ class Settings(Target):
         kind=at_least(0),
         metavar="N",
         any_command=True,
-        notable=True,
         group=Group.SEARCH,
         help="of these trials, N at most come after the search: its leaders and your own "
         "configuration run again in turns, until it is certain which is better (default: up to 2 "
@@ -113,7 +111,6 @@ class Settings(Target):
         default="2%",
         metavar="PART",
         any_command=True,
-        notable=True,
         group=Group.SEARCH,
         help="of configurations within this part of the best, the one with the smallest global "
         "batch is recommended",
@@ -142,13 +139,11 @@ class Settings(Target):
         choices=METRIC_NAMES,
         default="FLOPS_per_gpu",
         plan_field="metric",
-        notable=True,
         group=Group.FIRST,
         help="what to optimise",
     )
     run_full_experiment: bool = option(
         "--run-full-experiment",
-        notable=True,
         group=Group.RESULT,
         help="then train in full length with the best configuration",
     )
@@ -161,7 +156,6 @@ class Settings(Target):
         metavar="STAGE",
         plan_field="zero_stages",
         label="ZeRO stages",
-        notable=True,
         group=Group.FIRST,
         help="the ZeRO stages to search, out of 0 1 2 3 (default: "
         + " ".join(map(str, DEFAULT_STAGES))
@@ -176,7 +170,6 @@ class Settings(Target):
         metavar="KNOB",
         plan_field="tune",
         label="list of settings to tune",
-        notable=True,
         group=Group.FIRST,
         help="search these settings although your configuration sets them, or although they are "
         "not searched by default: {knobs}",
@@ -190,7 +183,6 @@ class Settings(Target):
         metavar="KNOB",
         plan_field="fix",
         label="list of settings to fix",
-        notable=True,
         group=Group.SPACE,
         help="leave these settings as they are; `all` searches stage and micro batch only",
     )
@@ -285,7 +277,6 @@ class Settings(Target):
         metavar="N",
         any_command=True,
         plan_field="max_seq_length",
-        notable=True,
         group=Group.SPACE,
         help="the longest sequence of your data, in tokens: the verdict warns if the best would "
         "not fit there (default: the longest seen, or what the model takes if lengths vary)",
@@ -296,7 +287,6 @@ class Settings(Target):
         default=1,
         metavar="N",
         plan_field="divisible_by",
-        notable=True,
         group=Group.SPACE,
         help="only micro batches that are multiples of N",
     )
@@ -306,7 +296,6 @@ class Settings(Target):
         metavar="N",
         plan_field="slots_per_trial",
         label="slots per trial",
-        notable=True,
         group=Group.FIRST,
         help="slots of each trial, instead of resources.slots_per_trial",
     )
@@ -328,7 +317,6 @@ class Settings(Target):
     )
     resume: bool = option(
         "--resume",
-        notable=True,
         group=Group.FIRST,
         help="continue the run in --run-dir, or the newest one of this experiment",
     )
@@ -338,7 +326,6 @@ class Settings(Target):
         metavar="N",
         any_command=True,
         plan_field="train_batch_size",
-        notable=True,
         group=Group.FIRST,
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
         "exactly N",
@@ -349,7 +336,6 @@ class Settings(Target):
         default="30m",
         metavar="TIME",
         any_command=True,
-        notable=True,
         group=Group.FIRST,
         help="end a trial that takes longer (90s, 10m, 1h)",
     )
@@ -359,7 +345,6 @@ class Settings(Target):
         metavar="SIZE",
         any_command=True,
         plan_field="slot_memory_bytes",
-        notable=True,
         group=Group.FIRST,
         help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
         "only limit that a CPU has",
@@ -394,7 +379,6 @@ class Settings(Target):
         "--json",
         any_command=True,
         shell_only=True,
-        notable=True,
         group=Group.RESULT,
         help="print the result as JSON, everything else to stderr",
     )

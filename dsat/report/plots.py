@@ -264,7 +264,8 @@ def _shape_by(colour: Spec) -> Spec:
 def _nominal(field: str, domain: Sequence[str]) -> Spec:
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(domain))]
     scale = {"domain": list(domain), "range": colours}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": {"orient": "top"}}
+    legend = {"orient": "top", "symbolOpacity": 1}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
 
 
 def _tips(*fields: str) -> list[Spec]:

@@ -1,4 +1,4 @@
-"""Every kind of script, with the commands that the README gives, on real processes."""
+"""Every kind of script, with the commands that the documents give, on real processes."""
 
 from __future__ import annotations
 
@@ -55,21 +55,22 @@ def assert_found(run_dir: Path, told: Told) -> Run:
     return run
 
 
-# -- the README's own commands
+# -- the documents' own commands
 
 
-def readme_commands() -> dict[str, tuple[str, list[str]]]:
-    """By section: the folder and the command of each example that the README tells to type."""
+def documented_commands() -> dict[str, tuple[str, list[str]]]:
+    """By section: the folder and the command of each example that its page tells to type."""
     found = {}
-    for section in (ROOT / "README.md").read_text(encoding="utf-8").split("\n### ")[1:]:
+    page = (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8")
+    for section in page.split("\n## ")[1:]:
         block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
         if block is not None:
             found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
     return found
 
 
-def test_the_readme_has_a_command_for_every_kind_of_script() -> None:
-    assert list(readme_commands()) == [
+def test_there_is_a_command_for_every_kind_of_script() -> None:
+    assert list(documented_commands()) == [
         "With DeepSpeedTrial",
         "With the Hugging Face Trainer",
         "With your own script, unchanged",
@@ -77,9 +78,9 @@ def test_the_readme_has_a_command_for_every_kind_of_script() -> None:
     ]
 
 
-@pytest.mark.parametrize("section", readme_commands())
-def test_a_command_of_the_readme(tmp_path: Path, section: str) -> None:
-    folder, (method, *rest) = readme_commands()[section]
+@pytest.mark.parametrize("section", documented_commands())
+def test_a_documented_command(tmp_path: Path, section: str) -> None:
+    folder, (method, *rest) = documented_commands()[section]
     shutil.copytree(ROOT / folder, tmp_path / "example")
     small: Sequence[str] = [*SMALL, "--run-dir", "run", "--search-range-factor", "0.2"]
     run_dir = tmp_path / "example" / "run"
