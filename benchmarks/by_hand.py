@@ -6,7 +6,9 @@ For each case dsat looks at a script's own configuration and prints how to train
 turns, a trial measures that configuration as a search's finals do, and a shell runs the printed
 command, whose script tells its throughput by its own clock. The order changes from pair to pair, so
 that a machine that slows down favours neither. Told is the ratio of both, hand to trial: the median
-of the pairs. Rare steps that the host disturbed are left out of both, by the same rule.
+of the pairs. Rare steps that the host disturbed are left out of both, by the same rule. The last
+column is the ratio of the processor's time per step, which other programs on the machine disturb
+less: on a busy machine it tells better whether both run under the same conditions.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -44,6 +45,7 @@ CLOCK = "OWN_CLOCK"
 CONFIG_FILE = "ds_config.json"
 OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
 WARM_UP_STEPS = 20
+LEAST_WARM_UP = 2  # that of a trial
 TIME_LIMIT_S = 300.0
 MOST_APART = 0.03
 EXPLANATION = (__doc__ or "").split("\n\n", 2)[2].strip().splitlines()
@@ -88,28 +90,44 @@ CASES = (
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of a case: throughputs of its pairs, samples/s."""
+    """What came of a case.
+
+    Attributes:
+        step_ms: of a trial.
+        trials, by_hand: throughputs of its pairs, samples/s.
+        busy_trials, busy_by_hand: the first rank's processor time per step, s.
+    """
 
     name: str
     step_ms: float
     trials: tuple[float, ...]
     by_hand: tuple[float, ...]
+    busy_trials: tuple[float, ...] = ()
+    busy_by_hand: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Compared:
-        lists = {name: tuple(data[name]) for name in ("trials", "by_hand")}
+        names = ("trials", "by_hand", "busy_trials", "busy_by_hand")
+        lists = {name: tuple(data[name]) for name in names}
         return cls(**{**data, **lists})
 
     @property
     def ratio(self) -> float:
         """By hand to trial, in the middle of the pairs."""
-        return statistics.median(
-            hand / trial for hand, trial in zip(self.by_hand, self.trials, strict=True)
-        )
+        return _middle(self.by_hand, self.trials)
+
+    @property
+    def busy_ratio(self) -> float:
+        """The same of the processor's time per step."""
+        return _middle(self.busy_by_hand, self.busy_trials)
 
     @property
     def met(self) -> bool:
         return abs(self.ratio - 1) <= MOST_APART
+
+
+def _middle(hands: Sequence[float], trials: Sequence[float]) -> float:
+    return statistics.median(hand / trial for hand, trial in zip(hands, trials, strict=True))
 
 
 def compare(case: Case, folder: Path, pairs: int) -> Compared:
@@ -140,20 +158,29 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     finally:
         os.chdir(own)
     run.apply({"event": EVENT_START, "plan": ready.plan, "info": ready.info})
-    trials, hands = [], []
+    trials: list[float] = []
+    hands: list[float] = []
+    busy: list[float] = []
+    busy_hands: list[float] = []
+    clock = folder / "clock.json"
+    os.environ[CLOCK] = str(clock)
     engine = local_engine(ready, run_dir)
     try:
         outcome = _measured(run, engine, ready)
         summary.write_files(run, run_dir, line := train_command.line(ready, run, run_dir))
-        _by_hand(line, folder, case)  # what is compiled once is compiled now
+        _by_hand(line)  # what is compiled once is compiled now
 
         def measure() -> None:
             metrics = _measured(run, engine, ready).metrics
             assert metrics is not None
             trials.append(metrics.throughput)
+            busy.append(_per_step(clock, LEAST_WARM_UP)[1])
 
         def type_it() -> None:
-            hands.append(_by_hand(line, folder, case))
+            _by_hand(line)
+            seconds, busy_s = _per_step(clock, WARM_UP_STEPS)
+            hands.append(case.micro_batch * case.ranks / seconds)
+            busy_hands.append(busy_s)
 
         for number in range(pairs):
             turns: list[Callable[[], None]] = [measure, type_it]
@@ -162,7 +189,8 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     finally:
         engine.close()
     assert outcome.metrics is not None
-    return Compared(case.name, outcome.metrics.latency, tuple(trials), tuple(hands))
+    found = map(tuple, (trials, hands, busy, busy_hands))
+    return Compared(case.name, outcome.metrics.latency, *found)
 
 
 def _measured(run: Run, engine: LocalEngine, ready: Prepared) -> Outcome:
@@ -185,34 +213,38 @@ def _measured(run: Run, engine: LocalEngine, ready: Prepared) -> Outcome:
     return outcome
 
 
-def _by_hand(line: str, folder: Path, case: Case) -> float:
-    """The throughput of the printed command in a shell, samples/s by the script's own clock."""
-    clock = folder / "clock.json"
-    clock.unlink(missing_ok=True)
+def _by_hand(line: str) -> None:
+    """Runs the printed command in a shell; its script writes its clock."""
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])  # as in an activated environment
     told = subprocess.run(
         ["bash", "-c", line],
-        env={**os.environ, "PATH": path, CLOCK: str(clock)},
+        env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT_S,
         check=False,
     )
     if told.returncode:
-        raise SystemExit(f"{shlex.quote(line)} failed:\n{(told.stdout + told.stderr)[-4000:]}")
-    seconds = json.loads(clock.read_text())[WARM_UP_STEPS:]
-    return case.micro_batch * case.ranks / summarize(seconds).mean
+        raise SystemExit(f"{line} failed:\n{(told.stdout + told.stderr)[-4000:]}")
+
+
+def _per_step(clock: Path, warm_up: int) -> tuple[float, float]:
+    """Seconds per step by the wall and by the processor, as the script has noted them."""
+    noted = json.loads(clock.read_text())[warm_up:]
+    clock.unlink()
+    wall, busy = zip(*noted, strict=True)
+    return summarize(wall).mean, summarize(busy).mean
 
 
 def lines(found: Sequence[Compared]) -> list[str]:
     """The table for people, in Markdown."""
-    rows = ["| script | ms per step | a trial, samples/s | by hand | ratio | |"]
-    rows.append("|---|---|---|---|---|---|")
+    rows = ["| script | ms per step | a trial, samples/s | by hand | ratio | | processor |"]
+    rows.append("|---|---|---|---|---|---|---|")
     for each in found:
         trial, hand = map(statistics.median, (each.trials, each.by_hand))
         rows.append(
             f"| {each.name} | {each.step_ms:.1f} | {trial:.1f} | {hand:.1f} | {each.ratio:.3f} | "
-            f"{'met' if each.met else 'missed'} |"
+            f"{'met' if each.met else 'missed'} | {each.busy_ratio:.3f} |"
         )
     return rows
 
