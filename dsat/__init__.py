@@ -10,6 +10,7 @@ from typing import Any
 from dsat.errors import DsatError, UserInputError
 from dsat.in_trial.script_api import (
     dsat_reporting_context,
+    get_batch_config_from_mbs_gas_and_slots,
     get_ds_config_from_hparams,
     get_hf_args_with_overwrites,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "dsat_reporting_context",
     "estimate",
+    "get_batch_config_from_mbs_gas_and_slots",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
     "load_run",

@@ -130,13 +130,13 @@ class LocalSearch:
             _log.info("note: %s", note)
         mailbox.take(self.folder)  # what was asked of an earlier process
         if self._has_work():
-            make_engine = ENGINES.get(self.ready.settings.engine)
-            if make_engine is None:
-                cold = needs_fresh_processes(self.run)
-                self._engine = local_engine(self.ready, self.folder, cold=cold)
-            else:
-                self._engine = make_engine(self.ready, self.folder)
             try:
+                make_engine = ENGINES.get(self.ready.settings.engine)
+                if make_engine is None:
+                    cold = needs_fresh_processes(self.run)
+                    self._engine = local_engine(self.ready, self.folder, cold=cold)
+                else:
+                    self._engine = make_engine(self.ready, self.folder)
                 drive(
                     self._tuner,
                     cached.CachedEngine(self._engine, self._known, self.ready.plan),
@@ -148,8 +148,10 @@ class LocalSearch:
                 )
             except KeyboardInterrupt:
                 _log.info("interrupted")
-                self._engine.close()
                 self.interrupted = True
+                if self._engine is not None:
+                    self._engine.close()
+                self._tuner.pause()
         write_files(self.ready, self.run, self.folder)
 
     def _has_work(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from dsat import __version__
 from dsat.app import train_command
@@ -107,7 +108,17 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
         line = without_secrets(train_command.line(search.ready, search.run, search.folder))
         view.say(f"Train with it: {line}")
     if search.interrupted:
-        view.say(f"Continue with the same command and: --run-dir {search.folder} --resume")
+        view.say(how_to_continue(search.ready, search.folder))
+
+
+def how_to_continue(ready: Prepared, folder: Path) -> str:
+    """What to type to go on with a run that was interrupted."""
+    if ready.native is None:
+        return f"Continue with the same command and: --run-dir {folder} --resume"
+    deletes = (
+        ', with "overwrite": false in its autotuning section' if ready.native.overwrite else ""
+    )
+    return f"Continue with the same command{deletes}."
 
 
 def report(error: DsatError) -> int:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
-from dsat.inputs.ds_config import CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
+from dsat.inputs.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
 from dsat.values.files import write_atomically
 
 if TYPE_CHECKING:
     from dsat.in_trial.cluster_rank import Task
 
+_MICRO_BATCH, _GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _HF_CONFIG_FLAG = "--deepspeed"
 _TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
 
@@ -51,6 +52,23 @@ def get_ds_config_from_hparams(
     if not isinstance(base, Mapping):
         base = ds_config.read(Path(base_dir) / base)
     return ds_config.merge(base, hparams.get(OVERWRITE_KEY) or {})
+
+
+def get_batch_config_from_mbs_gas_and_slots(
+    ds_config: Mapping[str, Any], slots: int
+) -> dict[str, int]:
+    """The three batch sizes that follow from two of a configuration's and the slots.
+
+    Drop-in for `determined.pytorch.dsat.get_batch_config_from_mbs_gas_and_slots`.
+
+    Args:
+        ds_config: with `train_micro_batch_size_per_gpu`; its `gradient_accumulation_steps` are 1 if
+            they are absent or "auto".
+        slots: of a trial.
+    """
+    micro_batch, gas = ds_config[_MICRO_BATCH], ds_config.get(_GAS, 1)
+    gas = 1 if gas == AUTO else gas
+    return {"train_batch_size": micro_batch * gas * slots, _MICRO_BATCH: micro_batch, _GAS: gas}
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:

@@ -185,6 +185,8 @@ def _of_search(run: Run, best: Trial) -> list[str]:
     own_value, value = run.value(baseline), run.best_value
     if own_value is None or value is None:
         return [f"Your own configuration did not run: {own}."]
+    if baseline is best and not any(t.kind is TrialKind.SEARCH for t in _ended(run)):
+        return ["That is your own configuration: nothing else was measured yet."]
     if baseline is best:
         return ["That is your own configuration: nothing faster was found."]
     ratio = run.plan.objective.gain(value, own_value)
@@ -194,6 +196,10 @@ def _of_search(run: Run, best: Trial) -> list[str]:
         f"what the search measured, which flatters its best; {why} to confirm it.",
         *_at_the_same_batch(run, best),
     ]
+
+
+def _ended(run: Run) -> list[Trial]:
+    return [run.trials[trial_id] for trial_id in run.outcomes]
 
 
 def learning_rate_advice(run: Run) -> list[str]:

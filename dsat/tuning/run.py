@@ -27,6 +27,7 @@ EVENT_WAITING = "waiting"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
+EVENT_PAUSED = "paused"  # the user interrupted the run
 EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
 EVENT_FINALS = "finals"
 EVENT_STOP_ASKED = "stop_asked"
@@ -39,6 +40,7 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
     EVENT_MEMORY_BASIS: {"basis": Basis},
     EVENT_BUDGET: {"max_trials": int},
+    EVENT_PAUSED: {},
     EVENT_STOPPED: {"reason": str},
     EVENT_STOP_ASKED: {"asked": bool},
     EVENT_CANCEL_ASKED: {"trial_id": int},

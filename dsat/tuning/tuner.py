@@ -22,6 +22,7 @@ from dsat.tuning.run import (
     EVENT_CANCEL_ASKED,
     EVENT_FINISHED,
     EVENT_MEMORY_BASIS,
+    EVENT_PAUSED,
     EVENT_PROPOSED,
     EVENT_START,
     EVENT_STOP_ASKED,
@@ -169,6 +170,10 @@ class Tuner:
         assert self.finished
         if self.run.stop_reason != self.stop_reason:
             self._append({"event": EVENT_STOPPED, "reason": self.stop_reason})
+
+    def pause(self) -> None:
+        """Records that the run was interrupted, and so the time since the last event."""
+        self._append({"event": EVENT_PAUSED})
 
     def _append(self, event: dict[str, Any]) -> None:
         now = self._clock()

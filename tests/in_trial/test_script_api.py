@@ -146,3 +146,12 @@ def test_a_configuration_that_cannot_be_read(base: Path, text: str | None) -> No
         base.write_text(text)
     with pytest.raises(UserInputError, match=r"ds_config\.json: "):
         dsat.get_hf_args_with_overwrites(["--deepspeed", str(base)], hparams(**BATCH))
+
+
+@pytest.mark.parametrize(("gas", "counted"), [(3, 3), ("auto", 1), (None, 1)])
+def test_the_batch_sizes_are_the_ancestors(gas: int | str | None, counted: int) -> None:
+    config: dict[str, Any] = {MICRO: 4}
+    config |= {} if gas is None else {GAS: gas}
+    # As determined.pytorch.dsat of determined 0.37.0 has it.
+    expected = {"train_batch_size": 4 * counted * 2, MICRO: 4, GAS: counted}
+    assert dsat.get_batch_config_from_mbs_gas_and_slots(config, slots=2) == expected

@@ -12,9 +12,12 @@ from dsat.report import summary
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
 from dsat.tuning.finals import Gain
+from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, SequenceLengths
-from testing.helpers import World, failed, plan_of, profiled, ran
+from dsat.values.trial import BatchTriple
+from testing.helpers import FakeClock, World, failed, plan_of, profiled, ran, weightless
 from tests.report.test_summary import run_of
 from tests.tuning.test_finals_phase import ran_to_the_end
 
@@ -211,3 +214,19 @@ def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
         f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}."
     ]
     assert "cannot be counted" not in " ".join(verdict(run_of((1, 8, ran(150)))))
+
+
+def test_an_interrupted_run_does_not_claim_to_have_searched() -> None:
+    journal = MemoryJournal()
+    tuner = Tuner(plan_of(own_batch=BatchTriple(4, 4, 1)), journal, clock=FakeClock())
+    tuner.next_trials(1)
+    tuner.record(0, profiled(weightless(15)))
+    tuner.next_trials(1)
+    tuner.record(1, ran(3.0))
+    before_s = tuner.run.running_s
+    tuner.pause()
+    assert verdict(tuner.run)[1] == (
+        "That is your own configuration: nothing else was measured yet."
+    )
+    assert tuner.run.running_s > before_s, "the time up to the interrupt counts"
+    Tuner(tuner.plan, MemoryJournal(), events=journal.events)  # may be continued

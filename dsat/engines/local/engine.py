@@ -347,9 +347,9 @@ class LocalEngine:
 
     def close(self) -> None:
         if not self._closed:
-            self._closed = True
             self._running.clear()
-            self._supervisor.close()
+            self._supervisor.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._closed = True
 
     # -- starting
 

@@ -122,7 +122,7 @@ class SupervisorClient:
         self._start()
 
     def close(self) -> None:
-        """Ends the supervisor, and with it everything that it started."""
+        """Ends the supervisor, and with it everything that it started; does nothing twice."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._selector.close()
@@ -133,6 +133,10 @@ class SupervisorClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        except KeyboardInterrupt:  # whoever does not want to wait
+            self._process.kill()
+            self._record.sweep()
+            raise
         self._process.stdout.close()
         self._record.sweep()
 
