@@ -1,8 +1,9 @@
 """The ramp: how far the micro batch is worth raising, found out before a search begins.
 
 Memory alone says nothing about small models: a million samples may fit where a hundred keep the
-device busy. So the user's own micro batch is doubled until throughput no longer grows, memory or
-the data set ends it, or a trial would take long beside the user's own.
+device busy. So the user's own micro batch is doubled (quadrupled as long as that brings much) until
+throughput no longer grows, memory or the data set ends it, or a trial would take long beside the
+user's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dsat.values.outcome import Outcome
 
 WORTH_DOUBLING = math.log(1.05)
 LONGEST_S, TIMES_THE_OWN = 60.0, 20.0  # measured steps of a trial
-_BEYOND_FOR_MODELS = 4  # a model of speed may look so many times beyond where growth has ended
+_STEEP = math.log(1.25)  # growth for each doubling that is far from its end
+BEYOND = 4  # times as many samples as where growth has ended: slow growth adds up
 
 
 class Ramp:
@@ -33,14 +35,12 @@ class Ramp:
         branch: as given.
         over: whether nothing more is proposed.
         limit: the largest micro batch that a search should look at; None if the ramp knows none.
-        model_limit: the same for a search that models speed.
     """
 
     def __init__(self, plan: Plan, space: Space, branch: int, *, own_is_first: bool) -> None:
         self.branch = branch
         self.over = False
         self.limit: int | None = None
-        self.model_limit: int | None = None
         self._sizes = space.micro_batches
         start, end, _ = plan.measured.get("steps", (3, 7, 0))
         self._steps = end - start + 1
@@ -78,30 +78,30 @@ class Ramp:
             return
         log_value, latency_s = run.log_value(value), outcome.metrics.latency / 1000
         before, self._last = self._last, (micro_batch, log_value)
+        factor = 4  # far from where growth ends, information comes sooner in larger steps
+        self.limit = None
         if before is not None:
             grown = log_value - before[1] + outcome.metrics.standard_error
             octaves = math.log2(micro_batch / before[0])
             if grown < WORTH_DOUBLING * octaves:
                 self.over = True
-                self.limit, self.model_limit = micro_batch, _BEYOND_FOR_MODELS * micro_batch
+                self.limit = BEYOND * micro_batch
+            if grown < _STEEP * octaves:
+                factor = 2
         affordable = int(micro_batch * self._longest_s / (latency_s * self._steps))
-        following = self._following(micro_batch)
-        if following is None:
+        self._limit_to(max(micro_batch, affordable))
+        following = self._following(factor * micro_batch)
+        if following > affordable:
+            following = self._following(2 * micro_batch)
+        if following > affordable or following <= micro_batch:
             self.over = True
-        elif following > affordable:
-            self.over = True
-            self._limit_to(max(micro_batch, affordable))
         elif not self.over:
             self._next = following
 
     def _limit_to(self, micro_batch: int) -> None:
         self.limit = min(self.limit or micro_batch, micro_batch)
-        self.model_limit = min(self.model_limit or micro_batch, micro_batch)
 
-    def _following(self, micro_batch: int) -> int | None:
-        """The allowed micro batch next to twice as many samples, the smaller if two are as near."""
-        position = bisect.bisect_left(self._sizes, 2 * micro_batch)
-        if position == len(self._sizes):
-            last = self._sizes[-1]
-            return last if last >= 1.5 * micro_batch else None
-        return self._sizes[position]
+    def _following(self, size: int) -> int:
+        """The smallest allowed micro batch of at least so many samples, or the largest of all."""
+        position = bisect.bisect_left(self._sizes, size)
+        return self._sizes[min(position, len(self._sizes) - 1)]

@@ -9,6 +9,7 @@ from typing import Any
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
+from dsat.search.model import FIRST_LARGEST
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -18,6 +19,8 @@ from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
+
+_MUCH_ROOM = 16  # times as many samples as a search that models speed begins with
 
 
 class SearchPhase(Phase):
@@ -63,7 +66,8 @@ class SearchPhase(Phase):
             strategies, own = list(space.strategies), of_config(plan.base_config)
             is_searched = own in strategies
             branch = strategies.index(own) if is_searched else 0
-            self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
+            if plan.method != "model" or self._has_room(branch):
+                self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
         self._search = SEARCHES[plan.method](
             run.profile,
             plan.objective,
@@ -109,10 +113,18 @@ class SearchPhase(Phase):
 
     def _end_ramp(self, ramp: Ramp) -> None:
         self._ramp = None
-        models_speed = self._plan.method == "model"
-        limit = ramp.model_limit if models_speed else ramp.limit
-        if limit is not None:
-            self._search.limit(limit)
+        if ramp.limit is not None:
+            self._search.limit(ramp.limit)
+
+    def _has_room(self, branch: int) -> bool:
+        """Whether a search that models speed and memory needs a ramp.
+
+        Where memory ends soon it knows better where to look: measured, `benchmarks.replay`.
+        """
+        largest = float(self._space.micro_batches[-1])
+        if self.forecast is not None:
+            largest = min(largest, self.forecast.largest(self._space.branches[branch].settings(0)))
+        return largest > _MUCH_ROOM * FIRST_LARGEST
 
     def _next_of_search(self) -> Trial | None:
         while (proposal := self._search.ask()) is not None:
