@@ -22,6 +22,7 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.report import autotuner_files, page, summary
 from dsat.report.log_lines import Narrator
+from dsat.report.progress import Status
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
 from dsat.tuning.loop import Observer, drive
@@ -106,6 +107,12 @@ class LocalSearch:
         """Where the trials have their folders."""
         return run_folders.of_trials(self.ready, self.folder)
 
+    def _keeper(self) -> _KeepsFiles:
+        return _KeepsFiles(self.ready, self.folder, self._status)
+
+    def _status(self) -> Status:
+        return Status(self.num_slots, self.at_once, self._tuner.outlook)
+
     @property
     def num_slots(self) -> int:
         """Slots that trials may use at once."""
@@ -140,7 +147,7 @@ class LocalSearch:
                 drive(
                     self._tuner,
                     cached.CachedEngine(self._engine, self._known, self.ready.plan),
-                    _Everyone([_KeepsFiles(self.ready, self.folder), _Logs(), *observers]),
+                    _Everyone([self._keeper(), _Logs(), *observers]),
                     max_slots=self.ready.settings.max_slots,
                     max_concurrent_trials=self.ready.settings.max_concurrent_trials,
                     survey=functools.partial(_survey, self.ready, self._engine),
@@ -253,18 +260,19 @@ class _Everyone:
 
 
 class _KeepsFiles:
-    """Writes the result's files anew with every new best."""
+    """Writes the result's files anew with every new best, and the status with every trial."""
 
-    def __init__(self, ready: Prepared, folder: Path) -> None:
+    def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
         self._ready = ready
         self._folder = folder
+        self._status = status
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         if trial is run.best:
             write_files(self._ready, run, self._folder)
 
     def started(self, run: Run, trial: Trial) -> None:
-        pass
+        self._status().write(self._folder)
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         pass

@@ -20,7 +20,7 @@ from dsat.in_trial.rank import SPEC_FILE
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Settings
-from dsat.report import autotuner_files, page, summary
+from dsat.report import autotuner_files, page, progress, summary
 from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
@@ -34,6 +34,7 @@ _RESULT_FILES = (
     autotuner_files.OPTIMAL_COMMAND_FILE,
     autotuner_files.SUMMARY_FILE,
     page.PAGE_FILE,
+    progress.STATUS_FILE,
     summary.BEST_CONFIG_FILE,
     summary.BEST_METRICS_FILE,
     summary.SUMMARY_FILE,

@@ -68,7 +68,7 @@ class _Reader:
                 self.past, self.version, self.state = past_runs.load(self.folder), version, {}
             goes_on = past_runs.is_locked(self.folder)
         state = past_runs.state_of(self.past.run, goes_on=goes_on)
-        watched = Watched(self.folder.name, self.past.run, state, self.past.trials)
+        watched = Watched(self.folder, self.past.run, state, self.past.trials)
         # What is over may be told otherwise than what goes on.
         return watched, version[0] * 2 + goes_on
 
@@ -138,7 +138,7 @@ class Watcher:
 
     def _shell(self, request: Request) -> Response:
         reader = self._reader(request)
-        return _html(watch_page.shell(reader.read()[0], reader.folder))
+        return _html(watch_page.shell(reader.read()[0]))
 
     def _state(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -147,7 +147,7 @@ class Watcher:
 
     def _list(self, request: Request) -> Response:
         found, unread = past_runs.load_all(self._folder)
-        watched = [Watched(p.folder.name, p.run, p.state, p.trials) for p in found]
+        watched = [Watched(p.folder, p.run, p.state, p.trials) for p in found]
         return _html(watch_page.runs(watched, unread, self._folder, self._query))
 
     def _file(self, request: Request) -> Response:

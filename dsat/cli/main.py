@@ -101,7 +101,7 @@ def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
 
 def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
     with local.LocalSearch(ready) as search:
-        view.follow(search.trials, num_slots=search.num_slots, at_once=search.at_once)
+        view.follow(search.folder, search.trials)
         with contextlib.ExitStack() as watching:
             if ready.settings.watch:
                 view.say(*watching.enter_context(watch.serving(search.folder)).told)

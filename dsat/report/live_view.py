@@ -39,18 +39,16 @@ class LiveView:
         )
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
         self._trials: Path | None = None
-        self._at_once = 1
-        self._num_slots: int | None = None
+        self._folder: Path | None = None
 
-    def follow(self, trials: Path, *, num_slots: int, at_once: int) -> None:
+    def follow(self, folder: Path, trials: Path) -> None:
         """Tells the view of a run that begins.
 
         Args:
+            folder: of the run.
             trials: where its trials have their folders.
-            num_slots: slots that it may use.
-            at_once: trials of its search that may run at a time.
         """
-        self._trials, self._num_slots, self._at_once = trials, num_slots, at_once
+        self._folder, self._trials = folder, trials
 
     @property
     def shows_trials(self) -> bool:
@@ -112,8 +110,14 @@ class LiveView:
                 line = Text(fmt.printable(fmt.outcome(outcome, run.plan.metric)))
                 table.add_row(trial.name, line, took, style=style)
         done, total = len(run.outcomes), run.plan.max_trials
-        lines = [f"{done} of at most {total} trials{self._slots(run)}", progress.best_line(run)]
-        left = progress.time_left(run, self._at_once)
+        status = None if self._folder is None else progress.Status.of_run(self._folder)
+        head = f"{done} of at most {total} trials"
+        if status is not None:
+            head += f"; {progress.slots_line(run, status.num_slots)}"
+        lines = [head, progress.best_line(run)]
+        if status is not None and status.outlook is not None:
+            lines.append(progress.outlook_line(run, status.outlook))
+        left = progress.time_left(run, 1 if status is None else status.at_once)
         if left is not None:
             lines.append(str(left))
         bar = Table.grid()  # a bar by itself does not end its line
@@ -123,10 +127,3 @@ class LiveView:
     def _running(self, trial: Trial) -> str:
         step = None if self._trials is None else progress.step_of(self._trials / trial.name)
         return "starts" if step is None else f"runs, step {step}"
-
-    def _slots(self, run: Run) -> str:
-        assert run.plan is not None
-        if self._num_slots is None:
-            return ""
-        busy = len(run.running) * run.plan.slots_per_trial
-        return f"; {busy} of {self._num_slots} slots busy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,14 @@ from pathlib import Path
 from dsat.in_trial.rank import STEPS_FILE
 from dsat.report import format as fmt
 from dsat.report.page_rows import best_so_far
+from dsat.search.base import Outlook
 from dsat.tuning import finals
 from dsat.tuning.run import Run
+from dsat.values.codec import Recorded
+from dsat.values.files import write_atomically
 from dsat.values.trial import TrialKind
 
+STATUS_FILE = "status.json"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEAST_TRIALS = 3  # before anything is said of the time
 _RECENT = 20
@@ -36,6 +41,50 @@ class TimeLeft:
         few = f"at most {self.trials} more trial{'' if self.trials == 1 else 's'}"
         low, high = fmt.duration(self.low_s), fmt.duration(self.high_s)
         return f"{few}: {low if low == high else f'{low} to {high}'} if all are run"
+
+
+@dataclass(frozen=True)
+class Status(Recorded):
+    """What the process that works on a run knows, and its journal does not.
+
+    Attributes:
+        num_slots: slots that trials may use at once.
+        at_once: trials of the search that may run at a time.
+        outlook: what the search thinks of what it would try next.
+    """
+
+    num_slots: int
+    at_once: int
+    outlook: Outlook | None = None
+
+    def write(self, folder: Path) -> None:
+        """Into a run's folder."""
+        write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Status | None:
+        """That of a run's folder; None if there is none."""
+        try:
+            return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+
+def slots_line(run: Run, num_slots: int) -> str:
+    """How many slots are busy, and how many there are."""
+    assert run.plan is not None
+    return f"{len(run.running) * run.plan.slots_per_trial} of {num_slots} slots busy"
+
+
+def outlook_line(run: Run, outlook: Outlook) -> str:
+    """What the search thinks."""
+    assert run.plan is not None
+    strategy = outlook.strategy.removeprefix("z").replace("_", " ")
+    value = fmt.metric(run.plan.metric, outlook.value)
+    return (
+        f"the search expects {value} of stage {strategy} at micro batch {outlook.micro_batch}, "
+        f"with a chance of {fmt.percent(outlook.chance)} to be 1 % better than the best so far"
+    )
 
 
 def time_left(run: Run, at_once: int) -> TimeLeft | None:

@@ -17,22 +17,27 @@ class Watched:
     """A run as it is watched.
 
     Attributes:
-        name: of its folder.
+        folder: of the run.
         state: `goes on`, `interrupted` or `over`.
         trials: where its trials have their folders.
     """
 
-    name: str
+    folder: Path
     run: Run
     state: str
     trials: Path
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.name
 
     @property
     def goes_on(self) -> bool:
         return self.state == "goes on"
 
 
-def shell(watched: Watched, folder: Path) -> str:
+def shell(watched: Watched) -> str:
     """The page around a run, which fetches all that changes."""
     plan = watched.run.plan
     assert plan is not None
@@ -40,7 +45,7 @@ def shell(watched: Watched, folder: Path) -> str:
         "watch.html",
         name=str(watched.run.info.get("name", "dsat")),
         method=plan.method,
-        folder=str(folder),
+        folder=str(watched.folder),
         max_trials=plan.max_trials,
         watch=page.template("watch.js"),
     )
@@ -69,19 +74,21 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
     """
     run = watched.run
     assert run.plan is not None
-    slots = run.plan.slots_per_trial
-    line = (
-        f"{len(run.outcomes)} of at most {run.plan.max_trials} trials; the run {_IS[watched.state]}"
-    )
+    lines = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
+    lines.append(f"the run {_IS[watched.state]}")
     running = run.running if watched.goes_on else []
     if watched.goes_on:
-        line += f"; {len(running)} running on {len(running) * slots} slots"
-        left = progress.time_left(run, max(1, len(running)))
-        line += f"; {left}" if left is not None else ""
+        status = progress.Status.of_run(watched.folder)
+        if status is not None:
+            lines.append(progress.slots_line(run, status.num_slots))
+            if status.outlook is not None:
+                lines.append(progress.outlook_line(run, status.outlook))
+        left = progress.time_left(run, 1 if status is None else status.at_once)
+        lines += [] if left is None else [str(left)]
     return {
         "version": version,
         "goes_on": watched.goes_on,
-        "status": line,
+        "status": "; ".join(lines),
         "running": [
             {"id": t.id, "name": t.name, "step": progress.step_of(watched.trials / t.name)}
             for t in running

@@ -22,6 +22,23 @@ _STEP_DOWN = 4  # nothing runs: so many times fewer samples than ran out of memo
 _DRAWS = 4096  # settings that are drawn one after the other until some fit
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a search thinks of what it would try next, for people.
+
+    Attributes:
+        strategy: its name.
+        micro_batch: its samples per slot.
+        value: of the objective, as predicted.
+        chance: that it is 1 % better than the best so far.
+    """
+
+    strategy: str
+    micro_batch: int
+    value: float
+    chance: float
+
+
 class Search(abc.ABC):
     """What to try next, from what was tried so far.
 
@@ -69,6 +86,11 @@ class Search(abc.ABC):
         self._lineages: list[Lineage] = []
         self._most_samples = math.inf  # that there are data for, on each slot
         self._hardship = [Hardship() for _ in space.branches]
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What it thinks, as far as it knows without thinking more; None if it predicts nothing."""
+        return None
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dsat.search import step_time
-from dsat.search.base import Search
+from dsat.search.base import Outlook, Search
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
@@ -142,6 +142,22 @@ class ModelSearch(Search):
             return None
         return (
             f"no other configuration has a chance over {100 * self._stop_when:g} % to be 1 % better"
+        )
+
+    @property
+    def outlook(self) -> Outlook | None:
+        choice = None if self._assessed is None else self._assessed[0]
+        if choice is None:
+            return None
+        micro_batch = self.space.micro_batches[choice.position]
+        expected = self.surrogate.configuration(choice.branch, choice.index, micro_batch)
+        log_rate = self.surrogate.log_work(micro_batch, expected.gas) - expected.log_s
+        sign = -1 if self.objective.smaller_is_better else 1
+        return Outlook(
+            strategy=self.space.strategies[choice.branch].name,
+            micro_batch=micro_batch,
+            value=math.exp(sign * log_rate),
+            chance=choice.chance,
         )
 
     # -- what to try

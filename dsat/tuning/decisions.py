@@ -11,6 +11,7 @@ from typing import Any
 from dsat.inputs.settings import BY_FORMULA, NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.search.base import Outlook
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning import finals
@@ -113,6 +114,11 @@ class Decisions:
         """Predicted memory, if it is predicted, from when the search begins."""
         search = self._search
         return None if search is None else search.forecast
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What the search thinks of what it would try next; None without one that predicts."""
+        return None if self._searching is None else self._searching.outlook
 
     @property
     def _profile(self) -> ProfilePhase:

@@ -9,6 +9,7 @@ from typing import Any
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
+from dsat.search.base import Outlook
 from dsat.search.model import FIRST_LARGEST
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
@@ -85,6 +86,11 @@ class SearchPhase(Phase):
         if patience is not None and self._run.best is not None and since >= patience:
             return f"no better configuration in the last {since} trials"
         return self._search.stop_reason
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What the search thinks of what it would try next."""
+        return self._search.outlook
 
     def next_trial(self) -> Trial | None:
         if self._baseline_due:

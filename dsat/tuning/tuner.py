@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.search.base import Outlook
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.journal import SCHEMA_VERSION
@@ -144,6 +145,11 @@ class Tuner:
     def forecast(self) -> Forecast | None:
         """Predicted memory, if it is predicted, from when the search begins."""
         return self._decisions.forecast
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What the search thinks of what it would try next; None without one that predicts."""
+        return self._decisions.outlook
 
     @property
     def search_began(self) -> bool:

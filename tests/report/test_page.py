@@ -14,9 +14,9 @@ from dsat.report.speed_model import SpeedModel
 from dsat.report.verdict import gains
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial, TrialKind
-from testing.helpers import World, failed, profiled, ran
-from testing.made_up_runs import HOSTILE, Measured, Steady, events_of_world, measured, run_of_world
+from dsat.values.trial import Trial
+from testing.helpers import World, failed
+from testing.made_up_runs import HOSTILE, Lawful, Measured, Steady, events_of_world, run_of_world
 
 
 class Parts(HTMLParser):
@@ -164,22 +164,6 @@ def test_the_memory_of_the_best_is_told_in_parts() -> None:
         rest = rows[phase, "rest"]
         assert rest == 0 or whole == pytest.approx(used * 2**30, rel=1e-3)
     assert rows["forward", "activations"] == pytest.approx(best.batch.micro_batch * 1e9, rel=1e-3)
-
-
-class Lawful(World):
-    """Steps take 20 ms and 2 ms a sample, stage 2 5 % more, large buckets 4 % more."""
-
-    def outcome(self, trial: Trial) -> Outcome:
-        if trial.kind is TrialKind.PROFILE:
-            return profiled(self.profile)
-        if trial.batch.micro_batch > 24:
-            return failed("OOM")
-        zero = trial.overrides.get("zero_optimization", {})
-        slow = 1.04 if zero.get("reduce_bucket_size", 0) > 10**8 else 1.0
-        slow *= 1.05 if trial.stage == 2 else 1.0
-        size = trial.batch.micro_batch
-        value = size / (slow * (0.020 + 0.002 * size))
-        return measured(ran(value), trial)
 
 
 def test_the_model_of_speed_finds_what_the_machine_does() -> None:

@@ -9,8 +9,12 @@ import pytest
 
 from dsat.report import progress
 from dsat.report.live_view import LiveView
+from dsat.search.base import Outlook
+from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run, event_of
-from testing.made_up_runs import Steady, events_of_world
+from dsat.tuning.tuner import Tuner
+from testing.helpers import FakeClock, plan_of
+from testing.made_up_runs import Lawful, Steady, events_of_world
 
 
 class Terminal(io.StringIO):
@@ -61,7 +65,9 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     (tmp_path / first.name / "steps").write_bytes(b"%8d\n" % 6)
     stream = Terminal()
     view = LiveView(stream)
-    view.follow(tmp_path, num_slots=2, at_once=2)
+    outlook = Outlook("z2_offload", 24, 101.0, 0.314)
+    progress.Status(num_slots=2, at_once=2, outlook=outlook).write(tmp_path)
+    view.follow(tmp_path, tmp_path)
     with view:
         view.waited(run)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
@@ -70,7 +76,31 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     assert f"best: {run.best.name}" in text and "x your own as measured once" in text
     assert "runs, step 6" in text
     assert "at most 26 more trials" in text
+    said = " ".join(text.split())
+    assert (
+        "expects 101 samples/s of stage 2 offload at micro batch 24, with a chance of 31.4 %"
+        in said
+    )
     assert any(block in text for block in "▂▃▄▅▆▇█")
+
+
+def test_what_the_model_search_thinks_comes_true() -> None:
+    """The prediction of what it tries next, once it knows the machine, is near what that gives."""
+    world, journal, errors = Lawful(), MemoryJournal(), []
+    tuner = Tuner(plan_of("model", max_trials=25), journal, clock=FakeClock())
+    while not tuner.finished:
+        trials = tuner.next_trials(1)
+        if not trials:
+            break
+        [trial] = trials
+        outlook, outcome = tuner.outlook, world.outcome(trial)
+        if outlook is not None and trial.kind.value == "search" and outcome.ok:
+            assert outlook.micro_batch == trial.batch.micro_batch
+            assert outlook.strategy == trial.strategy and 0 <= outlook.chance <= 1
+            assert outcome.metrics is not None
+            errors.append(abs(outlook.value / outcome.metrics.throughput - 1))
+        tuner.record(trial.id, outcome)
+    assert errors and errors[-1] < 0.1
 
 
 def test_a_step_that_nobody_wrote(tmp_path: Path) -> None:
