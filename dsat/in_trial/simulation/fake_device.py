@@ -8,12 +8,12 @@ machine has. DeepSpeed asks its accelerator object for everything else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 from dsat.in_trial.simulation.storage_tracker import DEVICE, PINNED, StorageTracker
 
@@ -190,7 +190,11 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return tensor.device.type == DEVICE_TYPE
 
     def pin_memory(
-        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+        self,
+        tensor: torch.Tensor,
+        make_copy: bool = True,
+        match_shape: bool = True,
+        align_bytes: int = 1,  # up to 0.18; of no effect on sizes that are powers of two
     ) -> torch.Tensor:
         return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
@@ -220,8 +224,14 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Makes torch know the device; for the rest of the process."""
-    setup: Callable[..., None] = _setup_privateuseone_for_python_backend
+    """Makes torch know the device; for the rest of the process.
+
+    Raises:
+        NotImplementedError: this torch takes backends in C++ only.
+    """
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no devices made in Python")
     setup(DEVICE_TYPE, backend_module=_Backend())
 
 

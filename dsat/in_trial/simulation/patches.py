@@ -179,12 +179,15 @@ def forget_process_groups() -> None:
 def make_process_group(size: int, device_type: str) -> None:
     """A process group of so many ranks whose collectives do nothing; this is rank 0."""
     import torch.distributed
-    from torch._C._distributed_c10d import FakeStore
 
     # Makes the backend known, which a fresh process has not got by itself.
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    store = fake.FakeStore()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
+        # Torch 2.7: collectives take fake tensors once these are registered.
+        importlib.import_module("torch.distributed._tools.fake_collectives")
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
-    torch.distributed.init_process_group(FAKE_GROUP, store=FakeStore(), rank=0, world_size=size)
+    torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=0, world_size=size)
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
