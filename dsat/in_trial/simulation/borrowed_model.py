@@ -53,6 +53,7 @@ class BorrowedModel:
         self._arguments = config_injection.without_config(arguments)
         self._config = config
         self._snapshot = ModuleSnapshot(model)
+        self._after_forward: dict[str, Callable[..., Any]] = {}
 
     def engine_for_the_script(self) -> Any:
         """DeepSpeed's engine of stage 0 with a simple optimizer, on fake parameters.
@@ -89,8 +90,15 @@ class BorrowedModel:
         return result
 
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
-        """Calls `serve(args, kwargs)` in place of the engine's first forward pass in training."""
+        """Calls `serve(args, kwargs)` in place of the engine's first forward pass in training.
+
+        What the script calls after it is decided when it is called: in
+        `engine.backward(engine(batch))` the script takes `backward` before the forward pass.
+        """
         engine, original = self._engine, self._engine.forward
+        self._after_forward = {name: getattr(engine, name) for name in ("backward", "step")}
+        for name in self._after_forward:
+            setattr(engine, name, self._later(name))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and engine.training:
@@ -98,6 +106,9 @@ class BorrowedModel:
             return original(*args, **kwargs)
 
         engine.forward = forward
+
+    def _later(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
     def description(self, args: Any, kwargs: Any) -> list[Any]:
         """All of the script, its model and its batch that memory depends on, as JSON."""
@@ -167,7 +178,7 @@ class BorrowedModel:
             finish()
 
         outputs = engine(*args, **kwargs)
-        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        self._follow(engine, script_backward, script_step)
         # The script's engine, which it may hold in many places, becomes the candidate's.
         object.__setattr__(self._engine, "__dict__", engine.__dict__)
         return outputs
@@ -186,10 +197,15 @@ class BorrowedModel:
             end({"activations": passes.result()})
 
         engine = self._engine
-        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        self._follow(engine, script_backward, script_step)
         engine.set_gradient_accumulation_boundary = lambda is_boundary: None
         engine.device = passes.device
         return outputs
+
+    def _follow(self, engine: Any, backward: Callable[..., Any], step: Callable[..., Any]) -> None:
+        """Has the script call these on an engine from now on."""
+        engine.backward, engine.step, engine.forward = backward, step, step
+        self._after_forward.update(backward=backward, step=step)
 
     def _samples(self, batch: Any) -> int:
         """The size of the batch that the script made, whatever its configuration says."""

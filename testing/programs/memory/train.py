@@ -18,7 +18,7 @@ engine, *_ = deepspeed.initialize(
 dtype = next(engine.module.parameters()).dtype
 while True:
     inputs, targets = task.batch(engine.train_micro_batch_size_per_gpu(), dtype)
-    loss = task.loss(engine(inputs.to(engine.device)), targets.to(engine.device))
-    engine.backward(loss)
+    # As many scripts do, takes `backward` before the forward pass.
+    engine.backward(loss := task.loss(engine(inputs.to(engine.device)), targets.to(engine.device)))
     engine.step()
     loss.item()
