@@ -205,7 +205,7 @@ class _AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        adapt = self._adapt.get(name)  # whoever only asks for a spec does not import it
+        adapt = self._adapt.get(name)  # stays: whoever asks for a spec may not import it
         if adapt is None:
             return None
         for finder in sys.meta_path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Collection, Iterator, Sequence
 
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -20,6 +21,26 @@ WORTH_DOUBLING = math.log(1.05)
 LONGEST_S, TIMES_THE_OWN = 60.0, 20.0  # measured steps of a trial
 _STEEP = math.log(1.25)  # growth for each doubling that is far from its end
 BEYOND = 4  # times as many samples as where growth has ended: slow growth adds up
+_FINE_ENOUGH = 1.03  # micro batches nearer to each other than this are as good as the same
+
+
+def halfway(best: int, tried: Collection[int], allowed: Sequence[int]) -> Iterator[int]:
+    """What to try beside the best micro batch: halfway to its tried neighbours, the farther first.
+
+    Args:
+        best: one of `tried`.
+        tried: with the same settings, whatever came of it.
+        allowed: all that may be tried, ascending.
+    """
+    below = [size for size in tried if size < best]
+    above = [size for size in tried if size > best]
+    gaps = [(best / max(below), max(below))] if below else []
+    gaps += [(min(above) / best, min(above))] if above else []
+    for ratio, neighbour in sorted(gaps, reverse=True):
+        if ratio > _FINE_ENOUGH:
+            middle = bisect.bisect_left(allowed, math.sqrt(best * neighbour))
+            if middle < len(allowed) and allowed[middle] not in tried:
+                yield allowed[middle]
 
 
 class Ramp:

@@ -15,12 +15,13 @@ from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning.phase import Phase, TrialFactory, name_of
-from dsat.tuning.ramp import Ramp
+from dsat.tuning.ramp import Ramp, halfway
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
+_BISECTS = ("asha", "binary", "random")
 _MUCH_ROOM = 16  # times as many samples as a search that models speed begins with
 
 
@@ -60,6 +61,7 @@ class SearchPhase(Phase):
         self._baseline_due = baseline
         self._trial_by_config: dict[str, int] = {}
         self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
+        self._settings_of: dict[int, Mapping[str, Any]] = {}  # of trials but the user's own
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
         self._ramp: Ramp | None = None
@@ -107,13 +109,9 @@ class SearchPhase(Phase):
             return None
         micro_batch = ramp.ask()
         settings = self._space.branches[ramp.branch].settings(0)
-        while micro_batch is not None:
-            batch = self._space.batch(micro_batch, settings)
-            overrides, script_args = overrides_for(settings, batch), script_args_for(settings)
-            if self.forecast is None or self.forecast.fits(overrides, script_args):
-                return self._trial(TrialKind.SEARCH, overrides, batch, script_args)
-            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
-            ramp.over, micro_batch = True, None
+        trial = None if micro_batch is None else self._unasked(settings, micro_batch)
+        if trial is not None:
+            return trial
         self._end_ramp(ramp)
         return self._next_of_search()
 
@@ -137,7 +135,38 @@ class SearchPhase(Phase):
             trial = self._try(proposal)
             if trial is not None:
                 return trial
+        may_go_on = self._plan.ramp and self._plan.method in _BISECTS and not self._run.running
+        return self._next_beside_the_best() if may_go_on else None
+
+    def _next_beside_the_best(self) -> Trial | None:
+        """More micro batches of the best settings, once the search has nothing new to try."""
+        leader = self._run.leader
+        if leader is None or leader.id not in self._settings_of:
+            return None
+        settings, best = self._settings_of[leader.id], leader.batch.micro_batch
+        tried = {
+            self._run.trials[trial_id].batch.micro_batch
+            for trial_id, its in self._settings_of.items()
+            if its == settings
+        }
+        for size in halfway(best, tried, self._space.micro_batches):
+            trial = self._unasked(settings, size)
+            if trial is not None:
+                return trial
         return None
+
+    def _unasked(self, settings: Mapping[str, Any], micro_batch: int) -> Trial | None:
+        """A trial that no search proposed; None if it is known already or cannot fit."""
+        batch = self._space.batch(micro_batch, settings)
+        overrides, script_args = overrides_for(settings, batch), script_args_for(settings)
+        if self._trials.fingerprint(overrides, script_args) in self._trial_by_config:
+            return None
+        if self.forecast is not None and not self.forecast.fits(overrides, script_args):
+            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
+            return None
+        trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args)
+        self._settings_of[trial.id] = settings
+        return trial
 
     def hear(self, trial: Trial, outcome: Outcome) -> None:
         if self.forecast is not None:
@@ -177,6 +206,7 @@ class SearchPhase(Phase):
         else:
             trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
             self._proposals[trial.id] = [proposal]
+            self._settings_of[trial.id] = proposal.settings
             return trial
         return None
 

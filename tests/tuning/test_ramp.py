@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dsat.space.knobs import KNOB_NAMES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
@@ -104,3 +105,22 @@ def test_a_run_is_resumed_in_the_middle_of_its_ramp() -> None:
             resumed.record(trial.id, machine.outcome(trial))
         drive(resumed, machine)
         assert [trial.name for trial in resumed.run.trials.values()] == names
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_a_search_with_one_lineage_goes_on_while_anything_may_be_learned(method: str) -> None:
+    plan = plan_of(
+        method,
+        ramp=True,
+        max_trials=40,
+        fix=KNOB_NAMES,
+        zero_stages=(1,),
+        base_config={"zero_optimization": {"stage": 1}},
+    )
+    machine = Machine(10.0, 1.0, lambda size: failed("OOM") if size > 100 else None)
+    tuner = Tuner(plan, MemoryJournal())
+    drive(tuner, machine)
+    tried = [trial.batch.micro_batch for trial in tuner.run.trials.values()]
+    assert tuner.run.best is not None and 97 <= tuner.run.best.batch.micro_batch <= 100
+    assert len(tried) == len(set(tried)) + (tried.count(1) > 1), "none twice but for the profile"
+    assert tuner.run.stop_reason == "nothing is left to try"
