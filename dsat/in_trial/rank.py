@@ -39,6 +39,7 @@ CONFIG_FILE = "ds_config.json"
 CAPTURED_FILE = "captured_ds_config.json"
 METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
+DOING_FILE = "doing.txt"  # what takes its time in a trial, for people
 STEPS_FILE = "steps"  # how many optimizer steps rank 0 has made
 FAILED = 1
 _DATA_LIMIT_SLACK = 16 * 2**20
@@ -136,6 +137,8 @@ def _prepare(
     import numpy
     import torch
 
+    if rank == 0:
+        _tell_of_compiling(folder / DOING_FILE)
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()
     numpy.random.seed()
@@ -316,6 +319,23 @@ def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
             resource.setrlimit(limited, limits)
 
     OpBuilder.jit_load = unlimited
+
+
+def _tell_of_compiling(path: Path) -> None:
+    """Says in a file that an operator of DeepSpeed's is being compiled, as long as it is."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    load = OpBuilder.jit_load
+
+    @functools.wraps(load)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        path.write_text(f"compiling DeepSpeed's operator {self.name}; the result is kept")
+        try:
+            return load(self, *args, **options)
+        finally:
+            path.unlink(missing_ok=True)
+
+    OpBuilder.jit_load = told
 
 
 def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,14 @@ from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import EngineError, ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import CAPTURED_FILE, CONFIG_FILE, MODULES_FILE, SPEC_FILE, result_file
+from dsat.in_trial.rank import (
+    CAPTURED_FILE,
+    CONFIG_FILE,
+    DOING_FILE,
+    MODULES_FILE,
+    SPEC_FILE,
+    result_file,
+)
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
@@ -78,6 +85,7 @@ _NEVER_OF_FORK = tuple(
 BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
 _STUCK = "a rank waits for the device's driver and cannot be ended"
 _LINGER_S = 20.0
+_LONG_S = 5.0  # what takes longer is told
 _MOST_STARTS = 3
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
@@ -109,6 +117,7 @@ class _Running:
     again_alone: bool = False
     beside: bool = False  # whether another trial ran at the same time
     swap: list[Path] = field(default_factory=list)
+    told_of_waiting: bool = False
     canceled: bool = False
     timed_out: bool = False
 
@@ -289,6 +298,7 @@ class LocalEngine:
             if not messages:
                 now = time.monotonic()
                 self._end_overdue(now)
+                self._tell_what_takes_long()
                 wait_s = min([deadline - now, *self._times_left(now)])
                 messages = self._supervisor.receive(max(0.0, wait_s))
             for message in messages:
@@ -443,6 +453,17 @@ class LocalEngine:
 
     def _measured(self) -> list[_Running]:
         return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, SIMULATION_ID)]
+
+    def _tell_what_takes_long(self) -> None:
+        """Logs, once for each trial, what it has been doing for more than a moment."""
+        for running in self._running.values():
+            if running.told_of_waiting:
+                continue
+            path = running.folder / DOING_FILE
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LONG_S:
+                    running.told_of_waiting = True
+                    _log.info("%s: %s", running.trial.name, path.read_text())
 
     def _end_overdue(self, now: float) -> None:
         for running in self._measured():

@@ -4,6 +4,7 @@ Behaviours with `_on_1` in their name go wrong on rank 1 only, while rank 0 trai
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -40,6 +41,20 @@ def fail_beside_others() -> None:
     here = {path.read_text() for path in FOLDER.parent.glob("*/here")} - {str(os.getpid())}
     if any(Path(f"/proc/{pid}").exists() for pid in here):
         raise RuntimeError("another trial is in my folder")
+
+
+def compile_an_operator() -> None:
+    """As DeepSpeed does it, but for the compiler: it takes its time and fails."""
+    from types import SimpleNamespace
+
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def is_compatible(verbose: bool) -> bool:
+        time.sleep(1.0)
+        return False
+
+    with contextlib.suppress(RuntimeError):
+        OpBuilder.jit_load(SimpleNamespace(name="slow", is_compatible=is_compatible, error_log=""))
 
 
 def go_wrong(behaviour: str) -> None:
@@ -187,6 +202,9 @@ def main() -> None:
         train_with_workers(config)
     elif behaviour == "spawns":
         spawn_helpers()
+        train(config)
+    elif behaviour == "compiles":
+        compile_an_operator()
         train(config)
     elif behaviour == "fails beside others":
         fail_beside_others()

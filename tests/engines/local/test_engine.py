@@ -432,6 +432,20 @@ def test_a_trial_that_fails_beside_others_is_run_again_alone(singles: Bench) -> 
     assert any(warned), "it was said"
 
 
+def test_what_takes_long_is_told(
+    singles: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dsat.engines.local.engine._LONG_S", 0.1)
+    caplog.set_level("INFO", logger="dsat")
+    trial = singles.trial("compiles")
+    singles.engine.launch(trial)
+    while not (ended := singles.engine.poll(0.2)):
+        pass
+    assert ended[0][1].ok, singles.log(trial)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{trial.name}: compiling DeepSpeed's operator slow; the result is kept"]
+
+
 def test_ranks_of_a_trial_share_its_cores(pair: Bench) -> None:
     trial = pair.trial()
     assert pair.run(trial).ok
