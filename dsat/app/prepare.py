@@ -69,6 +69,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     machine = find_machine()
+    machine = machine.only(source.program.devices, source.program.not_devices)
     source = source.with_known_start(machine, settings.trial_timeout_s)
     section = None
     if settings.method in (TUNE, RUN):

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ _DEEPSPEED_SWITCHES = frozenset(
     "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
     "--bind_cores_to_rank --save_pid -q --quiet".split()
 )
-_CHOOSES_DEVICES = frozenset("--hostfile -H --include -i --exclude -e".split())
 _TORCHRUN_SWITCHES = frozenset(
     "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
     "--virtual_local_rank --use-env --use_env".split()
@@ -66,6 +65,8 @@ class Entrypoint:
         slots: the number of ranks that the command itself asks for, if any.
         takes_all_slots: whether the launcher starts a rank on every device of the machine.
         takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
+        devices, not_devices: positions of the machine's devices that the launcher is told to use,
+            or not to use; all where neither is given.
         interpreter: another one than that which runs dsat, if its ranks need another.
         lacks_wrapt: whether a package is missing there that ranks need.
         started_by: the user's command, if it had to be run to see what it starts.
@@ -83,6 +84,8 @@ class Entrypoint:
     slots: int | None = None
     takes_all_slots: bool = False
     takes_hf_flags: bool = False
+    devices: tuple[int, ...] = ()
+    not_devices: tuple[int, ...] = ()
     interpreter: str = ""
     lacks_wrapt: bool = False
     started_by: tuple[str, ...] = ()
@@ -357,12 +360,17 @@ def _deepspeed(words: list[str]) -> Entrypoint:
         found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
     else:
         found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
+    devices = _devices(options, "--include", "-i")
+    hosts = _hosts(Path(options.get("--hostfile") or options.get("-H") or ""))
+    slots = _count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
     return replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
         binds_cores="--bind_cores_to_rank" in options,
-        slots=(slots := _count(options, "--num_gpus", "--num_accelerators")),
-        takes_all_slots=slots is None,
+        slots=slots or next(iter(hosts.values()), None),
+        takes_all_slots=slots is None and not any(hosts.values()),
+        devices=devices,
+        not_devices=_devices(options, "--exclude", "-e"),
     )
 
 
@@ -383,18 +391,54 @@ def _torchrun(words: list[str]) -> Entrypoint:
 
 
 def _check_one_machine(options: dict[str, str]) -> None:
-    """Raise UserInputError for options that choose machines or devices, which dsat does itself."""
-    for name in _CHOOSES_DEVICES & options.keys():
-        raise UserInputError(
-            f"{name} chooses machines or devices, and dsat gives every trial its own slots",
-            where=_WHERE,
-            hint="Leave it out; CUDA_VISIBLE_DEVICES says which devices dsat may use.",
-        )
+    """Raise UserInputError for options that ask for several machines."""
     for name in ("--num_nodes", "--nnodes"):
         if options.get(name, "1") not in ("1", "1:1"):
             raise UserInputError(
                 f"{name} {options[name]}: trials run on this machine only", where=_WHERE
             )
+    for name in ("--hostfile", "-H"):
+        if name in options and len(hosts := _hosts(Path(options[name]))) > 1:
+            raise _several_machines(f"{name} {options[name]}", hosts)
+
+
+def _several_machines(option: str, hosts: Collection[str]) -> UserInputError:
+    return UserInputError(
+        f"{option} names {len(hosts)} machines, and trials run on this one",
+        where=_WHERE,
+        hint="Leave it out, and give --num_gpus.",
+    )
+
+
+def _hosts(path: Path) -> dict[str, int | None]:
+    """The machines of a hostfile (`NAME slots=N`) and their slots; none if there is no such file,
+    which DeepSpeed takes for this machine."""
+    found: dict[str, int | None] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            words = line.partition("#")[0].split()
+            if words:
+                slots = [word[6:] for word in words[1:] if word.startswith("slots=")]
+                found[words[0]] = int(slots[0]) if slots and slots[0].isdigit() else None
+    return found
+
+
+def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
+    """The devices of this machine that `NAME[:SLOT[,SLOT ..]]` names (deepspeed/launcher/runner.py,
+    `parse_resource_filter`); none if it names the machine alone."""
+    for name in names:
+        given = options.get(name, "")
+        if "@" in given:
+            raise _several_machines(f"{name} {given}", given.split("@"))
+        _, colon, slots = given.partition(":")
+        numbers = [number.strip() for number in slots.split(",")] if colon else []
+        if not all(number.isdigit() for number in numbers):
+            raise UserInputError(
+                f"{name} {given}: expected NAME:SLOT,SLOT", where=_WHERE, hint="As localhost:0,1"
+            )
+        if numbers:
+            return tuple(sorted({int(number) for number in numbers}))
+    return ()
 
 
 def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:

@@ -114,8 +114,8 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "yaml holds a date": (with_text("deepspeed.yaml", "name: 2024-01-01"), ["date", "quotes"]),
     "json holds NaN": (with_text("ds_config.json", '{"gradient_clipping": NaN}'), ["NaN"]),
     "the entrypoint chooses devices": (
-        with_yaml(entrypoint="deepspeed --include localhost:1 train.py"),
-        ["--include", "slots"],
+        with_yaml(entrypoint="deepspeed --include localhost:999 train.py"),
+        ["there is no device 999"],
     ),
     "the entrypoint asks for two machines": (
         with_yaml(entrypoint="torchrun --nnodes=2 train.py"),
@@ -383,8 +383,8 @@ BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["2 ranks", "1 slots"],
     ),
     "another machine": (
-        ["tune", "-H", "hosts", *TUNE[1:]],
-        ["--hostfile", "CUDA_VISIBLE_DEVICES"],
+        ["tune", "-i", "one@two:0", *TUNE[1:]],
+        ["--include one@two:0", "names 2 machines"],
     ),
     "a list of words among the micro batches": (
         ["asha", "--ds-config", "listed.json", "--", "train.py"],

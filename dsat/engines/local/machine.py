@@ -18,10 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
-from dsat.errors import EngineError
+from dsat.errors import EngineError, UserInputError
 from dsat.values.memory_size import readable
 
 _MARK = "dsat-slots "
@@ -66,6 +66,33 @@ class Machine:
     @property
     def num_slots(self) -> int:
         return len(self.devices)
+
+    def only(self, wanted: Sequence[int], without: Sequence[int]) -> Machine:
+        """The machine with some of its devices alone.
+
+        Args:
+            wanted: positions of the devices; all if there are none.
+            without: positions of devices that are left out.
+
+        Raises:
+            UserInputError: there are no such devices, or none are left.
+        """
+        there = range(self.num_slots)
+        missing = [position for position in (*wanted, *without) if position not in there]
+        kept = [position for position in wanted or there if position not in without]
+        if missing or not kept:
+            raise UserInputError(
+                f"there is no device {missing[0]}: this machine has {self.describe()}"
+                if missing
+                else "leaves no device",
+                where="entrypoint",
+            )
+        sizes = self.device_memory_bytes
+        return replace(
+            self,
+            devices=tuple(self.devices[position] for position in kept),
+            device_memory_bytes=tuple(sizes[position] for position in kept) if sizes else (),
+        )
 
     def describe(self) -> str:
         plural = "" if self.num_slots == 1 else "s"
