@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, determined_shim, failures, hf_trainer
+from dsat.in_trial import config_injection, determined_shim, failures, hf_trainer, loopback
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.meter import Meter, TrialComplete, install
 from dsat.in_trial.meter_spec import MeterSpec
@@ -147,6 +147,7 @@ def _prepare(
     threads = spec.threads or (int(given) if given.isdigit() else None)
     if threads:
         torch.set_num_threads(threads)
+    loopback.install()
     task = {**spec.task, "folder": folder}
     determined_shim.install(determined_shim.LocalTask(**task))
     if spec.program["trial_class"]:

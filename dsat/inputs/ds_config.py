@@ -198,6 +198,8 @@ def check_zero_value(key: str, value: Any, *, where: str) -> None:
         if key == "offload_optimizer":
             ratio = section.get("ratio")
             _of_type(ratio, (int, float), "a number", f"{where}.ratio")
+    elif key == "stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
+        raise UserInputError(f"must be 0, 1, 2 or 3, not {value!r}", where=where)
     elif key in INTEGER_SETTINGS and value not in (None, AUTO):
         whole_number(value, where, least=0)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.errors import JournalError
+from dsat.errors import JournalError, UserInputError
+from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import same_training
@@ -78,6 +79,7 @@ def told_as_damage(number: int) -> Iterator[None]:
     try:
         yield
     except (
+        UserInputError,
         ArithmeticError,
         AssertionError,
         AttributeError,
@@ -147,7 +149,12 @@ class Run:
         self.ended_s: dict[int, float] = {}
         for number, line in enumerate(lines, start=1):
             with told_as_damage(number):
-                self.apply(event_of(line))
+                event = event_of(line)
+                self.apply(event)
+                if event["event"] == EVENT_PROPOSED:
+                    assert self.plan is not None
+                    config = self.plan.config(event["trial"].overrides)
+                    ds_config.check_values(config, where=event["trial"].name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in, its values as they are; a kind that is not known is skipped."""

@@ -55,7 +55,7 @@ def _use(path: Path, method: str) -> tuple[str, str]:
 def _show(path: Path, method: str) -> None:
     run = Run(read_events(path))
     if run.plan is not None:
-        summary.markdown(run, "train")
+        summary.markdown(run, "train").encode("utf-8", "surrogateescape")
         json.dumps(summary.to_json(run, path.parent), allow_nan=False)
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)

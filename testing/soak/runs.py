@@ -157,11 +157,23 @@ def undisturbed(method: str, folder: Path) -> list[Any]:
     return search.result()
 
 
+class _Calm(dict[str, list[Any]]):
+    """Undisturbed searches by method, each made when it is first asked for."""
+
+    def __init__(self, folders: Iterator[Path]) -> None:
+        super().__init__()
+        self._folders = folders
+
+    def __missing__(self, method: str) -> list[Any]:
+        self[method] = undisturbed(method, next(self._folders))
+        return self[method]
+
+
 def kills(seed: int, count: int) -> Tally:
     """Signals at seeded moments, and --resume until the end: the same trials, the same result."""
     rng, tally = random.Random(seed), Tally("signals to the tuner at seeded moments, then --resume")
     with folders() as new:
-        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        calm = _Calm(new)
         while tally.tried < count:
             method = rng.choice(_METHODS)
             search = Search(method, next(new), pause_s=0.01)
@@ -212,7 +224,7 @@ def failing_calls(seed: int, count: int) -> Tally:
     """One call to the system fails, or all from then on: one line, nothing lost, and --resume."""
     rng, tally = random.Random(seed), Tally("a failing call to the file system, then --resume")
     with folders() as new:
-        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        calm = _Calm(new)
         while tally.tried < count:
             method, code = rng.choice(_METHODS), rng.choice(_ERRORS)
             search = Search(method, next(new))
@@ -277,7 +289,7 @@ def full_disks(seed: int, count: int) -> Tally:
     """Searches on a file system of 256 KiB, of which a seeded part is taken already."""
     rng, tally = random.Random(seed), Tally("a file system of 256 KiB that fills up, then --resume")
     with folders() as new:
-        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        calm = _Calm(new)
         while tally.tried < count:
             method, disk = rng.choice(_METHODS), next(new)
             disk.mkdir()
@@ -312,7 +324,7 @@ def surroundings(seed: int, count: int) -> Tally:
     """Clocks that jump, few descriptors, no HOME, a folder that turns read-only."""
     rng, tally = random.Random(seed), Tally("clocks that jump by an hour, ulimits, no HOME")
     with folders() as new:
-        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        calm = _Calm(new)
         while tally.tried < count:
             method = rng.choice(_METHODS)
             name, harm = rng.choice(list(_surroundings(rng).items()))
@@ -362,7 +374,7 @@ def several_at_once(seed: int, count: int) -> Tally:
     """Two and five commands in one folder: one works, the others say who does."""
     rng, tally = random.Random(seed), Tally("two and five dsat in one folder at once")
     with folders() as new:
-        calm = {method: undisturbed(method, next(new)) for method in _METHODS}
+        calm = _Calm(new)
         while tally.tried < count:
             method, several = rng.choice(_METHODS), rng.choice((2, 5))
             search = Search(method, next(new), pause_s=0.02)

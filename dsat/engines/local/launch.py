@@ -14,6 +14,7 @@ import wrapt
 
 from dsat.engines.local import cores
 from dsat.engines.local.machine import Machine
+from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import RankSpec
 from dsat.inputs import ds_config
@@ -111,7 +112,7 @@ class Launch:
     def environment(self, rank: int) -> dict[str, str]:
         """All variables of a rank."""
         size = str(self._ranks)
-        env = {**os.environ, **self.experiment.env, **self.program.env}
+        env = {**INTERFACES, **os.environ, **self.experiment.env, **self.program.env}
         env.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),

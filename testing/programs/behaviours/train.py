@@ -188,6 +188,16 @@ def main() -> None:
         train(config, steps=1)
         leave_processes(behaviour.removeprefix("leaves and hangs: "))
         time.sleep(10_000)
+    elif behaviour == "floods":
+        for _ in range(2048):
+            sys.stderr.write("x" * 2**20)
+        train(config)
+    elif behaviour == "is deaf":
+        os.closerange(3, 10)
+        try:
+            train(config)
+        except SystemExit:
+            time.sleep(10_000)
     elif behaviour == "ends early":
         train(config, steps=3)
     elif behaviour == "ends between":

@@ -299,6 +299,13 @@ def test_close_ends_everything(tmp_path: Path) -> None:
         pids = [supervisor.pid, *(child.pid for child in below if is_alive(child.pid))]
         assert len(pids) == 5
         assert len(buffers_of(tmp_path)) == 2
+        listening = [
+            socket.laddr.ip
+            for process in (supervisor, *below)
+            for socket in process.net_connections()
+            if socket.status == psutil.CONN_LISTEN
+        ]
+        assert listening and set(listening) == {"127.0.0.1"}, "nobody else can reach a rank"
         begin = time.monotonic()
         bench.engine.close()
         assert time.monotonic() - begin < 5
