@@ -15,6 +15,7 @@ import pytest
 
 from dsat.app.local import local_engine
 from dsat.app.prepare import Prepared
+from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.values.trial import Trial
 from testing.local import PROGRAMS, read_json
@@ -29,12 +30,13 @@ GROUP_WORLD_SIZE HAND_DIR LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MAS
 PYTHONPATH PYTHONUNBUFFERED RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE SHLVL USE_DEEPSPEED WORLD_SIZE
 """.split()
 # The accelerator that is found without it as well; that a call of NCCL may fail, as torch has it by
-# default; and mallopt's variables, in whose place trials call mallopt.
+# default; mallopt's variables, in whose place trials call mallopt; and that ranks meet on loopback.
 SAME_WITHOUT = {
     "DS_ACCELERATOR": "cpu",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     **{name: str(value) for name, value in MALLOC_VARIABLES.items()},
+    **INTERFACES,
 }
 
 
