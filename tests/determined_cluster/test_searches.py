@@ -40,7 +40,7 @@ def measured(there: OnCluster) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(("method", "trials"), [("binary", 3), ("random", 3), ("asha", 3)])
+@pytest.mark.parametrize(("method", "trials"), [("binary", 2), ("asha", 3)])
 def test_the_core_api_example(tmp_path: Path, method: str, trials: int) -> None:
     example = ROOT / "examples" / "core_api"
     with cluster(tmp_path) as there:
@@ -88,8 +88,8 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         told = there.search("two_ranks", *FAST, "--max-trials", 3)
         assert told.status == 1, told
-        profile, own, larger = there.outcomes().values()
+        profile, own, other = there.outcomes().values()
         assert profile.kind is OutcomeKind.OK
         assert (own.kind, own.message[:7]) == (OutcomeKind.OOM, "rank 1:"), own
-        assert (larger.kind, larger.message[:7]) == (OutcomeKind.OOM, "rank 0:"), larger
+        assert (other.kind, other.message[:7]) == (OutcomeKind.OOM, "rank 0:"), other
         assert "No configuration ran" in told.out

@@ -162,7 +162,8 @@ def test_binary_finds_the_edge_of_the_memory(binary: tuple[Path, Told]) -> None:
     assert run.profile is not None and run.profile.slot_memory_bytes == 150 * 2**20
     by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
     for trial in searched(run):
-        assert trial.lineage is not None
+        if trial.lineage is None:
+            continue  # of the ramp from the user's own micro batch
         kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
         kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
     both = [kinds for kinds in by_lineage.values() if all(kinds.values())]

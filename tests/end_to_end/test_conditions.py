@@ -28,6 +28,7 @@ IDENTITY = """
 _ CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES DET_CHIEF_IP DSAT_TRIAL_DIR GROUP_RANK
 GROUP_WORLD_SIZE HAND_DIR LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OLDPWD PWD
 PYTHONPATH PYTHONUNBUFFERED RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE SHLVL USE_DEEPSPEED WORLD_SIZE
+_MLFLOW_TELEMETRY_SESSION_ID
 """.split()
 # The accelerator that is found without it as well; that a call of NCCL may fail, as torch has it by
 # default; mallopt's variables, in whose place trials call mallopt; and that ranks meet on loopback.
