@@ -107,7 +107,9 @@ def test_events_are_read_by_tensorboard(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_are_read_by_mlflow(run: Run, tmp_path: Path) -> None:
+def test_runs_are_read_by_mlflow(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `make setup` installs it beside the environment.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "mlflow")])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of mlflow's own imports
         from mlflow.tracking import MlflowClient
