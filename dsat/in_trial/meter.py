@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
@@ -226,7 +227,9 @@ class Meter:
             else None
         )
         self._steps: list[StepMarks] = []
-        self._samples = SampleCounter(spec.micro_batch, spec.options.own_micro_batch)
+        self._samples = SampleCounter(
+            spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions
+        )
         self._tokens = TokenCounter(spec.micro_batch)
         self._current = StepMarks(begin=self._clock.mark())
         self._began = self._current.begin
@@ -447,7 +450,11 @@ class Meter:
         warnings = list(self._warnings)
         if times.accidents:
             warnings.append(HOST_ACCIDENTS)
-        profile = self._profiler.result(self._accelerator) if self._profiler else None
+        profile = None
+        if self._profiler is not None:
+            profile = replace(
+                self._profiler.result(self._accelerator), batch_dimensions=self._samples.dimensions
+            )
         flops = profile.flops_per_sample if profile else spec.flops_per_sample
         metrics = Metrics(
             throughput=throughput,

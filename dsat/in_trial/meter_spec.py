@@ -22,6 +22,7 @@ class MeterSpec(Recorded):
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
+        batch_dimensions: see `ModelProfile`.
         to_beat: see `Trial`.
     """
 
@@ -33,6 +34,7 @@ class MeterSpec(Recorded):
     host_slots: int = 1
     profile: bool = False
     flops_per_sample: float | None = None
+    batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     to_beat: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +56,7 @@ class MeterSpec(Recorded):
             host_slots=host_slots,
             profile=profile,
             flops_per_sample=trial.flops_per_sample,
+            batch_dimensions=trial.batch_dimensions,
             to_beat=trial.to_beat,
         )
 

@@ -28,17 +28,26 @@ Path = tuple[str, ...]
 class SampleCounter:
     """Counts the rows of micro batches by the tensors that have the micro batch as a dimension.
 
-    Which tensors those are, and which of their dimensions it is, the first micro step tells.
+    The first micro step tells which tensors and which of their dimensions. A dimension may have
+    that size by chance: what the profile trial saw with another micro batch decides.
 
     Args:
         micro_batch: the trial's.
         own: that of the user's own configuration, if it is known.
+        known: the dimension of the samples by the tensor's place, as the profile trial saw it.
+
+    Attributes:
+        dimensions: what the first micro step tells of that, where only one dimension can be meant.
     """
 
-    def __init__(self, micro_batch: int, own: int | None) -> None:
+    def __init__(
+        self, micro_batch: int, own: int | None, known: Mapping[str, int] | None = None
+    ) -> None:
         self._micro_batch = micro_batch
         self._own = own
+        self._known = known or {}
         self._carriers: dict[Path, int] | None = None
+        self.dimensions: dict[str, int] = {}
 
     @property
     def counts(self) -> bool:
@@ -56,16 +65,20 @@ class SampleCounter:
                 be a lie, or there are fewer samples than the micro batch.
         """
         shapes = {path: _shape(leaf) for path, leaf in leaves}
+        of_its_size = {path: self._dimensions_of_its_size(path, shapes[path]) for path in shapes}
+        self.dimensions = {
+            _name(path): found[0] for path, found in of_its_size.items() if len(found) == 1
+        }
         for dimension in (0, 1):
-            found = {
-                p: dimension for p, s in shapes.items() if _size(s, dimension) == self._micro_batch
+            carriers: dict[Path, int] = {
+                p: dimension for p, found in of_its_size.items() if dimension in found
             }
-            if found:
-                self._carriers = found
+            if carriers:
+                self._carriers = carriers
                 return
         self._carriers = {}
         # A single row is for all samples, or has all of them, packed.
-        rows = {shape[0] for shape in shapes.values()} - {1}
+        rows = {_size(s, self._known.get(_name(p), 0)) for p, s in shapes.items()} - {1, None}
         if self._own is not None and feeds_own(list(shapes.values()), self._micro_batch, self._own):
             raise InvalidTrial(
                 f"the script feeds {self._own} samples, its own micro batch, although the trial's "
@@ -73,14 +86,19 @@ class SampleCounter:
                 "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping "
                 "train_micro_batch_size_per_gpu=--batch-size"
             )
-        if len(rows) == 1 and max(rows) < self._micro_batch:
-            samples = max(rows)
+        samples = next(iter(rows)) if len(rows) == 1 else None
+        if samples is not None and samples < self._micro_batch:
             raise InvalidTrial(
                 f"the first batch has {samples} samples, fewer than the micro batch of "
                 f"{self._micro_batch}: there are no more data on a rank, or the data loader has a "
                 "batch size of its own",
                 most_samples=samples,
             )
+
+    def _dimensions_of_its_size(self, path: Path, shape: tuple[int, ...]) -> list[int]:
+        known = self._known.get(_name(path))
+        may_be = (0, 1) if known is None else (known,)
+        return [d for d in may_be if _size(shape, d) == self._micro_batch]
 
     def rows(self, leaves: Iterable[tuple[Path, Leaf]]) -> int | None:
         """Rows of a micro step; None if it cannot be counted."""
@@ -142,6 +160,10 @@ def _leaves(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Leaf]]:
         return
     for name, part in inside:
         yield from _leaves(part, (*path, str(name)), depth - 1)
+
+
+def _name(path: Path) -> str:
+    return ".".join(path)
 
 
 def _shape(leaf: Leaf) -> tuple[int, ...]:

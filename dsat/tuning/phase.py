@@ -84,6 +84,7 @@ class TrialFactory:
             lineage=None if proposal is None else proposal.lineage,
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
+            batch_dimensions={} if profile is None else profile.batch_dimensions,
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
         )

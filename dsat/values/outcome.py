@@ -149,6 +149,8 @@ class ModelProfile(Recorded):
         slot_memory_bytes: what a slot may use.
         host_memory_bytes: what the host has for each rank of a trial that runs there alone; 0 if a
             slot's memory is the host's, or nobody looked.
+        batch_dimensions: which dimension of the model's inputs is that of the samples, by the place
+            of the tensor among them (`1.input_ids`), where that is certain.
     """
 
     num_params: int
@@ -158,6 +160,7 @@ class ModelProfile(Recorded):
     flops_per_sample: float
     slot_memory_bytes: int
     host_memory_bytes: int = 0
+    batch_dimensions: Mapping[str, int] = field(default_factory=dict)
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

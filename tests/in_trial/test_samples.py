@@ -133,6 +133,40 @@ def test_rows_are_counted_in_any_form(wrap: Callable[[torch.Tensor], Any]) -> No
         assert counter.rows(leaves_of([wrap(torch.zeros(rows, 9))])) == rows
 
 
+def seen_in_the_profile(micro_batch: int, *shapes: tuple[int, ...]) -> dict[str, int]:
+    counter = SampleCounter(micro_batch, None)
+    counter.first(leaves_of([torch.zeros(shape) for shape in shapes]))
+    return counter.dimensions
+
+
+@pytest.mark.parametrize("profiled", [1, 4])
+def test_features_as_many_as_the_micro_batch_are_no_samples(profiled: int) -> None:
+    """96 samples of 256 features, and a micro batch of 256."""
+    known = seen_in_the_profile(profiled, (profiled, 256))
+    counter = SampleCounter(256, 4, known)
+    with pytest.raises(InvalidTrial, match="the first batch has 96 samples"):
+        counter.first(leaves_of([torch.zeros(96, 256)]))
+    full = SampleCounter(256, 4, known)
+    full.first(leaves_of([torch.zeros(256, 256)]))
+    assert [full.rows(leaves_of([torch.zeros(n, 256)])) for n in (256, 96)] == [256, 96]
+
+
+def test_time_steps_as_many_as_the_micro_batch_are_no_samples() -> None:
+    known = seen_in_the_profile(1, (64, 1, 9), (1, 64))  # time first, with a mask for all samples
+    assert known == {"0": 1, "1": 0}
+    with pytest.raises(InvalidTrial, match="the first batch has 20 samples"):
+        SampleCounter(64, None, known).first(
+            leaves_of([torch.zeros(64, 20, 9), torch.zeros(1, 64)])
+        )
+    counter = SampleCounter(64, None, known)
+    counter.first(leaves_of([torch.zeros(64, 64, 9), torch.zeros(1, 64)]))
+    assert counter.rows(leaves_of([torch.zeros(64, 20, 9), torch.zeros(1, 64)])) == 20
+
+
+def test_a_size_that_two_dimensions_have_tells_nothing() -> None:
+    assert seen_in_the_profile(4, (4, 4), (4,), (9, 4)) == {"1": 0, "2": 1}
+
+
 def test_sequences_of_several_lengths_are_counted_by_their_number() -> None:
     counter = SampleCounter(5, None)
     counter.first(leaves_of([torch.zeros(5, 31)]))
