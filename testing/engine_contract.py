@@ -93,12 +93,10 @@ class EngineContract(abc.ABC):
     def test_runs_trials_side_by_side_and_gives_their_slots_to_others(self, engine: Engine) -> None:
         engine.launch(self.trial(1, Behaviour.HANGS))
         told = []
-        for trial_id, behaviour in enumerate(
-            (Behaviour.RUNS, Behaviour.CRASHES, Behaviour.EXHAUSTS_MEMORY, Behaviour.RUNS), start=2
-        ):
-            engine.launch(self.trial(trial_id, behaviour))
+        for trial_id in (2, 3, 4):  # one that failed here might be run again, alone
+            engine.launch(self.trial(trial_id))
             told += [ended for ended, _ in self.ended(engine, 1)]
-        assert told == [2, 3, 4, 5]
+        assert told == [2, 3, 4]
 
     def test_does_not_start_a_trial_twice(self, engine: Engine) -> None:
         trial = self.trial(1)
