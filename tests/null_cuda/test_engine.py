@@ -129,7 +129,8 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         or text not in found[number].message + found[number].detail
     ]
     assert not wrong, "\n".join(wrong)
-    assert len(looks) == sum(look for *_, look in FAILURES)
+    looked = sum(look for *_, look in FAILURES)
+    assert looked <= len(looks) <= 2 * looked, "once, and once more where one was run again alone"
     assert last.ok, last.detail
     assert not machine.held()
 

@@ -375,7 +375,7 @@ def test_what_a_kill_of_everything_leaves_is_ended_by_the_next_run(tmp_path: Pat
     bystander = psutil.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         assert set(left) <= set(ProcessRecord(tmp_path).sweep())
-        assert not any(map(is_alive, left))
+        wait_until(lambda: not any(map(is_alive, left)), "the end of all")
         assert processes_of(tmp_path) == [] and buffers_of(tmp_path) == []
         assert ProcessRecord(tmp_path).sweep() == []
         assert is_alive(bystander.pid)
