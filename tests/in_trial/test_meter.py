@@ -814,8 +814,8 @@ class NoProfiler:
     def finish_micro_steps(self, count: int) -> None:
         pass
 
-    def result(self, accelerator: Any) -> None:
-        return None
+    def result(self, accelerator: Any) -> ModelProfile:
+        return ModelProfile(0, 0, 4, 0, 0.0, 2**30)
 
 
 # -- counting the model
