@@ -26,6 +26,8 @@ class ASHASearch(Search):
         early_stopping: the smallest rate of early stopping (`s`).
     """
 
+    draws = True
+
     def __init__(
         self,
         *args: Any,

@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,9 +59,15 @@ class Search(abc.ABC):
 
     Attributes:
         patience: end the search after so many trials without a new best; None for never.
+        draws: its settings are drawn, so that more micro batches of the best ones may be tried once
+            nothing new can be drawn.
+        first_largest: it begins with at most so many samples per slot, whatever memory allows;
+            None: near the most that memory allows.
     """
 
     patience: int | None = None
+    draws: ClassVar[bool] = False
+    first_largest: ClassVar[int | None] = None
 
     def __init__(
         self,

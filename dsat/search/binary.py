@@ -18,6 +18,8 @@ class BinarySearch(Search):
     expected to be at least as fast; running out of memory lowers the upper end.
     """
 
+    draws = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ready: deque[Lineage] = deque()  # nothing of theirs runs; the longest wait first

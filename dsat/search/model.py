@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from dsat.values.trial import Proposal
 _WORTHWHILE = math.log(1.01)  # the gain that decides whether to go on
 _KNOWN_ENOUGH = 3  # micro batches that were measured before the search begins
 _LEAST_MEASURED = 3  # before that question is asked
-FIRST_LARGEST = 64  # a search begins with at most so many samples, whatever memory allows
 _SAFE = math.log(0.8)  # and with a chance like this to fit
 _CAUTION = 1.5  # the power of the chance to fit: a trial without memory is worse than a dull one
 _SETTINGS = 32  # of a branch, the likeliest best and as many of the most promising
@@ -61,6 +60,8 @@ class ModelSearch(Search):
         surrogate: the model of step time and memory.
     """
 
+    first_largest: ClassVar[int] = 64
+
     def __init__(
         self,
         *args: Any,
@@ -76,7 +77,7 @@ class ModelSearch(Search):
             self.objective,
             self._largest,
             predicted=self._predict is not None,
-            begin_with=FIRST_LARGEST,
+            begin_with=self.first_largest,
             rng=self._rng(),
         )
         self._sizes = MicroBatches(self.space.micro_batches)
@@ -184,7 +185,7 @@ class ModelSearch(Search):
     def _begin(self) -> tuple[Lineage, int] | None:
         """The defaults that promise most samples a second, with a micro batch that fits safely."""
         surrogate, best = self.surrogate, None
-        sizes = np.array([size for size in self._sizes.ladder if size <= FIRST_LARGEST])
+        sizes = np.array([size for size in self._sizes.ladder if size <= self.first_largest])
         for branch in range(len(self.space.branches)):
             knobs = surrogate.encoding.rows(branch, np.zeros(1, int))
             edges = surrogate.log2_largest(branch, [0])

@@ -24,6 +24,8 @@ class RandomSearch(Search):
         early_stopping: end the search after so many trials without a new best.
     """
 
+    draws = True
+
     def __init__(
         self,
         *args: Any,

@@ -10,7 +10,6 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
 from dsat.search.base import Outlook
-from dsat.search.model import FIRST_LARGEST
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -21,8 +20,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
-_BISECTS = ("asha", "binary", "random")
-_MUCH_ROOM = 16  # times as many samples as a search that models speed begins with
+_MUCH_ROOM = 16  # times as many samples as a search begins with
 
 
 class SearchPhase(Phase):
@@ -64,14 +62,15 @@ class SearchPhase(Phase):
         self._settings_of: dict[int, Mapping[str, Any]] = {}  # of trials but the user's own
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
+        searches = SEARCHES[plan.method]
         self._ramp: Ramp | None = None
         if plan.ramp:
             strategies, own = list(space.strategies), of_config(plan.base_config)
             is_searched = own in strategies
             branch = strategies.index(own) if is_searched else 0
-            if plan.method != "model" or self._has_room(branch):
+            if searches.first_largest is None or self._has_room(branch, searches.first_largest):
                 self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
-        self._search = SEARCHES[plan.method](
+        self._search = searches(
             run.profile,
             plan.objective,
             space,
@@ -120,22 +119,22 @@ class SearchPhase(Phase):
         if ramp.limit is not None:
             self._search.limit(ramp.limit)
 
-    def _has_room(self, branch: int) -> bool:
-        """Whether a search that models speed and memory needs a ramp.
+    def _has_room(self, branch: int, first_largest: int) -> bool:
+        """Whether a search that begins with few samples needs a ramp.
 
         Where memory ends soon it knows better where to look: measured, `benchmarks.replay`.
         """
         largest = float(self._space.micro_batches[-1])
         if self.forecast is not None:
             largest = min(largest, self.forecast.largest(self._space.branches[branch].settings(0)))
-        return largest > _MUCH_ROOM * FIRST_LARGEST
+        return largest > _MUCH_ROOM * first_largest
 
     def _next_of_search(self) -> Trial | None:
         while (proposal := self._search.ask()) is not None:
             trial = self._try(proposal)
             if trial is not None:
                 return trial
-        may_go_on = self._plan.ramp and self._plan.method in _BISECTS and not self._run.running
+        may_go_on = self._plan.ramp and self._search.draws and not self._run.running
         return self._next_beside_the_best() if may_go_on else None
 
     def _next_beside_the_best(self) -> Trial | None:

@@ -396,6 +396,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened
     for moment in (1, 4, 7):
         background = Background(command)
         background.until_events(run_dir, moment)
+        assert background.below() or moment == 1, "the supervisor, for a trial"
         background.kill()
         assert processes_of(run_dir) == []
         assert buffers_of(run_dir) == []

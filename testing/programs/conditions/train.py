@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,4 +57,9 @@ def conditions() -> dict[str, Any]:
 
 if __name__ == "__main__":
     folder = Path(os.environ.get("DSAT_TRIAL_DIR") or os.environ["HAND_DIR"])
-    (folder / f"conditions{RANK}.json").write_text(json.dumps(conditions(), indent=1))
+    written = folder / f"conditions{RANK}.json"
+    written.with_suffix(".part").write_text(json.dumps(conditions(), indent=1))
+    written.with_suffix(".part").replace(written)
+    # The first rank that leaves without having trained ends the others.
+    while len(list(folder.glob("conditions*.json"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
