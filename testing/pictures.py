@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ def main(folder: Path) -> None:
         console.print(each)
     shown = console.export_svg(title="dsat", code_format=_PLAIN_FONT)
     (DOCS / "terminal.svg").write_text(_trimmed(shown), encoding="utf-8")
-    line = "python3 -m determined.launch.deepspeed python3 script.py"
-    specs = [plot["spec"] for plot in page.parts(past.run, "trials", line)["plots"]]
+    specs = [plot["spec"] for plot in page.parts(past.run, "trials", "")["plots"]]
     _draw(specs, "ran", DOCS / "throughput.svg")
     _draw(specs, "parts", DOCS / "memory.svg")
-    _photograph(page.html(past.run, "trials", line), DOCS / "report.png")
+    _photograph(folder / page.PAGE_FILE, DOCS / "report.png")
 
 
 def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
@@ -57,12 +55,10 @@ def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
     path.write_text(_trimmed(vl_convert.vegalite_to_svg(fixed)), encoding="utf-8")
 
 
-def _photograph(html: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        file = Path(folder) / "report.html"
-        file.write_text(html, encoding="utf-8")
+def _photograph(report: Path, path: Path) -> None:
+    with chromium() as browser:
         browser.set_window_size(1100, 1250)
-        browser.get(file.as_uri())
+        browser.get(report.resolve().as_uri())
         WebDriverWait(browser, 60).until(
             lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
         )
