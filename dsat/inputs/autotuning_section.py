@@ -16,6 +16,7 @@ from dsat.errors import UserInputError
 from dsat.inputs.ds_config import TOP_LEVEL_KEYS, ZERO_KEYS, did_you_mean, whole_number
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.value_lists import distinct, listed_values
+from dsat.values.trial import TrialOptions
 
 SECTION = "autotuning"
 
@@ -57,7 +58,8 @@ class Autotuning:
 
     Attributes:
         metric: one of `dsat.values.trial.METRIC_NAMES`.
-        start_profile_step, end_profile_step: the first and the last optimizer step measured.
+        start_profile_step, end_profile_step: the first and the last optimizer step measured. If
+            the last is not written, as many as in any other search, more than DeepSpeed's own 3.
         fast: search ZeRO stages and micro batches only.
         method: `gridsearch`, `random`, or `model` for `model_based`.
         early_stopping: end a ZeRO stage after so many trials without a better one.
@@ -112,8 +114,8 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
     start_key, start = section.alias("start_profile_step", "start_step")
     end_key, end = section.alias("end_profile_step", "end_step")
     start = 3 if start is None else start
-    if end is None:
-        end = max(5, start)
+    if end is None:  # DeepSpeed's own default is three steps, whose interval means little
+        end = start + TrialOptions.end_step - TrialOptions.start_step
     section.in_order(start_key, start, end_key, end)
     smallest = section.whole("min_train_micro_batch_size_per_gpu", 1)
     largest = section.whole("max_train_micro_batch_size_per_gpu", 1024)
