@@ -171,9 +171,10 @@ def test_every_key_of_deepspeed_is_known_and_its_defaults_are_ours() -> None:
         "exps_dir": Path(theirs.exps_dir),
         "arg_mappings": theirs.arg_mappings or {},
     }
-    assert same.pop("overwrite") is True, "which deletes earlier results: the one default not ours"
+    assert same.pop("overwrite") is True, "which deletes earlier results: not one of ours"
+    assert same.pop("end_profile_step") == 5, "of 3 steps, too few for an interval"
     assert same == {name: getattr(DEFAULTS, name) for name in same}
-    assert set(same) == set(vars(DEFAULTS)) - {"notes", "overwrite"}
+    assert set(same) == set(vars(DEFAULTS)) - {"notes", "overwrite", "end_profile_step"}
 
 
 def test_every_metric_is_one_of_ours() -> None:
