@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from dsat.engines.local import LocalEngine, LocalOptions, Machine
-from dsat.engines.local.engine import free_ports
+from dsat.engines.local.ports import free_ports
 from dsat.in_trial.meter import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome

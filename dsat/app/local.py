@@ -14,8 +14,9 @@ from dsat.app import mailbox, mended, run_folders, train_command
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
-from dsat.engines.local.engine import FRESH_PROCESSES_ONLY, FULL_RUN_ID
+from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.engines.local.process_record import ProcessRecord
+from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
 from dsat.memory.forecast import Forecast

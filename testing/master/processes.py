@@ -23,7 +23,7 @@ from typing import IO
 
 import psutil
 
-from dsat.engines.local.engine import free_ports
+from dsat.engines.local.ports import free_ports
 from testing.master.allocation import Allocation, Container
 from testing.master.logs import LogLine, parse
 

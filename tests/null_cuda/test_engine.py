@@ -111,7 +111,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         looks.append(slots)
         return {}
 
-    monkeypatch.setattr("dsat.engines.local.engine.problems_with", all_work)
+    monkeypatch.setattr("dsat.engines.local.slots.problems_with", all_work)
     # Those that hang come first, and what the others come to is found meanwhile.
     order = sorted(range(len(FAILURES)), key=lambda number: "hang" not in FAILURES[number][0])
     with engine_on_devices(tmp_path / "run", slots=2, program="on_devices", timeout_s=60) as engine:

@@ -6,21 +6,22 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import shutil
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
-from dsat.engines.local.machine import Machine, problems_with
+from dsat.engines.local.machine import Machine
+from dsat.engines.local.ports import free_ports
+from dsat.engines.local.retries import Again, Retries
+from dsat.engines.local.running import Running, Start
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
-from dsat.errors import EngineError, ScriptFailed
+from dsat.errors import ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import (
     CAPTURED_FILE,
@@ -43,51 +44,12 @@ FULL_RUN_ID = -1
 CAPTURE_ID = -2
 SIMULATION_ID = -3
 _SIMULATION_POLL_S = 0.05
-_PORT_ATTEMPTS = 200
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FRESH_PROCESSES_ONLY = (
-    "the script runs in fresh processes only, as with --cold: every trial starts slowly"
-)
-_NO_FORK_CUDA = (
-    "Cannot re-initialize CUDA in forked subprocess",
-    "CUDA error: initialization error",
-    "CUDA driver initialization failed",
-    "CUDA unknown error",
-)
-# How a process ends whose threads or locks did not survive the fork.
-_DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
-# What is worth a look at the device, and not the program's own mistake, as an illegal address is:
-# https://docs.nvidia.com/deploy/xid-errors
-_DEVICE_MAY_BE_BROKEN = (
-    "busy or unavailable",
-    "ECC error",
-    "hardware stack error",
-    "HIP error",
-    "launch failure",
-    "launch timed out",
-    "no CUDA-capable device",
-    "NVLink error",
-    "unhandled cuda error",
-    "unhandled system error",
-    "unknown error",
-    "unrecognized error code",
-    "Xid",
-    "was killed by SIGABRT",
-    "was killed by SIGBUS",
-)
-# Errors before `deepspeed.initialize` that no fork explains: the script's own.
-_NEVER_OF_FORK = tuple(
-    """
-    sys.exit SyntaxError IndentationError ImportError ModuleNotFoundError NameError AttributeError
-    TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
-    """.split()
-)
-BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
-_STUCK = "a rank waits for the device's driver and cannot be ended"
+_AGAIN = {
+    Again.FRESH: "%s failed in a forked process (%s); trying it once in a fresh one",
+    Again.ALONE: "%s failed beside other trials (%s); it is run again alone",
+}
 _LINGER_S = 20.0
 _LONG_S = 5.0  # what takes longer is told
-_MOST_STARTS = 3
-_ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
 
 @dataclass(frozen=True)
@@ -103,34 +65,6 @@ class LocalOptions:
     trial: TrialOptions
     cold: bool = False
     seed: int = 42
-
-
-@dataclass
-class _Running:
-    trial: Trial
-    folder: Path
-    meter: MeterSpec | None
-    slots: list[int]
-    began_s: float
-    cold: bool
-    alone: bool = False
-    again_alone: bool = False
-    beside: bool = False  # whether another trial ran at the same time
-    swap: list[Path] = field(default_factory=list)
-    told_of_waiting: bool = False
-    canceled: bool = False
-    timed_out: bool = False
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What has been asked for; it may have to wait for slots."""
-
-    trial: Trial
-    folder: Path
-    meter: MeterSpec | None
-    simulation_socket: Path | None
-    alone: bool = False  # because it failed beside others
 
 
 class LocalEngine:
@@ -167,18 +101,16 @@ class LocalEngine:
         self._options = options
         self._slots_per_trial = slots_per_trial
         self._slots = Slots(machine, slots_per_trial)
-        self._waiting: list[_Start] = []
+        self._waiting: list[Start] = []
         self._known: set[int] = set()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         self._closed = False
         self._untold: list[tuple[int, Outcome]] = []
-        self._fell_back = False
-        self._aborts_by_itself = False
-        self._cannot_fork = ""
-        self._starts: dict[int, int] = {}  # by trial, where one did not do
         self._lost: list[str] = []  # slots that people have not been told of yet
         # Options of the interpreter need an interpreter of their own.
-        self._cold = options.cold or bool(program.python_options or program.interpreter)
+        self._retries = Retries(
+            cold=options.cold or bool(program.python_options or program.interpreter)
+        )
         self._cwd = working_folder(experiment, folder)
         self._supervisor = SupervisorClient(
             machine.accelerator,
@@ -187,7 +119,7 @@ class LocalEngine:
             trials=folder.resolve(),
         )
         leftovers.remove_compiler_locks({**os.environ, **experiment.env, **program.env})
-        if not self._cold:
+        if not self._retries.cold:
             self._warm_up()
 
     @property
@@ -301,48 +233,8 @@ class LocalEngine:
                 self._tell_what_takes_long()
                 wait_s = min([deadline - now, *self._times_left(now)])
                 messages = self._supervisor.receive(max(0.0, wait_s))
-            for message in messages:
-                running = self._running.pop(message["trial"])
-                leftovers.remove(running.swap)
-                if running.trial.id == SIMULATION_ID:
-                    self._start_waiting()
-                    continue
-                outcome = self._outcome(running, message)
-                broken = self._quarantined(running, outcome, stuck=message.get("stuck", False))
-                self._slots.give_back(running.slots)
-                if not outcome.ok:
-                    leftovers.remove_compiler_locks(os.environ)
-                if self._may_be_the_fork(running, outcome) and not broken:
-                    self._cold = self._fell_back = True
-                    _log.info(
-                        "%s failed in a forked process (%s); trying it once in a fresh one",
-                        running.trial.name,
-                        outcome.message,
-                    )
-                    self._run_again(running)
-                    continue
-                if self._deserves_another_start(running, outcome, broken=broken):
-                    self._run_again(running)
-                    continue
-                if self._may_be_the_others(running, outcome):
-                    _log.info(
-                        "%s failed beside other trials (%s); it is run again alone",
-                        running.trial.name,
-                        outcome.message,
-                    )
-                    self._run_again(running, alone=True)
-                    continue
-                if running.again_alone:
-                    warnings = (*outcome.warnings, BESIDE_OTHERS)
-                    outcome = replace(outcome, warnings=warnings)
-                self._note_aborts(running, outcome)
-                self._start_waiting()
-                if running.trial.kind is TrialKind.PROFILE:
-                    outcome = self._after_profile(running, outcome)
-                if self._lost:
-                    outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
-                    self._lost = []
-                ended.append((running.trial.id, outcome))
+            concluded = [self._conclude(message) for message in messages]
+            ended += [each for each in concluded if each is not None]
             if time.monotonic() >= deadline:
                 break
         return ended
@@ -373,7 +265,7 @@ class LocalEngine:
         alone: bool = False,
     ) -> None:
         self._known.add(trial.id)
-        self._waiting.append(_Start(trial, folder, meter, simulation_socket, alone))
+        self._waiting.append(Start(trial, folder, meter, simulation_socket, alone))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -394,7 +286,7 @@ class LocalEngine:
             self._start_on(start, self._slots.take(needed), config, alone=alone and needed > 0)
 
     def _start_on(
-        self, start: _Start, slots: list[int], config: dict[str, Any], *, alone: bool
+        self, start: Start, slots: list[int], config: dict[str, Any], *, alone: bool
     ) -> None:
         trial, folder, meter = start.trial, start.folder, start.meter
         if folder.exists():  # left when dsat was killed
@@ -420,7 +312,7 @@ class LocalEngine:
             slots=tuple(slots),
             ports=tuple(free_ports(3)),
             seed=self._options.seed,
-            cold=self._cold,
+            cold=self._retries.cold,
             cpu_memory_bytes=self._options.trial.slot_memory_bytes,
             capture=trial.id == CAPTURE_ID,
             simulation_socket=start.simulation_socket,
@@ -428,13 +320,13 @@ class LocalEngine:
         )
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
         write_atomically(folder / COMMAND_FILE, launch.command_text(self._cwd))
-        running = _Running(
+        running = Running(
             trial,
             folder,
             meter,
             slots,
             time.monotonic(),
-            self._cold,
+            self._retries.cold,
             alone,
             start.alone,
             swap=swap,
@@ -447,11 +339,37 @@ class LocalEngine:
 
     # -- ending
 
+    def _conclude(self, message: Mapping[str, Any]) -> tuple[int, Outcome] | None:
+        """Takes in that a trial has ended; None if it is run again, or was none."""
+        running = self._running.pop(message["trial"])
+        leftovers.remove(running.swap)
+        if running.trial.id == SIMULATION_ID:
+            self._start_waiting()
+            return None
+        outcome = self._outcome(running, message)
+        lost = self._slots.check(running.slots, outcome, stuck=message.get("stuck", False))
+        self._lost += lost
+        self._slots.give_back(running.slots)
+        if not outcome.ok:
+            leftovers.remove_compiler_locks(os.environ)
+        again = self._retries.decide(running, outcome, broken=bool(lost))
+        if again is not None:
+            self._run_again(running, outcome, again)
+            return None
+        self._start_waiting()
+        if running.trial.kind is TrialKind.PROFILE and outcome.ok:
+            self._warm_up_for(running.folder)
+        outcome = self._retries.settle(running, outcome)
+        if self._lost:
+            outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
+            self._lost = []
+        return running.trial.id, outcome
+
     def _times_left(self, now: float) -> list[float]:
         limit = self._options.trial.timeout_s
         return [r.began_s + limit - now for r in self._measured() if not r.timed_out]
 
-    def _measured(self) -> list[_Running]:
+    def _measured(self) -> list[Running]:
         return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, SIMULATION_ID)]
 
     def _tell_what_takes_long(self) -> None:
@@ -471,85 +389,19 @@ class LocalEngine:
                 running.timed_out = True
                 self._supervisor.send({"op": "kill", "trial": running.trial.id, "grace_s": 0})
 
-    def _may_be_the_fork(self, running: _Running, outcome: Outcome) -> bool:
-        """Whether a trial failed that a fresh process might run.
-
-        Any error of the very first trial is tried again so, because some libraries cannot be
-        forked; later on, only what CUDA says about forks.
-        """
-        if running.cold or outcome.kind is not OutcomeKind.ERROR:
-            return False
-        signs = _NO_FORK_CUDA if self._aborts_by_itself else (*_NO_FORK_CUDA, *_DIED_OF_FORK)
-        no_fork = any(part in outcome.message for part in signs)
-        if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
-            return no_fork
-        return running.trial.kind is TrialKind.PROFILE or no_fork
-
-    def _note_aborts(self, running: _Running, outcome: Outcome) -> None:
-        """A trial that is aborted in fresh processes too is not the fork's fault."""
-        if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
-            self._aborts_by_itself = True
-            if running.trial.kind is not TrialKind.PROFILE and self._fell_back:
-                self._cold = self._fell_back = False
-
-    def _quarantined(self, running: _Running, outcome: Outcome, *, stuck: bool) -> bool:
-        """Takes the slots of a trial out of the run whose devices no longer work; whether any."""
-        if self._machine.is_cpu or outcome.ok:
-            return False
-        if stuck:
-            problems = dict.fromkeys(running.slots, _STUCK)
-        elif outcome.kind is OutcomeKind.TIMEOUT or (
-            outcome.kind is OutcomeKind.ERROR
-            and any(sign in outcome.message + outcome.detail for sign in _DEVICE_MAY_BE_BROKEN)
-        ):
-            problems = problems_with(self._machine, running.slots)
-        else:
-            problems = {}
-        for slot, problem in problems.items():
-            self._slots.quarantine(slot, problem)
-            name = f"{self._machine.accelerator} {self._machine.devices[slot]}"
-            self._lost.append(f"{name} is not used any more: {problem}")
-        return bool(problems)
-
-    def _may_be_the_others(self, running: _Running, outcome: Outcome) -> bool:
-        """Whether a trial failed that might run if no other did: in the same folder, say."""
-        mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
-        return mine and running.beside and not running.again_alone and not running.canceled
-
-    def _run_again(self, running: _Running, *, alone: bool = False) -> None:
-        alone = alone or running.again_alone
+    def _run_again(self, running: Running, outcome: Outcome, again: Again) -> None:
+        if again is not Again.AS_BEFORE:
+            _log.info(_AGAIN[again], running.trial.name, outcome.message)
+        alone = again is Again.ALONE or running.again_alone
         self._start(running.trial, running.folder, running.meter, alone=alone)
 
-    def _deserves_another_start(self, running: _Running, outcome: Outcome, *, broken: bool) -> bool:
-        """Whether a trial failed for what is none of its configuration's.
-
-        The device is broken, or another program took a port between its choice and its use, which
-        is tried again once.
-        """
-        lost = outcome.kind is OutcomeKind.ERROR and any(
-            part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
-        )
-        starts = self._starts[running.trial.id] = self._starts.get(running.trial.id, 1) + 1
-        if broken:  # by its own doing perhaps, and there are fewer slots each time
-            return not running.canceled and starts <= _MOST_STARTS
-        return lost and starts <= 2
-
-    def _after_profile(self, running: _Running, outcome: Outcome) -> Outcome:
-        if not outcome.ok and self._fell_back:  # it was not the fork
-            self._cold = self._fell_back = False
-        if outcome.ok and not self._cold:
-            self._import_what_it_imports(running.folder)
-        if not (self._fell_back or self._cannot_fork):
-            return outcome
-        reason = f" ({self._cannot_fork})" if self._cannot_fork else ""
-        return replace(outcome, warnings=(*outcome.warnings, FRESH_PROCESSES_ONLY + reason))
-
     def _warm_up(self, modules: Sequence[str] = ()) -> None:
-        self._cannot_fork = self._supervisor.warm_up(modules)
-        self._cold = bool(self._cannot_fork)
+        self._retries.hear_of_warm_up(self._supervisor.warm_up(modules))
 
-    def _import_what_it_imports(self, folder: Path) -> None:
-        """Has the supervisor import the libraries that the user's script imports."""
+    def _warm_up_for(self, folder: Path) -> None:
+        """Has the supervisor import the libraries that the user's script imported."""
+        if self._retries.cold:
+            return
         try:
             modules = json.loads((folder / MODULES_FILE).read_text())
         except (OSError, ValueError):  # where also scripts may write
@@ -557,7 +409,7 @@ class LocalEngine:
         if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
             self._warm_up(modules)
 
-    def _outcome(self, running: _Running, message: Mapping[str, Any]) -> Outcome:
+    def _outcome(self, running: Running, message: Mapping[str, Any]) -> Outcome:
         folder, statuses = running.folder, message["statuses"]
         duration_s = round(time.monotonic() - running.began_s, 3)
         done = running.trial.id == FULL_RUN_ID and not any(statuses)
@@ -577,25 +429,3 @@ class LocalEngine:
                 duration_s=duration_s,
             )
         return trial_result.failed(folder, statuses, message["killed"], duration_s)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nothing listens on now.
-
-    They lie below the range from which the kernel takes the ports of outgoing connections: one of
-    those could be in use by the time that a cold rank, seconds later, begins to listen.
-    """
-    first = 1024
-    with contextlib.suppress(OSError, ValueError):
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    below = range(max(1024, first - 12_000), max(1025, first))
-    ports: list[int] = []
-    with contextlib.ExitStack() as stack:
-        for _ in range(_PORT_ATTEMPTS):
-            each = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                each.bind(("127.0.0.1", secrets.choice(below)))
-                ports.append(int(each.getsockname()[1]))
-            if len(ports) == count:
-                return ports
-    raise EngineError("no free port found on loopback")

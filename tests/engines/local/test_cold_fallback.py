@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsat.app import local
-from dsat.engines.local.engine import FRESH_PROCESSES_ONLY
+from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind

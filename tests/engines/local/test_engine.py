@@ -20,8 +20,8 @@ import pytest
 
 from dsat.engines import Engine
 from dsat.engines.local import LocalEngine, LocalOptions
-from dsat.engines.local.engine import BESIDE_OTHERS
 from dsat.engines.local.process_record import ProcessRecord
+from dsat.engines.local.retries import BESIDE_OTHERS
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind

@@ -1,0 +1,35 @@
+"""Ports of this machine for ranks that meet on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+
+from dsat.errors import EngineError
+
+_ATTEMPTS = 200
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on loopback that nothing listens on now.
+
+    They lie below the range from which the kernel takes the ports of outgoing connections: one of
+    those could be in use by the time that a cold rank, seconds later, begins to listen.
+    """
+    first = 1024
+    with contextlib.suppress(OSError, ValueError):
+        first = int(_EPHEMERAL.read_text().split()[0])
+    below = range(max(1024, first - 12_000), max(1025, first))
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(_ATTEMPTS):
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", secrets.choice(below)))
+                ports.append(int(each.getsockname()[1]))
+            if len(ports) == count:
+                return ports
+    raise EngineError("no free port found on loopback")

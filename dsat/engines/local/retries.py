@@ -1,0 +1,134 @@
+"""Which trials that failed are run again: those that failed for no fault of their configuration."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+
+from dsat.engines.local.running import Running
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import TrialKind
+
+FRESH_PROCESSES_ONLY = (
+    "the script runs in fresh processes only, as with --cold: every trial starts slowly"
+)
+BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
+_NO_FORK_CUDA = (
+    "Cannot re-initialize CUDA in forked subprocess",
+    "CUDA error: initialization error",
+    "CUDA driver initialization failed",
+    "CUDA unknown error",
+)
+# How a process ends whose threads or locks did not survive the fork.
+_DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
+# Errors before `deepspeed.initialize` that no fork explains: the script's own.
+_NEVER_OF_FORK = tuple(
+    """
+    sys.exit SyntaxError IndentationError ImportError ModuleNotFoundError NameError AttributeError
+    TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
+    """.split()
+)
+_MOST_STARTS = 3
+_ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
+
+
+class Again(enum.Enum):
+    """How a trial that failed is run again."""
+
+    FRESH = "in fresh processes"
+    AS_BEFORE = "as before"
+    ALONE = "alone"
+
+
+class Retries:
+    """Decides which trials are run again, and with that whether ranks are forked at all.
+
+    Args:
+        cold: ranks are fresh processes, whatever happens.
+
+    Attributes:
+        cold: whether ranks are to be fresh processes now.
+    """
+
+    def __init__(self, *, cold: bool) -> None:
+        self.cold = cold
+        self._fell_back = False
+        self._aborts_by_itself = False
+        self._cannot_fork = ""
+        self._starts: dict[int, int] = {}  # by trial, where one did not do
+
+    def hear_of_warm_up(self, cannot_fork: str) -> None:
+        """Takes in why ranks cannot be forked, or that they can: empty."""
+        self._cannot_fork = cannot_fork
+        self.cold = bool(cannot_fork)
+
+    def decide(self, running: Running, outcome: Outcome, *, broken: bool) -> Again | None:
+        """How a trial is to be run again; None if its outcome stands.
+
+        Args:
+            running: the trial, which has ended.
+            outcome: of it.
+            broken: one of its devices no longer works.
+        """
+        if self._may_be_the_fork(running, outcome) and not broken:
+            self.cold = self._fell_back = True
+            return Again.FRESH
+        if self._deserves_another_start(running, outcome, broken=broken):
+            return Again.AS_BEFORE
+        return Again.ALONE if _may_be_the_others(running, outcome) else None
+
+    def settle(self, running: Running, outcome: Outcome) -> Outcome:
+        """The outcome that stands, with what people should know of how it came about."""
+        warnings = list(outcome.warnings)
+        if running.again_alone:
+            warnings.append(BESIDE_OTHERS)
+        is_profile = running.trial.kind is TrialKind.PROFILE
+        if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
+            # Aborted in fresh processes too: that was not the fork.
+            self._aborts_by_itself = True
+            self._forgive(fell_back=self._fell_back and not is_profile)
+        if is_profile:
+            self._forgive(fell_back=self._fell_back and not outcome.ok)
+            if self._fell_back or self._cannot_fork:
+                reason = f" ({self._cannot_fork})" if self._cannot_fork else ""
+                warnings.append(FRESH_PROCESSES_ONLY + reason)
+        return replace(outcome, warnings=tuple(warnings))
+
+    def _forgive(self, *, fell_back: bool) -> None:
+        """Forks again, if fresh processes were tried for nothing."""
+        if fell_back:
+            self.cold = self._fell_back = False
+
+    def _may_be_the_fork(self, running: Running, outcome: Outcome) -> bool:
+        """Whether a trial failed that a fresh process might run.
+
+        Any error of the very first trial is tried again so, because some libraries cannot be
+        forked; later on, only what CUDA says about forks.
+        """
+        if running.cold or outcome.kind is not OutcomeKind.ERROR:
+            return False
+        signs = _NO_FORK_CUDA if self._aborts_by_itself else (*_NO_FORK_CUDA, *_DIED_OF_FORK)
+        no_fork = any(part in outcome.message for part in signs)
+        if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
+            return no_fork
+        return running.trial.kind is TrialKind.PROFILE or no_fork
+
+    def _deserves_another_start(self, running: Running, outcome: Outcome, *, broken: bool) -> bool:
+        """Whether a trial failed for what its surroundings did.
+
+        The device is broken, or another program took a port between its choice and its use, which
+        is tried again once.
+        """
+        lost = outcome.kind is OutcomeKind.ERROR and any(
+            part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
+        )
+        starts = self._starts[running.trial.id] = self._starts.get(running.trial.id, 1) + 1
+        if broken:  # by its own doing perhaps, and there are fewer slots each time
+            return not running.canceled and starts <= _MOST_STARTS
+        return lost and starts <= 2
+
+
+def _may_be_the_others(running: Running, outcome: Outcome) -> bool:
+    """Whether a trial failed that might run if no other did: in the same folder, say."""
+    mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
+    return mine and running.beside and not running.again_alone and not running.canceled
