@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from dsat.determined_cluster import trial_result
@@ -29,6 +29,10 @@ class Cluster(Protocol):
 
     def log(self, trial_id: int) -> Sequence[str]:
         """The messages of a trial's log, oldest first."""
+        ...
+
+    def on_slots_s(self, trial_id: int) -> float:
+        """For how long a trial had its slots, pauses left out; 0 if that is not known."""
         ...
 
     def kill(self, trial_id: int) -> None:
@@ -204,5 +208,8 @@ class ClusterEngine:
             self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=False))
 
     def _end(self, trial_id: int, outcome: Outcome) -> None:
-        took_s = max(self._clock() - self._running.pop(trial_id), 0.001)
-        self._told.append((trial_id, trial_result.took(outcome, took_s)))
+        since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
+        if not outcome.duration_s:  # else the trial itself knew
+            took_s = self._cluster.on_slots_s(trial_id) or since_s
+            outcome = replace(outcome, duration_s=round(took_s, 3))
+        self._told.append((trial_id, outcome))

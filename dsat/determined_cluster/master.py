@@ -17,6 +17,7 @@ from dsat.in_trial.cluster_rank import LOG_MARK
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 
 LOG_LINES = 400
+_MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the news of the trial's end
 
 
@@ -42,7 +43,11 @@ class RemoteCluster:
     def log(self, trial_id: int) -> Sequence[str]:
         def read() -> list[str]:
             trial = self._trial(trial_id)
-            return [] if trial is None else list(trial.iter_logs(tail=LOG_LINES))
+            if trial is None:
+                return []
+            # What dsat itself wrote may stand far above the end.
+            ours = trial.iter_logs(search_text=_MARKS)
+            return [*ours, *trial.iter_logs(tail=LOG_LINES)]
 
         lines = retry_while_unreachable(read, self._say)
         for pause_s in _LATE_LOGS_S:
@@ -51,6 +56,18 @@ class RemoteCluster:
             self._sleep(pause_s)
             lines = retry_while_unreachable(read, self._say)
         return lines
+
+    def on_slots_s(self, trial_id: int) -> float:
+        def read() -> float:
+            from determined.common.api import bindings
+
+            trial = self._trial(trial_id)
+            if trial is None:
+                return 0.0
+            answer = bindings.get_GetTrial(trial._session, trialId=trial.id)
+            return answer.trial.wallClockTime or 0.0
+
+        return retry_while_unreachable(read, self._say)
 
     def kill(self, trial_id: int) -> None:
         trial = retry_while_unreachable(lambda: self._trial(trial_id), self._say)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dsat.in_trial import failures
-from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY
+from dsat.in_trial.cluster_rank import ATTACHED_MARK, LOG_MARK, OUTCOME_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _TAIL_LINES = 20
 # As the master, Kubernetes and determined's launchers put it.
 _KILLED = ("exit code: 137", "exit code 137", "OOMKilled", "died with <Signals.SIGKILL")
 _INVALID_HP = "InvalidHP"
+_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+_TRACEBACK = "Traceback (most recent call last):"
+_PORT = re.compile(r"\bport\b\D{0,3}(\d{2,5})")
 _EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|InvalidHP)\b(?:: .*)?")
 _SCRIPT = (
     "Does the script call dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites), "
@@ -43,6 +46,11 @@ def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
         failed: whether the master calls it failed; it may also just have come to an end.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
+    plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
+    return _with_advice(_of_lines(lines, plain, failed=failed), "\n".join(plain))
+
+
+def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
     found = _reports(lines)
     for data in found:
         if data["kind"] == OutcomeKind.OK.value:
@@ -53,7 +61,6 @@ def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
         # Out of memory on one rank explains the failures of the others.
         oom = [data for data in telling if data["kind"] == OutcomeKind.OOM.value]
         return Outcome.from_json([*oom, *telling][0])
-    plain = [line for line in lines if LOG_MARK not in line]
     text, tail = "\n".join(plain), "\n".join(plain[-_TAIL_LINES:])
     if failed:
         if failures.of_text(text) is OutcomeKind.OOM:
@@ -65,21 +72,52 @@ def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
                 "memory",
                 detail=tail,
             )
-        return Outcome(OutcomeKind.ERROR, message=_last_exception(plain), detail=tail)
+        return _crash(lines, plain, found)
     if _INVALID_HP in text:
         return Outcome(OutcomeKind.INVALID, message="the script raised InvalidHP", detail=tail)
     message = f"the trial ended without a report. {_SCRIPT}"
     return Outcome(OutcomeKind.INVALID, message=message, detail=tail)
 
 
+def _crash(
+    lines: Sequence[str], plain: Sequence[str], reports: Sequence[Mapping[str, Any]]
+) -> Outcome:
+    """The outcome of a script that failed without saying more than its log does."""
+    exception = _last_exception(plain)
+    if reports:
+        before_engine = all(data.get("before_engine") for data in reports)
+    else:
+        # A process that dies without a word may have got as far as its engine.
+        before_engine = bool(exception) and not any(ATTACHED_MARK in line for line in lines)
+    return Outcome(
+        OutcomeKind.ERROR,
+        message=exception or "the trial failed",
+        detail="\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:]),
+        before_engine=before_engine,
+    )
+
+
+def _with_advice(outcome: Outcome, text: str) -> Outcome:
+    """The same, saying what to do if the ranks found their port taken."""
+    told = f"{outcome.message}\n{outcome.detail}\n{text}"
+    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(told):
+        return outcome
+    ports = [
+        found[1]
+        for line in told.splitlines()
+        if _ADDRESS_IN_USE.search(line) and (found := _PORT.search(line))
+    ]
+    return replace(
+        outcome,
+        message=f"port {ports[0] if ports else '29500'}, at which its ranks meet, is taken on "
+        "their host (EADDRINUSE). With host networking the launchers of two trials on one host "
+        "take the same one: run one trial at a time (-mct 1), or give a trial all slots of a host",
+    )
+
+
 def canceled() -> Outcome:
     """The outcome of a trial that a person ended."""
     return Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
-
-
-def took(outcome: Outcome, duration_s: float) -> Outcome:
-    """The same with its duration, unless the trial itself knew better."""
-    return outcome if outcome.duration_s else replace(outcome, duration_s=round(duration_s, 3))
 
 
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
@@ -102,11 +140,27 @@ def _without_prefix(message: str) -> list[str]:
 
 
 def _last_exception(lines: Sequence[str]) -> str:
+    """Its type and message; empty if there is none."""
     for line in reversed(lines):
-        found = _EXCEPTION.match(line.partition("]: ")[2] or line)
+        found = _EXCEPTION.match(_without_rank(line))
         if found:
             return found[0]
-    return "the trial failed"
+    return ""
+
+
+def _last_traceback(lines: Sequence[str]) -> list[str]:
+    """From its head on to the exception; empty if there is none."""
+    starts = [n for n, line in enumerate(lines) if _without_rank(line).startswith(_TRACEBACK)]
+    if not starts:
+        return []
+    found = [_without_rank(line) for line in lines[starts[-1] :]]
+    end = next((n for n, line in enumerate(found) if n and line[:1] not in ("", " ")), len(found))
+    return found[: end + 1]
+
+
+def _without_rank(line: str) -> str:
+    """A line without what launchers put in front of it (`[rank0]: `)."""
+    return (line.startswith("[") and line.partition("]: ")[2]) or line
 
 
 def _shown(metric: Any) -> str:

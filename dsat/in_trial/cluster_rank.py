@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dsat.in_trial import failures
+from dsat.in_trial import config_injection, failures
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
@@ -29,6 +30,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 
 OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "
+ATTACHED_MARK = "[dsat-attached] "  # the script has come to a call of dsat
 _LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: ranks that share a pipe cannot tear each other's lines
 _SETTLED = (
     OutcomeKind.OOM,
@@ -37,6 +39,7 @@ _SETTLED = (
     OutcomeKind.DIVERGED,
 )
 
+_log = logging.getLogger(__name__)
 _attached: Task | None = None
 
 
@@ -57,7 +60,9 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=_slots_of_this_host())
         _attached = Task(install(spec, lambda outcome: None), spec.options.timeout_s)
+        config_injection.on_initialize(_attached.begin_engine)
         _attached.watch()
+        os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
     return _attached
 
 
@@ -74,7 +79,12 @@ class Task:
         self._timeout_s = timeout_s
         self._began_s = time.monotonic()
         self._told = False
+        self._began_engine = False
         self._report_completed: Callable[[Any], None] | None = None
+
+    def begin_engine(self, arguments: Mapping[str, Any]) -> None:
+        """Notes that the script has called `deepspeed.initialize`."""
+        self._began_engine = True
 
     def watch(self) -> None:
         """From now on the process says why it fails, and ends when it takes too long."""
@@ -102,8 +112,12 @@ class Task:
     def failed(self, error: BaseException) -> Outcome:
         """The outcome of a rank that ends with an exception."""
         found = failures.outcome(error)
-        message = f"rank {_rank()}: {found.message}"
-        return replace(found, message=message, duration_s=self._duration_s())
+        return replace(
+            found,
+            message=f"rank {_rank()}: {found.message}",
+            duration_s=self._duration_s(),
+            before_engine=not self._began_engine,
+        )
 
     def ended(self) -> Outcome:
         """The outcome of a script that came to its own end."""
@@ -113,6 +127,7 @@ class Task:
             message=self.meter.shortfall,
             duration_s=self._duration_s(),
             smaller_may_run=too_short,
+            before_engine=not self._began_engine,
         )
 
     def _duration_s(self) -> float:
@@ -125,6 +140,7 @@ class Task:
         if core_context.distributed.rank != 0 or self._report_completed is not None:
             return
         self._report_completed = op.report_completed
+        _report_progress(op)
 
         def report_completed(searcher_metric: Any) -> None:
             self.report(core_context, op, self.ended(), steps_completed)
@@ -172,11 +188,13 @@ class Task:
 
 
 def numbers(outcome: Outcome) -> dict[str, float]:
-    """The values of an outcome that can be plotted."""
-    found: dict[str, Any] = {}
-    for part in (outcome.profile, outcome.metrics):
-        found.update({} if part is None else part.to_json())
-    return {name: value for name, value in found.items() if value is not None}
+    """The values of an outcome that can be plotted.
+
+    Of a profile its own alone: with the metric that is searched it would rank among the trials.
+    """
+    part = outcome.profile or outcome.metrics
+    found: dict[str, Any] = {} if part is None else part.to_json()
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
@@ -190,6 +208,17 @@ def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
             return line
         # JSON writes a character as at most twelve.
         detail = detail[max(1, (len(line) - _LONGEST_LINE_BYTES) // 12) :]
+
+
+def _report_progress(op: Any) -> None:
+    """Has the master show the search's progress: it takes that down only when a trial reports its
+    own (0.37, `master/internal/experiment.go`)."""
+    from determined.common.api import errors
+
+    try:
+        op.report_progress(0.0)
+    except (errors.APIException, errors.BadRequestException, OSError) as error:
+        _log.info("the search's progress is not shown: %s", error)
 
 
 def _rank() -> int:

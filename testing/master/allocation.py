@@ -85,7 +85,8 @@ class Allocation:
         self.name = name
         self.slots = slots
         self.containers: list[Container] = []
-        self.started = False
+        self.began_s: float | None = None  # by the cluster's clock
+        self.ended_s: float | None = None
         self.preempt = False
         self.acknowledged = False
         self.ended = False
@@ -94,6 +95,11 @@ class Allocation:
         self._killed_while_running = False
         self._killed_daemons = False
         self._failure: str | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it has its slots."""
+        return self.began_s is not None
 
     @property
     def ready(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,7 +95,14 @@ class Cluster:
         return allocation
 
     def release(self, allocation: Allocation) -> None:
+        allocation.ended_s = time.monotonic()
         self.scheduler.release(allocation)
+
+    def on_slots_s(self, trial: Trial) -> float:
+        """For how long all runs of a trial had their slots, in seconds."""
+        runs = [self.allocations[each] for each in trial.allocation_ids]
+        now = time.monotonic()
+        return sum((run.ended_s or now) - run.began_s for run in runs if run.began_s is not None)
 
     def kill_containers(self, allocation: Allocation) -> None:
         self.effects.append(KillContainers(allocation))
@@ -147,7 +155,7 @@ class Cluster:
     def take_effects(self) -> list[Effect]:
         """Schedules what fits and hands over all that is to be done now."""
         for allocation in self.scheduler.start_what_fits():
-            allocation.started = True
+            allocation.began_s = time.monotonic()
             self.effects.append(StartContainers(allocation))
         effects, self.effects = self.effects, []
         return effects

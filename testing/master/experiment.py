@@ -61,6 +61,7 @@ class Experiment:
         trials: By request id, of those that did not end.
         all_trials: By request id.
         posted: Every accepted POST of operations, as it came.
+        progress: As the database has it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Experiment:
         self.queue = EventQueue()
         self.posted: list[Json] = []
         self._host = host
+        self._search_progress = 0.0
         self._searcher_states: dict[str, SearcherState] = {}
         self._created: set[str] = set()
         self._completed: set[tuple[str, int]] = set()
@@ -170,6 +172,8 @@ class Experiment:
         if self.is_custom:
             event = {"requestId": trial.request_id, "partialUnits": units}
             self.queue.put("trialProgress", event)
+            # What the searcher has set is saved at such a report, and at no other time.
+            self.progress = self._search_progress
         else:
             self.progress = min(1.0, units / max(1, trial.searcher.length))
 
@@ -213,7 +217,7 @@ class Experiment:
             self._searcher_state(value["requestId"]).closed = True
             updated[value["requestId"]] = None
         elif kind == "setSearcherProgress":
-            self.progress = float(value["progress"])
+            self._search_progress = float(value["progress"])
         elif kind == "shutDown":
             self._shut_down(bool(value.get("cancel")), bool(value.get("failure")))
         else:

@@ -55,8 +55,7 @@ def experiment(cluster: Cluster, one: Experiment) -> Json:
         "projectOwnerId": 1,
         "checkpointSize": str(sum(_size(each) for each in checkpoints)),
         "checkpointCount": len(checkpoints),
-        "bestTrialSearcherMetric": None,
-        "bestTrialId": None,
+        **_best_trial(cluster, one, trials),
         "unmanaged": False,
         "duration": None,
         "modelDefinitionSize": len(one.model_def),
@@ -83,17 +82,40 @@ def trial(cluster: Cluster, one: Trial) -> Json:
         "latestValidation": _workload(validations[-1]) if validations else None,
         "bestCheckpoint": None,
         "runnerState": one.runner_state,
-        "wallClockTime": 0.0,
+        "wallClockTime": cluster.on_slots_s(one),
         "warmStartCheckpointUuid": "",
         "taskId": one.task_id,
         "taskIds": [one.task_id],
         "totalCheckpointSize": str(sum(map(_size, checkpoints))),
         "checkpointCount": len(checkpoints),
         "summaryMetrics": _summary(metrics),
-        "searcherMetricValue": None,
+        "searcherMetricValue": _searcher_metric(cluster, owner, one),
         "logRetentionDays": None,
         "metadata": cluster.run_metadata.get(one.id),
     }
+
+
+def _searcher_metric(cluster: Cluster, owner: Experiment, one: Trial) -> float | None:
+    """The best of a trial's validations, by the metric that is searched."""
+    searcher = owner.config["searcher"]
+    values = [
+        float(each["metrics"][searcher["metric"]])
+        for each in cluster.metrics.get(one.id, [])
+        if each["group"] == "validation" and searcher["metric"] in each["metrics"]
+    ]
+    choose = min if searcher["smaller_is_better"] else max
+    return choose(values) if values else None
+
+
+def _best_trial(cluster: Cluster, owner: Experiment, trials: Sequence[Trial]) -> Json:
+    ranked = [
+        (value, one.id)
+        for one in trials
+        if (value := _searcher_metric(cluster, owner, one)) is not None
+    ]
+    choose = min if owner.config["searcher"]["smaller_is_better"] else max
+    value, number = choose(ranked) if ranked else (None, None)
+    return {"bestTrialSearcherMetric": value, "bestTrialId": number}
 
 
 def checkpoint(cluster: Cluster, one: Mapping[str, Any]) -> Json:

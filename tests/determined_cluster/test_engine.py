@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,3 +137,17 @@ def test_a_canceled_trial_is_lost_and_no_other() -> None:
     [(number, outcome)] = engine.poll(0)
     assert (number, outcome.kind) == (1, OutcomeKind.CANCELED)
     assert engine.free_slots == 1
+
+
+def test_how_long_a_trial_took_is_what_it_says_then_what_the_master_says() -> None:
+    master, times = FakeMaster(on_slots={2: 7.5}), [0.0]
+    engine = ClusterEngine(
+        OPTIONS, "1:7", master, num_slots=3, slots_per_trial=1, clock=lambda: times[0]
+    )
+    for number in (1, 2, 3):
+        engine.launch(trial(number))
+    times[0] = 100.0  # most of it in the queue, or paused
+    engine.validated(engine.request_id(1), metric_of(replace(ran(), duration_s=4.0)))
+    engine.exited(engine.request_id(2), canceled=False)
+    engine.exited(engine.request_id(3), canceled=True)
+    assert [outcome.duration_s for _, outcome in engine.poll(0)] == [4.0, 7.5, 100.0]

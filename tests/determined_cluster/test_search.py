@@ -225,10 +225,11 @@ def test_a_close_that_comes_too_late_is_harmless() -> None:
 
 def test_a_failed_profile_ends_the_experiment_as_failed() -> None:
     master, said = FakeMaster(), list[str]()
-    plan = plan_of(own_batch=plan_of().own_batch, zero_stages=(0,), min_micro_batch=4)
+    plan = plan_of()
     search = search_of(plan, master, say=said.append)
     drain(search, master)
     [profile] = master.active
+    # Of a script that fails before its engine no second one is made.
     master.fail(profile, "Traceback (most recent call last):\nKeyError: 'x'")
     drain(search, master)
     assert master.posted[-1] == (SHUTDOWN, "True")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dsat.determined_cluster.trial_result import of_log, of_metric
-from dsat.in_trial.cluster_rank import log_line
+from dsat.in_trial.cluster_rank import ATTACHED_MARK, log_line
 from dsat.values.outcome import Outcome, OutcomeKind
 from testing.cluster import metric_of
 from testing.helpers import failed, ran
@@ -85,6 +85,64 @@ def test_the_last_exception_is_the_message() -> None:
         "KeyError: 'a'", "During handling of it:", "my.lib.SomeError: it broke", "bye"
     )
     assert of_log(messages, failed=True).message == "my.lib.SomeError: it broke"
+
+
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    '    print({}["x"])',
+    "KeyError: 'x'",
+)
+
+
+@pytest.mark.parametrize("rank", ["", "[rank1]: "])
+def test_the_traceback_is_kept_whatever_follows_it(rank: str) -> None:
+    said = [f"{rank}{text}" for text in TRACEBACK]
+    outcome = of_log(logged("loading", *said, *(f"bye {n}" for n in range(30))), failed=True)
+    assert outcome.detail == "\n".join(TRACEBACK)
+    assert outcome.message == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (logged(*TRACEBACK), True),
+        (logged(f"{ATTACHED_MARK}5.a.0", *TRACEBACK), False),
+        (logged("nobody knows why"), False),
+        ([line(failed("INVALID"), ended=True)], False),
+        ([line(replace(failed("INVALID"), before_engine=True), ended=True)], True),
+        ([line(replace(failed("ERROR"), before_engine=True))], True),
+    ],
+)
+def test_a_script_that_fails_before_its_engine(lines: list[str], *, expected: bool) -> None:
+    outcome = of_log(lines, failed=True)
+    assert (outcome.kind, outcome.before_engine) == (OutcomeKind.ERROR, expected)
+    assert ATTACHED_MARK.strip() not in outcome.detail
+
+
+SERVER_SOCKET = (
+    "The server socket has failed to listen on any local network address. port: 29500, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        logged("RuntimeError: Address already in use"),
+        logged(*TRACEBACK[:3], f"torch.distributed.DistNetworkError: {SERVER_SOCKET}"),
+        [line(failed("ERROR", f"rank 0: DistNetworkError: {SERVER_SOCKET}"))],
+    ],
+)
+def test_a_port_that_another_trial_has_taken(lines: list[str]) -> None:
+    outcome = of_log(lines, failed=True)
+    assert outcome.kind is OutcomeKind.ERROR
+    assert "port 29500" in outcome.message and "-mct 1" in outcome.message
+
+
+def test_a_measurement_needs_no_advice() -> None:
+    messages = [*logged("warning: Address already in use, trying the next port"), line(ran(3.0))]
+    assert of_log(messages, failed=True) == ran(3.0)
 
 
 def test_the_end_of_a_long_log_is_kept() -> None:

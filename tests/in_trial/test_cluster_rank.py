@@ -43,6 +43,9 @@ class Recorder:
     def report_validation_metrics(self, steps_completed: int, metrics: Any) -> None:
         self.calls.append(("metrics", metrics))
 
+    def report_progress(self, length: float) -> None:
+        self.calls.append(("progress", length))
+
     def report_completed(self, metric: Any) -> None:
         self.calls.append(("completed", metric))
 
@@ -108,6 +111,13 @@ def test_a_failure_that_would_only_repeat_itself_is_reported(
     assert [name for name, _ in context.calls] == ["completed"]
 
 
+def test_a_failure_is_the_scripts_own_until_it_asks_for_an_engine(meter: Meter) -> None:
+    rank = Task(meter, 60.0)
+    assert rank.failed(KeyError("x")).before_engine and rank.ended().before_engine
+    rank.begin_engine({})
+    assert not rank.failed(KeyError("x")).before_engine and not rank.ended().before_engine
+
+
 def test_a_crash_is_the_masters_to_restart(meter: Meter) -> None:
     context, rank = Recorder(), Task(meter, 60.0)
     rank.report_failure(context, context, KeyError("x"), 7)
@@ -122,6 +132,7 @@ def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
     rank.follow(context, context, 7)  # the context is entered once a step, perhaps
     meter.watches, meter.steps_seen = True, 2
     context.report_completed(0.25)
+    assert [name for name, _ in context.calls] == ["progress", "completed"]
     outcome = reported(context)
     assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run
     assert "ended after 2 optimizer steps" in outcome.message
@@ -135,9 +146,10 @@ def test_the_same_with_enough_steps(meter: Meter) -> None:
     assert reported(context).metrics == expected.metrics
 
 
-def test_a_profile_is_plotted_as_well() -> None:
+def test_a_profile_is_plotted_without_what_would_rank_it() -> None:
     values = numbers(replace(ran(), profile=weightless(15)))
-    assert values["slot_memory_bytes"] == 150 and values["throughput"] == 1.0
+    assert values["slot_memory_bytes"] == 150 and "throughput" not in values
+    assert all(isinstance(value, int | float) for value in values.values())
     assert numbers(Outcome(OutcomeKind.OOM)) == {}
 
 

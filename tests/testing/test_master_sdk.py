@@ -144,9 +144,13 @@ def test_an_experiment(master: StandIn, tmp_path: Path) -> None:
     assert trial.hparams == {"behaviour": "reports"}
     [report] = trial.iter_metrics("validation")
     assert (report.steps_completed, report.metrics["loss"]) == (4, 0.25)
-    assert any("run 1 of a trial that reports" in line for line in trial.iter_logs(follow=True))
+    # All of it: a client that leaves a stream in its middle has dropped a connection.
+    log = list(trial.iter_logs(follow=True))
+    assert any("run 1 of a trial that reports" in line for line in log)
     assert "trial.py" in master.context_files(experiment.id)
-    assert [seen for seen in master.seen if seen.status != 200] == []
+    # A trial may leave while its long poll is on the way.
+    asked = [seen for seen in master.seen if not seen.path.endswith("/signals/preemption")]
+    assert [seen for seen in asked if seen.status != 200] == []
 
 
 def test_what_the_master_knows_nothing_of(master: StandIn) -> None:

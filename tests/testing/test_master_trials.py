@@ -41,6 +41,16 @@ def test_operations_for_an_event_that_is_not_in_the_queue_are_refused_whole(even
     assert len(bench.events) == 2
 
 
+def test_the_progress_that_a_searcher_sets_is_saved_when_a_trial_reports_its_own() -> None:
+    bench = Bench()
+    trial = bench.create()
+    bench.experiment.report_progress(trial, 0)
+    bench.post({"setSearcherProgress": {"progress": 0.5}})
+    assert bench.experiment.progress == 0.0
+    bench.experiment.report_progress(trial, 0)
+    assert bench.experiment.progress == 0.5
+
+
 def test_a_report_and_progress_become_events() -> None:
     bench = Bench()
     trial = bench.create()

@@ -13,7 +13,7 @@ from typing import Any
 
 import determined as det
 
-from dsat.in_trial.cluster_rank import OUTCOME_KEY
+from dsat.in_trial.cluster_rank import OUTCOME_KEY, numbers
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 
 
@@ -49,6 +49,7 @@ def main(context: Any, info: Any) -> None:
     spec = json.loads(hparams["_dsat_trial"]["spec"])
     behaviours = dict(enumerate(hparams.get("behaviours", [])))
     for op in context.searcher.operations():
+        op.report_progress(0.0)  # as `dsat_reporting_context` does
         deadline = time.monotonic() + hparams["lasts_s"]
         while time.monotonic() < deadline:
             if context.preempt.should_preempt():
@@ -59,8 +60,8 @@ def main(context: Any, info: Any) -> None:
         outcome = outcome_of(spec)
         if behaviour != "runs":
             continue
-        if outcome.metrics is not None:
-            metrics = {"throughput": outcome.metrics.throughput}
+        metrics = numbers(outcome)
+        if metrics:
             context.train.report_validation_metrics(steps_completed=1, metrics=metrics)
         op.report_completed({OUTCOME_KEY: outcome.to_json()})
 
