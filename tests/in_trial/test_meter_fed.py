@@ -1,0 +1,174 @@
+"""What was fed is what the meter counts: samples and tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial.meter import (
+    SHORT_BATCHES,
+    TrialComplete,
+)
+from dsat.values.outcome import Outcome, SequenceLengths
+from testing.metered import (
+    SPEC,
+    Clock,
+    FakeEngine,
+    attach,
+    metrics_of,
+    train,
+)
+
+# -- samples that were fed
+
+
+def feed(engine: FakeEngine, rows: Callable[[int], int], *, per_step: int = 1) -> Outcome:
+    """A loop with batches of so many rows, and an optimizer step after so many of them."""
+
+    def loop() -> None:
+        for batch in range(1000):
+            engine.backward(engine.forward(torch.zeros(rows(batch), 3)).sum())
+            if (batch + 1) % per_step == 0:
+                engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    return complete.value.outcome
+
+
+def test_a_first_batch_that_is_short_is_refused(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    attach(engine)
+    with pytest.raises(InvalidTrial, match="has 3 samples, fewer than the micro batch of 4") as e:
+        feed(engine, lambda batch: 3)
+    assert e.value.most_samples == 3 and e.value.smaller_may_run
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> None:
+    """The last batch of an epoch is short, and quick."""
+    engine = FakeEngine(clock)
+    attach(engine)
+
+    def rows(batch: int) -> int:
+        short = batch % every == every - 1
+        engine.times_ms = (1.0, 1.0, 1.0) if short else (3.0, 5.0, 2.0)
+        return 1 if short else 4
+
+    measured = feed(engine, rows)
+    assert measured.metrics is not None
+    assert measured.metrics.latency == pytest.approx(10)
+    assert measured.metrics.throughput == pytest.approx(400)
+    assert SHORT_BATCHES in measured.warnings
+
+
+def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
+    """96 samples in batches of 40, three of them a step."""
+    engine = FakeEngine(clock, gas=3)
+    attach(engine, replace(SPEC, gas=3))
+    with pytest.raises(InvalidTrial, match="none of 3 optimizer steps was full") as error:
+        train_with(engine, [4, 4, 1])
+    assert error.value.smaller_may_run
+
+
+def train_with(engine: FakeEngine, rows: list[int]) -> None:
+    for batch in range(1000):
+        engine.backward(engine.forward(torch.zeros(rows[batch % len(rows)], 3)))
+        engine.step()
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock, k: int) -> None:
+    engine = FakeEngine(clock)
+    attach(engine)
+    measured = feed(engine, lambda batch: 4, per_step=k)
+    assert measured.metrics is not None
+    assert measured.metrics.latency == pytest.approx(8 * k + 2)
+    assert measured.metrics.throughput == pytest.approx(4 * k / (8 * k + 2) * 1e3)
+    assert any(f"{k} times as many micro batches" in text for text in measured.warnings)
+
+
+def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
+    """Chosen and rejected answers, say."""
+    engine = FakeEngine(clock)
+    attach(engine)
+
+    def loop() -> None:
+        for _ in range(100):
+            both = [engine.forward(torch.zeros(4, 3)) for _ in range(2)]
+            engine.backward((both[0] - both[1]).sum())
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    metrics = complete.value.outcome.metrics
+    assert metrics is not None
+    assert metrics.throughput == pytest.approx(4 / 0.013)
+    assert complete.value.outcome.warnings == ()
+
+
+# -- tokens
+
+
+def test_tokens_and_lengths_are_measured(clock: Clock) -> None:
+    engine = FakeEngine(clock, gas=2)
+    engine.module = nn.Linear(2, 2)
+    attach(engine, replace(SPEC, gas=2, slots=3))
+    measured = train(engine, inputs=torch.ones(4, 50, dtype=torch.long))
+    assert metrics_of(measured).throughput == pytest.approx(3 * 8 / 0.018)
+    assert metrics_of(measured).tokens_per_second == pytest.approx(3 * 8 * 50 / 0.018)
+    assert measured is not None and measured.sequences == SequenceLengths(50, 50)
+
+
+def test_other_inputs_have_no_tokens(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    attach(engine)
+    measured = train(engine)
+    assert metrics_of(measured).tokens_per_second is None
+    assert measured is not None and measured.sequences is None
+
+
+def varying(clock: Clock, length: Callable[[int], int]) -> Outcome:
+    """Batches that take 0.1 ms per token of their length."""
+    engine = FakeEngine(clock)
+    engine.module = nn.Linear(2, 2)
+    attach(engine)
+
+    def feed() -> None:
+        for step in range(1, 1000):
+            engine.times_ms = (0.05 * length(step), 0.05 * length(step), 0.0)
+            engine.backward(engine.forward(torch.ones(4, length(step), dtype=torch.long)))
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        feed()
+    return complete.value.outcome
+
+
+def test_the_interval_is_as_wide_as_lengths_vary(clock: Clock) -> None:
+    even = varying(clock, lambda step: 100)
+    assert metrics_of(even).ci95 == pytest.approx(0)
+    lengths = random.Random(0).choices(range(50, 151), k=1000)
+    measured = varying(clock, lambda step: lengths[step])
+    metrics = metrics_of(measured)
+    assert metrics.num_steps == SPEC.options.max_steps and metrics.ci95 > 0.1
+    assert metrics.tokens_per_second == pytest.approx(4 / 0.0001)
+    fed = lengths[3 : 3 + metrics.num_steps]
+    assert metrics.throughput == pytest.approx(4 * len(fed) / (0.0001 * sum(fed)))
+    seen = lengths[1 : 3 + metrics.num_steps]
+    assert measured.sequences == SequenceLengths(min(seen), max(seen))
+
+
+def test_a_long_sequence_is_no_accident_of_the_host(clock: Clock) -> None:
+    def length(step: int) -> int:
+        return 1000 if step == 9 else 100 + 4 * (step % 3)
+
+    metrics = metrics_of(varying(clock, length))
+    assert metrics.accidents == 0 and metrics.ci95 > 0.1
+    assert metrics.latency > 11

@@ -1,0 +1,171 @@
+"""How many steps the meter measures, on engines made of scripted times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from dsat.in_trial.meter import HOST_ACCIDENTS, Meter
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.steps import CI_TARGET, relative_ci95
+from dsat.values.outcome import Outcome
+from testing.metered import (
+    SPEC,
+    Clock,
+    FakeEngine,
+    attach,
+    metrics_of,
+    train,
+)
+
+
+def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) -> Outcome:
+    engine = FakeEngine(clock)
+    attach(engine, spec)
+
+    def script(step: int) -> None:
+        engine.times_ms = (0.0, 0.0, latency_ms(step))
+
+    measured = train(engine, before=script)
+    assert measured is not None
+    return measured
+
+
+def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
+    measured = steps_of(clock, SPEC, lambda step: 10.0 if step % 2 else 20.0)
+    assert metrics_of(measured).num_steps == 20 == len(measured.step_ms)
+    assert metrics_of(measured).ci95 == pytest.approx(relative_ci95([10.0, 20.0] * 10))
+    assert metrics_of(measured).latency == pytest.approx(15)
+
+
+@pytest.mark.parametrize("spread", [0.005, 0.01, 0.02])
+def test_less_noise_needs_fewer_steps(clock: Clock, spread: float) -> None:
+    measured = steps_of(clock, SPEC, lambda step: 10.0 * (1 + spread * (-1) ** step))
+    count = metrics_of(measured).num_steps
+    assert 3 < count < 20
+    assert metrics_of(measured).ci95 <= CI_TARGET
+    first = [10.0 * (1 + spread * (-1) ** step) for step in range(3, 6)]
+    assert relative_ci95(first) > CI_TARGET
+
+
+def test_quiet_steps_end_the_trial_at_once(clock: Clock) -> None:
+    measured = steps_of(clock, SPEC, lambda step: 10.0 + 0.01 * (-1) ** step)
+    assert metrics_of(measured).num_steps == 3
+
+
+@pytest.mark.parametrize(
+    "to_beat",
+    [
+        {},
+        *({"throughput": value} for value in (266.0, 400.0, 500.0, 700.0, 1000.0, 1e9)),
+        *({"latency": value} for value in (15.1, 10.0, 8.0, 5.0, 0.1)),
+        # Without the model's FLOPs nothing is known of the metric.
+        {"FLOPS_per_gpu": 1e30},
+    ],
+)
+def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
+    clock: Clock, to_beat: dict[str, float]
+) -> None:
+    """It ends as soon as even the better end of its interval is worse."""
+    measured = steps_of(clock, replace(SPEC, to_beat=to_beat), lambda step: 20.0 - 10 * (step % 2))
+    assert measured.metrics is not None
+    values = [10.0 if step % 2 else 20.0 for step in range(3, 23)]
+    for count in (3, 6, 12, 20):
+        mean, ci95 = sum(values[:count]) / count, relative_ci95(values[:count])
+        reached = {"throughput": 4e3 / mean * (1 + ci95), "latency": mean * (1 - ci95)}
+        if reached["throughput"] * 0.999 < to_beat.get("throughput", 0.0) * (1 - ci95**2):
+            break
+        if reached["latency"] > to_beat.get("latency", math.inf):
+            break
+    assert measured.metrics.num_steps == count
+    assert list(measured.step_ms) == values[:count]
+    assert measured.metrics.ci95 == pytest.approx(min(1.0, relative_ci95(values[:count])))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "most", "measured"), [(1, 1, 1, 1), (2, 2, 1, 1), (1, 4, 9, 4), (5, 5, 9, 3)]
+)
+def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:
+    options = replace(SPEC.options, start_step=start, end_step=end, max_steps=most)
+    spec = replace(SPEC, options=options)
+    metrics = metrics_of(steps_of(clock, spec, lambda step: 10.0))
+    assert metrics.num_steps == measured
+    assert metrics.ci95 == pytest.approx(1.0 if measured == 1 else 0.0)
+
+
+def test_measures_on_after_a_check_without_counting_the_check(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    told: list[Outcome] = []
+    meter = Meter(SPEC, told.append)
+    meter.attach(engine)
+    maximum = meter._maximum
+
+    def slow_check(values: list[float]) -> list[float]:
+        clock.advance(10_000)
+        return maximum(values)
+
+    meter._maximum = slow_check  # type: ignore[method-assign]
+    measured = train(engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3)))
+    assert measured is not None and told == [measured]
+    assert max(measured.step_ms) == pytest.approx(11)
+
+
+def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    meter = attach(engine)
+    noisy = lambda step: setattr(engine, "times_ms", (0, 0, 9 + 5 * (step % 2)))  # noqa: E731
+    assert train(engine, steps=4, before=noisy) is None
+    assert meter.outcome is None and meter.steps_seen == 4
+    assert train(engine, steps=2, before=noisy) is None
+    assert meter.outcome is not None
+    assert meter.outcome.metrics.num_steps == 3
+
+
+def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    meter = attach(engine, replace(SPEC, slots=2))
+    theirs = [[latency, 4.0, 1.0, 1.0, 8.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+
+    def over_ranks(values: list[float]) -> list[float]:
+        if len(values) != 18:
+            return values
+        rows = [values[i : i + 6] for i in range(0, 18, 6)]
+        return [
+            max(a, b)
+            for mine, their in zip(rows, theirs, strict=True)
+            for a, b in zip(mine, their, strict=True)
+        ]
+
+    meter._maximum = over_ranks  # type: ignore[method-assign]
+    train(engine, steps=5)
+    measured = meter.outcome
+    assert measured is not None
+    assert measured.step_ms == pytest.approx((10, 12, 12))
+    assert metrics_of(measured).latency == pytest.approx(34 / 3)
+    assert metrics_of(measured).forward == pytest.approx(4)
+    assert metrics_of(measured).backward == pytest.approx(5)
+    assert metrics_of(measured).throughput == pytest.approx(8 / (34 / 3) * 1e3)
+
+
+def test_flops_are_the_profiles_per_sample(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    attach(engine, replace(SPEC, slots=4, flops_per_sample=1e9))
+    measured = train(engine)
+    assert measured is not None
+    assert metrics_of(measured).throughput == pytest.approx(1600)
+    assert metrics_of(measured).FLOPS_per_gpu == pytest.approx(400e9)
+
+
+def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
+    def latency_ms(step: int) -> float:
+        return 50.0 if step == 9 else 10.0 + 0.4 * (step % 3)
+
+    measured = steps_of(clock, SPEC, latency_ms)
+    assert measured.metrics is not None and measured.metrics.accidents == 1
+    assert measured.metrics.latency == pytest.approx(10.4, rel=0.01)
+    assert HOST_ACCIDENTS in measured.warnings
+    count = measured.metrics.num_steps
+    assert measured.metrics.lost_to_accidents == pytest.approx(39.6 / (10.4 * count), rel=0.02)

@@ -1,0 +1,112 @@
+"""The meter on a device whose clock runs behind the host's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from testing.metered import (
+    SPEC,
+    Clock,
+    FakeAccelerator,
+    FakeEngine,
+    attach,
+    memory_of,
+    metrics_of,
+    train,
+    use_accelerator,
+)
+
+
+class Device(FakeAccelerator):
+    """An asynchronous device: events are marks on it, and asking for their times waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.waits: list[float] = []
+        self.peak = 0
+        self.Event = lambda enable_timing: DeviceEvent(self)
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self) -> str:
+        return "fake"
+
+    def total_memory(self) -> int:
+        return 10**10
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = 0
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def max_memory_reserved(self) -> int:
+        return 2 * self.peak
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self) -> None:
+        self.at_ms = self.device.clock.now_ms
+
+    def synchronize(self) -> None:
+        self.device.waits.append(self.at_ms)
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    device = Device(clock)
+    use_accelerator(monkeypatch, device)
+    engine = FakeEngine(clock)
+    attach(engine)
+    waits_at: dict[int, int] = {}
+    measured = train(engine, before=lambda step: waits_at.update({step: len(device.waits)}))
+    assert measured is not None and measured.metrics is not None
+    # Steps of 10 ms: 1 s of warm-up and 2 s measured, and the first look after 3 of them.
+    assert [s for s in waits_at if waits_at[s] != waits_at.get(s - 1, 0)] == [3, 104]
+    assert measured.metrics.num_steps >= 200
+    assert engine.global_steps == 100 + measured.metrics.num_steps
+    assert metrics_of(measured).latency == pytest.approx(10)
+    assert metrics_of(measured).backward == pytest.approx(5)
+
+
+@pytest.mark.parametrize("whose", ["engine.backward", "loss.backward"])
+def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    clock = Clock()
+    device = Device(clock)
+    use_accelerator(monkeypatch, device)
+
+    class Allocating(FakeEngine):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            device.peak = max(device.peak, 300)
+            return super().forward(inputs)
+
+        def backward(self, loss: torch.Tensor) -> torch.Tensor:
+            device.peak = max(device.peak, 500 if self.micro_steps else 700)
+            return super().backward(loss)
+
+        def step(self) -> None:
+            device.peak = max(device.peak, 400)
+            super().step()
+
+    engine = Allocating(clock, gas=2)
+    backward = engine.backward  # as long as the meter does not see it
+    device.peak = 100
+    attach(engine, replace(SPEC, gas=2))
+    if whose == "loss.backward":
+        monkeypatch.setattr(engine, "backward", backward)
+    measured = train(engine)
+    assert measured is not None
+    phases = {"init": 100, "forward": 300, "backward": 700, "step": 400}
+    assert memory_of(measured).allocated_bytes == phases
+    assert memory_of(measured).reserved_bytes == {name: 2 * peak for name, peak in phases.items()}
+    assert set(memory_of(measured).host_rss_bytes) == set(phases)

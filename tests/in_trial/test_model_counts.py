@@ -1,0 +1,184 @@
+"""The profile's counts of a model against counts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsat.in_trial.meter import (
+    TrialComplete,
+)
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.values.outcome import ModelProfile
+from dsat.values.trial import TrialOptions
+from testing.metered import (
+    attach,
+)
+
+
+class RealEngine:
+    """As much of a DeepSpeedEngine as it takes to train a module."""
+
+    def __init__(self, module: nn.Module, gas: int = 1) -> None:
+        self.module = module
+        self.training = True
+        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.device = torch.device("cpu")
+        self.gas = gas
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, 0.1)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return BATCH
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.gas
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % self.gas == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.global_steps += 1
+
+
+BATCH, WIDE, HIDDEN, OUT = 6, 10, 24, 3
+
+
+class Perceptron(nn.Module):
+    """Two layers, the loss inside; the hidden part is checkpointed if asked for."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDE, HIDDEN)
+        self.second = nn.Linear(HIDDEN, OUT)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor
+        if self.reentrant is None:
+            outputs = self.body(inputs)
+        else:
+            outputs = checkpoint(self.body, inputs, use_reentrant=self.reentrant)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def body(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.second(torch.relu(self.first(inputs)))
+        return outputs
+
+
+def profile_of(
+    module: nn.Module,
+    *,
+    gas: int = 1,
+    backward: Callable[[RealEngine, torch.Tensor], None] = RealEngine.backward,
+    inputs_need_grad: bool = False,
+    evaluate_first: bool = False,
+    slot_memory_bytes: int | None = None,
+) -> ModelProfile:
+    options = TrialOptions(
+        timeout_s=60.0, start_step=2, end_step=2, max_steps=1, slot_memory_bytes=slot_memory_bytes
+    )
+    spec = MeterSpec(options, micro_batch=BATCH, gas=gas, stage=1, slots=1, profile=True)
+    engine = RealEngine(module, gas)
+    attach(engine, spec)
+    inputs = torch.randn(BATCH, WIDE, requires_grad=inputs_need_grad)
+    targets = torch.randn(BATCH, OUT)
+    if evaluate_first:
+        with torch.no_grad():
+            engine.forward(inputs, targets)
+
+    def loop() -> None:
+        for _ in range(99):
+            backward(engine, engine.forward(inputs, targets))
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    profile, metrics = complete.value.outcome.profile, complete.value.outcome.metrics
+    assert profile is not None and metrics is not None
+    assert metrics.FLOPS_per_gpu == pytest.approx(profile.flops_per_sample * metrics.throughput)
+    return profile
+
+
+# Forward, and the weights' gradients, in both layers; the inputs' gradient in the second alone.
+FLOPS = 2 * (2 * (WIDE * HIDDEN + HIDDEN * OUT) + HIDDEN * OUT)
+INPUT_FLOPS = 2 * WIDE * HIDDEN
+
+
+@pytest.mark.usefixtures("accelerator")
+class TestCounts:
+    def test_flops_of_a_perceptron(self) -> None:
+        assert profile_of(Perceptron()).flops_per_sample == FLOPS
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputation_earns_nothing(self, reentrant: bool) -> None:
+        """A reentrant checkpoint needs an input with a gradient, which is counted then as well."""
+        plain = profile_of(Perceptron(), inputs_need_grad=True).flops_per_sample
+        assert plain == FLOPS + INPUT_FLOPS
+        again = profile_of(Perceptron(reentrant), inputs_need_grad=True).flops_per_sample
+        assert again == plain
+
+    @pytest.mark.parametrize("gas", [1, 3])
+    def test_flops_are_per_sample_whatever_the_accumulation(self, gas: int) -> None:
+        assert profile_of(Perceptron(), gas=gas).flops_per_sample == FLOPS
+
+    def test_flops_when_the_script_calls_backward_itself(self) -> None:
+        def backward(engine: RealEngine, loss: torch.Tensor) -> None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        assert profile_of(Perceptron(), backward=backward).flops_per_sample == FLOPS
+
+    def test_an_evaluation_before_is_not_counted(self) -> None:
+        assert profile_of(Perceptron(), evaluate_first=True).flops_per_sample == FLOPS
+
+    def test_activations_of_a_perceptron(self) -> None:
+        """The input, what relu returned, and the outputs and targets in the loss."""
+        kept = profile_of(Perceptron()).activation_bytes_per_sample
+        assert kept == 4 * (WIDE + HIDDEN + 2 * OUT)
+
+    def test_checkpointed_activations_are_not_kept(self) -> None:
+        plain = profile_of(Perceptron(), inputs_need_grad=True).activation_bytes_per_sample
+        kept = profile_of(Perceptron(False), inputs_need_grad=True).activation_bytes_per_sample
+        assert kept <= plain - 4 * HIDDEN
+
+    def test_parameters(self) -> None:
+        profile = profile_of(Perceptron())
+        first, second = WIDE * HIDDEN + HIDDEN, HIDDEN * OUT + OUT
+        assert profile.num_params == profile.trainable_params == first + second
+        assert profile.param_bytes == 4
+
+    def test_frozen_parameters_are_not_trained(self) -> None:
+        module = Perceptron()
+        module.first.requires_grad_(False)
+        profile = profile_of(module)
+        first, second = WIDE * HIDDEN + HIDDEN, HIDDEN * OUT + OUT
+        assert profile.num_params == first + second
+        assert profile.trainable_params == second
+        # No gradient of the frozen weights, nor of what goes into the second layer.
+        assert profile.flops_per_sample == 2 * (WIDE * HIDDEN + 2 * HIDDEN * OUT)
+
+    def test_partitioned_parameters_count_whole(self) -> None:
+        """ZeRO stage 3 keeps an empty tensor whose `ds_numel` says how large it was."""
+        module = Perceptron()
+        size = module.first.weight.numel()
+        module.first.weight.ds_numel = 5 * size  # type: ignore[attr-defined]
+        assert profile_of(module).num_params == 5 * size + HIDDEN + HIDDEN * OUT + OUT
+
+    def test_memory_of_a_slot_is_no_more_than_it_may_use(self) -> None:
+        assert profile_of(Perceptron(), slot_memory_bytes=12345).slot_memory_bytes == 12345
+        assert profile_of(Perceptron()).slot_memory_bytes > 2**20

@@ -1,0 +1,89 @@
+"""What the user's script sees of the end of a trial."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dsat
+from dsat.in_trial.meter import (
+    TrialComplete,
+)
+from testing.metered import (
+    Clock,
+    FakeEngine,
+    attach,
+    metrics_of,
+    train,
+)
+
+
+class FakeCore:
+    """A Core API context that remembers what was reported."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.distributed = SimpleNamespace(rank=rank)
+        self.train = self
+        self.reports: list[tuple[int, dict[str, Any]]] = []
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self.reports.append((steps_completed, metrics))
+
+
+class FakeOperation:
+    length = 77
+
+    def __init__(self) -> None:
+        self.completed: list[Any] = []
+
+    def report_completed(self, metric: Any) -> None:
+        self.completed.append(metric)
+
+
+@pytest.fixture
+def complete(clock: Clock) -> TrialComplete:
+    engine = FakeEngine(clock)
+    attach(engine)
+    measured = train(engine)
+    assert measured is not None
+    return TrialComplete(measured)
+
+
+def test_ends_the_script_as_one_that_is_done(complete: TrialComplete) -> None:
+    assert isinstance(complete, SystemExit)
+    assert complete.code == 0
+
+
+@pytest.mark.parametrize(("steps", "reported"), [(None, 77), (12, 12), (0, 0)])
+def test_the_context_reports_what_was_measured(
+    complete: TrialComplete, steps: int | None, reported: int
+) -> None:
+    core, operation = FakeCore(), FakeOperation()
+    with pytest.raises(SystemExit) as left, dsat.dsat_reporting_context(core, operation, steps):
+        raise complete
+    assert left.value is complete
+    metrics = metrics_of(complete.outcome).to_json()
+    assert core.reports == [(reported, metrics)]
+    assert operation.completed == [metrics]
+
+
+def test_the_context_reports_on_the_chief_alone(complete: TrialComplete) -> None:
+    core, operation = FakeCore(rank=1), FakeOperation()
+    with pytest.raises(SystemExit), dsat.dsat_reporting_context(core, operation):
+        raise complete
+    assert core.reports == [] == operation.completed
+
+
+@pytest.mark.parametrize("error", [None, ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
+def test_outside_a_dsat_run_the_context_does_nothing(error: BaseException | None) -> None:
+    core, operation = FakeCore(), FakeOperation()
+    if error is None:
+        with dsat.dsat_reporting_context(core, operation):
+            pass
+    else:
+        with pytest.raises(type(error)) as left, dsat.dsat_reporting_context(core, operation):
+            raise error
+        assert left.value is error
+    assert core.reports == [] == operation.completed
