@@ -78,14 +78,14 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
 @pytest.fixture(scope="module")
 def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     run_dir = tmp_path_factory.mktemp("asha") / "run"
-    options = [*FAST, "-mt", 9, "-m", "throughput", "--run-full-experiment"]
+    options = [*FAST, "-mt", 7, "-m", "throughput", "--run-full-experiment"]
     return run_dir, dsat("asha", "tiny", run_dir, *options)
 
 
 def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = assert_a_result(run_dir, told)
-    assert len(run.trials) == 9
+    assert len(run.trials) == 7
     profile, baseline, *others = run.trials.values()
     assert (profile.kind, baseline.kind) == (TrialKind.PROFILE, TrialKind.BASELINE)
     assert all("rung" in trial.note for trial in others)
@@ -110,7 +110,7 @@ def test_progress_is_told_in_plain_lines_without_a_terminal(asha: tuple[Path, To
     run_dir, told = asha
     run = run_of(run_dir)
     for number, trial in enumerate(run.trials.values(), start=1):
-        assert trial.kind is TrialKind.PROFILE or f"[{number}/9] {trial.name}: " in told.out
+        assert trial.kind is TrialKind.PROFILE or f"[{number}/7] {trial.name}: " in told.out
     assert "\x1b" not in told.out
 
 
@@ -239,7 +239,7 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     text = script.read_text()
     assert text.count("\nimport dsat\n") == 1
     script.write_text(text.replace("\nimport dsat\n", "\nfrom determined.pytorch import dsat\n"))
-    options = [*FAST, "--slots", 1, "-mt", 10, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
+    options = [*FAST, "--slots", 1, "-mt", 7, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
     return folder / "run", dsat(
         "random",
         "tiny",
@@ -272,14 +272,14 @@ def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
 
 
 def test_trials_run_cold(tmp_path: Path) -> None:
-    told = dsat("random", "tiny", tmp_path / "run", "-mt", 2, "--cold")
+    told = dsat("random", "tiny", tmp_path / "run", *FAST, "-mt", 2, "--cold")
     run = assert_a_result(tmp_path / "run", told)
     assert kinds_of(run) == [OutcomeKind.OK]
 
 
 def test_two_trials_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    told = dsat("random", "tiny", run_dir, *FAST, "--slots", 1, "-mt", 7, "-mct", 2)
+    told = dsat("random", "tiny", run_dir, *FAST, "--slots", 1, "-mt", 5, "-mct", 2)
     assert_a_result(run_dir, told)
     running = most = 0
     for event in events_of(run_dir):
@@ -294,7 +294,7 @@ def test_two_trials_at_once(tmp_path: Path) -> None:
 def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=2, behaviour="crashes")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
     assert told.status == 1
     *traceback, last = told.err.splitlines()
     assert traceback[0] == "Traceback (most recent call last):"
@@ -312,10 +312,10 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
 def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=2, behaviour="hangs")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "10s", config=config)
+    told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "8s", config=config)
     assert told.status == 1
     last = told.err.splitlines()[-1]
-    assert last.startswith("dsat: error: the profile trial timed out: no result after 10 s")
+    assert last.startswith("dsat: error: the profile trial timed out: no result after 8 s")
     assert "--trial-timeout" in last
     assert processes_of(tmp_path) == []
 
@@ -323,7 +323,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_a_pipeline_is_the_users_mistake(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=2, behaviour="is a pipeline")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
     assert told.status == 2
     [line] = told.err.splitlines()
     assert line.startswith("dsat: error: ")
@@ -333,7 +333,7 @@ def test_a_pipeline_is_the_users_mistake(tmp_path: Path) -> None:
 def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", config=config)
+    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
     assert told.status == 2
     [line] = told.err.splitlines()
     assert "feeds 7 samples, its own micro batch" in line
