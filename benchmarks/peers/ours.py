@@ -20,7 +20,8 @@ from dsat.values.trial import Trial, TrialKind
 
 
 def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
-    """The plan that searches what a table has recorded; buckets first that need little memory."""
+    """The plan that searches what a table has recorded, as users begin; buckets first that need
+    little memory."""
     header = table.header
     return Plan(
         method=method,
@@ -36,6 +37,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         max_micro_batch=table.cap,
         choices=table.choices,
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        ramp=True,
         memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
     )
 

@@ -92,6 +92,8 @@ class Search(abc.ABC):
         self._lineages: list[Lineage] = []
         self._most_samples = math.inf  # that there are data for, on each slot
         self._hardship = [Hardship() for _ in space.branches]
+        # Trials that it did not ask for, of the first settings of each branch.
+        self._unasked: list[list[tuple[int, Outcome]]] = [[] for _ in space.branches]
 
     @property
     def outlook(self) -> Outlook | None:
@@ -111,16 +113,16 @@ class Search(abc.ABC):
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """What came of a proposal; in any order among those that run at once."""
 
-    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:  # noqa: B027
+    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         """What came of a trial that the search did not ask for.
-
-        Most searches have no use for it.
 
         Args:
             branch: the number of the branch whose first settings it had; None if it had others.
             micro_batch: its samples per slot and micro step.
             outcome: how it ended; predictions may have learned from it as well.
         """
+        if branch is not None:
+            self._unasked[branch].append((micro_batch, outcome))
 
     def limit(self, micro_batch: int) -> None:
         """Nothing is to be tried with larger micro batches."""
@@ -167,7 +169,8 @@ class Search(abc.ABC):
             new = [n for n in open_branches if self._undrawn[n].is_whole]
             if new:
                 number = new[0]  # as listed: what costs least traffic first
-            settings = self.space.branches[number].settings(self._undrawn[number].take(rng))
+            index = self._undrawn[number].take(rng)
+            settings = self.space.branches[number].settings(index)
             largest = self._largest(settings)
             if self._predict is not None and largest < self.space.micro_batches[0]:
                 continue
@@ -180,6 +183,12 @@ class Search(abc.ABC):
             )
             lineage.limit(self._most_samples)
             lineage.limit(self._bearable(number))
+            if index == 0:
+                for micro_batch, outcome in self._unasked[number]:
+                    value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
+                    lineage.learn(
+                        micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
+                    )
             if lineage.finished:
                 continue
             self._lineages.append(lineage)

@@ -93,6 +93,23 @@ class Lineage:
         else:
             self.abandoned = True
 
+    def learn(
+        self,
+        micro_batch: int,
+        kind: OutcomeKind,
+        value: float | None,
+        objective: Objective,
+        *,
+        smaller_may_run: bool = False,
+    ) -> None:
+        """Takes in a trial that is not one of the lineage's own: what is below the best that ran is
+        not tried, nor what is above the smallest that did not."""
+        if value is not None and objective.is_better(value, self.best):
+            self.best = value
+            self.lo = max(self.lo, self.position(micro_batch) + 1)
+        elif kind.is_out_of_memory or smaller_may_run:
+            self.hi = min(self.hi, self.position(micro_batch) - 1)
+
     def limit(self, micro_batch: float) -> None:
         """There are no data for larger micro batches."""
         self.hi = min(self.hi, bisect.bisect_right(self.micro_batches, micro_batch) - 1)

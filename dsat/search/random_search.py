@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from typing import Any
 
@@ -55,23 +56,32 @@ class RandomSearch(Search):
         lineage = self._told(proposal, outcome)
         value = outcome.value(self.objective)
         if value is not None:
-            self._note_success(lineage, proposal.micro_batch, value)
+            position = lineage.position(proposal.micro_batch)
+            self._note_success(lineage.branch, position, lineage.hi, value)
         is_at_the_top = outcome.ok and lineage.lo > lineage.hi and not lineage.out_of_memory
         if is_at_the_top and self._predict is None:
             # The rough ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
         self._ready.append(lineage)
 
+    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
+        super().learn(branch, micro_batch, outcome)
+        value = outcome.value(self.objective)
+        if branch is not None and value is not None:
+            position = bisect.bisect_left(self.space.micro_batches, micro_batch)
+            self._note_success(branch, position, position, value)
+
     def _random_step(self, lineage: Lineage) -> Proposal:
         width = lineage.open_hi - lineage.lo
         return self._propose(lineage, lineage.lo + int(self._rng().binomial(width, 0.5)))
 
-    def _note_success(self, lineage: Lineage, micro_batch: int, value: float) -> None:
-        branch = lineage.branch
+    def _note_success(self, branch: int, position: int, hi: int, value: float) -> None:
+        """Enters a micro batch that ran in a branch, by its position, where `hi` was still open."""
+        micro_batch = self.space.micro_batches[position]
         self._largest_ran[branch] = max(micro_batch, self._largest_ran.get(branch, 0))
         best = self._best_in_branch.get(branch)
         if best is None or self.objective.is_better(value, best[0]):
-            self._best_in_branch[branch] = (value, lineage.position(micro_batch), lineage.hi)
+            self._best_in_branch[branch] = (value, position, hi)
 
     def _is_worthwhile(self, branch: int) -> bool:
         """Whether no sharding strategy that causes less traffic is known to run."""

@@ -86,6 +86,24 @@ def test_no_trial_takes_long_beside_the_users_own() -> None:
     assert max(tried) * 0.001 * 5 / 1000 <= 60
 
 
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_what_the_ramp_showed_is_not_asked_again(method: str) -> None:
+    plan = plan_of(
+        method,
+        ramp=True,
+        max_trials=30,
+        fix=KNOB_NAMES,
+        zero_stages=(1, 2),
+        base_config={"zero_optimization": {"stage": 1}},
+    )
+    tuner = Tuner(plan, MemoryJournal())
+    drive(tuner, Machine(10.0, 1.0, lambda size: failed("OOM") if size > 100 else None))
+    tried = [t.batch.micro_batch for t in tuner.run.trials.values() if t.stage == 1]
+    ramp = [4, 16, 64, 128]
+    assert tried[1 : 1 + len(ramp)] == ramp  # the profile is before
+    assert all(64 < size < 128 for size in tried[1 + len(ramp) :])
+
+
 def test_without_a_ramp_a_search_begins_where_the_ancestor_did() -> None:
     plan = plan_of("binary", ramp=False, base_config={"zero_optimization": {"stage": 1}})
     tuner = Tuner(plan, MemoryJournal())
