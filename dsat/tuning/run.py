@@ -46,7 +46,8 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_STOP_ASKED: {"asked": bool},
     EVENT_CANCEL_ASKED: {"trial_id": int},
 }
-VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str]}  # where they are
+# Where they are; whoever raises the budget of a run that goes on has `asked` for it.
+VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str], "asked": bool}
 
 HOPELESS_AFTER = 4
 
@@ -104,6 +105,7 @@ class Run:
 
     Attributes:
         plan: None until the first event.
+        planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         baseline: the trial of the user's own configuration.
@@ -123,6 +125,7 @@ class Run:
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.plan: Plan | None = None
+        self.planned_trials = 0
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -163,6 +166,7 @@ class Run:
         self.skipped += event.get("skipped", [])
         if kind == EVENT_START:
             self.plan = event["plan"]
+            self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == EVENT_PROPOSED:
@@ -185,6 +189,8 @@ class Run:
                 self._earlier_noise = self.noise
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
+            if not event.get("asked"):
+                self.planned_trials = event["max_trials"]
             self.stop_reason = None
         elif kind == EVENT_STOPPED:
             self.stop_reason = event["reason"]

@@ -82,8 +82,10 @@ class Tuner:
                     "info": dict(info or {}),
                 }
             )
-        elif self.run.plan.max_trials != plan.max_trials:
+        elif self.run.planned_trials != plan.max_trials:
             self._append({"event": EVENT_BUDGET, "max_trials": plan.max_trials})
+        else:  # somebody may have asked for more
+            self.plan = replace(plan, max_trials=self.run.plan.max_trials)
         if self.run.stop_asked:  # of the earlier tuner
             self._append({"event": EVENT_STOP_ASKED, "asked": False})
 
@@ -124,7 +126,7 @@ class Tuner:
     def raise_budget(self, max_trials: int) -> None:
         """Allows more trials; fewer than there may be already change nothing."""
         if max_trials > self.plan.max_trials:
-            self._append({"event": EVENT_BUDGET, "max_trials": max_trials})
+            self._append({"event": EVENT_BUDGET, "max_trials": max_trials, "asked": True})
             self.plan = replace(self.plan, max_trials=max_trials)
 
     @property

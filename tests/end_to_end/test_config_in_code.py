@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ OWN = read_json(PROGRAMS / "in_code" / "own.json")
 def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """An engine that is given no configuration."""
     folder = tmp_path_factory.mktemp("unknown")
-    with bench_of("in_code", folder, ds_config={}, timeout_s=6.0) as bench:
+    with bench_of("in_code", folder, ds_config={}) as bench:
         yield bench
 
 
@@ -116,7 +117,6 @@ def test_all_ranks_end_when_it_is_learned(pair: Bench) -> None:
         ("crash", "RuntimeError: the data are not there", 'raise RuntimeError("the data are'),
         ("no initialize", "without calling deepspeed.initialize with an optimizer", ""),
         ("no JSON", "cannot be written as JSON: Object of type dtype", ""),
-        ("hang", "no result after 6 s", ""),
     ],
 )
 def test_why_a_configuration_cannot_be_learned(
@@ -128,6 +128,15 @@ def test_why_a_configuration_cannot_be_learned(
     assert message in text and str(unknown.folder / "capture" / "stderr.log") in text
     assert "\n" not in text
     assert detail in caught.value.detail
+
+
+def test_a_script_that_hangs_before_its_configuration_is_ended(tmp_path: Path) -> None:
+    why = "could not be learned: no result after 3 s"
+    with (
+        bench_of("in_code", tmp_path, ds_config={}, timeout_s=3.0) as bench,
+        pytest.raises(ScriptFailed, match=why),
+    ):
+        learn(bench, "hang")
 
 
 def test_trials_are_run_after_it(pair: Bench) -> None:

@@ -107,8 +107,19 @@ def test_a_raised_budget_is_used(finals: int | None) -> None:
     run = driven(tuner, {6: more})
     assert 12 < len(run.outcomes) <= 24 and tuner.plan.max_trials == 24
     assert (run.finals is not None) is (finals is None)
-    again = tuner_of(journal, trials=24, finals=finals)
-    assert again.finished and list(again.run.trials) == list(run.trials)
+    # Whoever resumes it with the same options has what was asked for meanwhile.
+    for trials in (12, 24):
+        again = tuner_of(journal, trials=trials, finals=finals)
+        assert again.finished and list(again.run.trials) == list(run.trials)
+        assert again.plan.max_trials == 24
+
+
+def test_other_options_replace_a_raised_budget() -> None:
+    journal = MemoryJournal()
+    driven(tuner_of(journal, trials=12), {6: Request(RequestKind.BUDGET, max_trials=24)})
+    for _ in range(2):
+        again = tuner_of(journal, trials=14)
+        assert again.run.plan == again.plan and again.plan.max_trials == 14
 
 
 @pytest.mark.parametrize("max_trials", [None, 3, 12])
