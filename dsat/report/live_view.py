@@ -112,8 +112,8 @@ class LiveView:
         done, total = len(run.outcomes), run.plan.max_trials
         status = None if self._folder is None else progress.Status.of_run(self._folder)
         head = f"{done} of at most {total} trials"
-        if status is not None:
-            head += f"; {progress.slots_line(run, status.num_slots)}"
+        if status is not None and self._trials is not None:
+            head += f"; {progress.slots_line(run, status.num_slots, self._trials)}"
         lines = [head, progress.best_line(run)]
         if status is not None and status.outlook is not None:
             lines.append(progress.outlook_line(run, status.outlook))
@@ -125,5 +125,4 @@ class LiveView:
         return Group(table, bar, *map(Text, lines))
 
     def _running(self, trial: Trial) -> str:
-        step = None if self._trials is None else progress.step_of(self._trials / trial.name)
-        return "starts" if step is None else f"runs, step {step}"
+        return "runs" if self._trials is None else progress.doing(self._trials / trial.name)

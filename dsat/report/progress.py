@@ -70,10 +70,30 @@ class Status(Recorded):
             return None
 
 
-def slots_line(run: Run, num_slots: int) -> str:
-    """How many slots are busy, and how many there are."""
+def slots_line(run: Run, num_slots: int, trials: Path) -> str:
+    """How many slots are busy, and how many there are.
+
+    Args:
+        run: that goes on.
+        num_slots: that trials may use at once.
+        trials: where trials get their folders.
+    """
     assert run.plan is not None
-    return f"{len(run.running) * run.plan.slots_per_trial} of {num_slots} slots busy"
+    begun = sum(not _is_queued(trials / trial.name) for trial in run.running)
+    return f"{begun * run.plan.slots_per_trial} of {num_slots} slots busy"
+
+
+def doing(trial_folder: Path) -> str:
+    """What a trial that has not ended does."""
+    if _is_queued(trial_folder):
+        return "waits for slots"
+    step = step_of(trial_folder)
+    return "starts" if step is None else f"step {step}"
+
+
+def _is_queued(trial_folder: Path) -> bool:
+    """A trial gets its folder together with its slots."""
+    return not trial_folder.exists()
 
 
 def outlook_line(run: Run, outlook: Outlook) -> str:

@@ -80,7 +80,7 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
     if watched.goes_on:
         status = progress.Status.of_run(watched.folder)
         if status is not None:
-            lines.append(progress.slots_line(run, status.num_slots))
+            lines.append(progress.slots_line(run, status.num_slots, watched.trials))
             if status.outlook is not None:
                 lines.append(progress.outlook_line(run, status.outlook))
         left = progress.time_left(run, 1 if status is None else status.at_once)
@@ -90,7 +90,7 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
         "goes_on": watched.goes_on,
         "status": "; ".join(lines),
         "running": [
-            {"id": t.id, "name": t.name, "step": progress.step_of(watched.trials / t.name)}
+            {"id": t.id, "name": t.name, "doing": progress.doing(watched.trials / t.name)}
             for t in running
         ],
     }

@@ -131,6 +131,7 @@ def test_a_search_is_watched_and_directed(browser: Any, tmp_path: Path) -> None:
         assert typed == "gas1"  # and what was typed is still there
 
         trial = Run(search.events).trials[LASTS]
+        wait_for(lambda: "waits for slots" in text_of(browser, "#running"))
         steps = folder / "trials" / trial.name
         steps.mkdir(parents=True)
         (steps / "steps").write_bytes(b"%8d\n" % 6)

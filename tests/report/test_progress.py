@@ -74,7 +74,7 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     assert run.best is not None and run.plan is not None
     assert f"14 of at most 40 trials; {len(run.running)} of 2 slots busy" in text
     assert f"best: {run.best.name}" in text and "x your own as measured once" in text
-    assert "runs, step 6" in text
+    assert "step 6" in text
     assert "at most 26 more trials" in text
     said = " ".join(text.split())
     assert (
@@ -101,6 +101,18 @@ def test_what_the_model_search_thinks_comes_true() -> None:
             errors.append(abs(outlook.value / outcome.metrics.throughput - 1))
         tuner.record(trial.id, outcome)
     assert errors and errors[-1] < 0.1
+
+
+def test_a_trial_waits_for_slots_until_it_has_a_folder(
+    events: list[dict[str, object]], tmp_path: Path
+) -> None:
+    run = at(events, 14)
+    [trial] = run.running
+    assert progress.doing(tmp_path / trial.name) == "waits for slots"
+    assert progress.slots_line(run, 2, tmp_path) == "0 of 2 slots busy"
+    (tmp_path / trial.name).mkdir()
+    assert progress.doing(tmp_path / trial.name) == "starts"
+    assert progress.slots_line(run, 2, tmp_path) == "1 of 2 slots busy"
 
 
 def test_a_step_that_nobody_wrote(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ function show(now) {
     running.dataset.ids = ids;
   }
   now.running.forEach((trial, number) => {
-    running.rows[number].cells[1].textContent = trial.step === null ? "starts" : `step ${trial.step}`;
+    running.rows[number].cells[1].textContent = trial.doing;
   });
 }
 
