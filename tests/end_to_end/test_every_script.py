@@ -94,7 +94,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
     own = None if run.baseline is None else run.value(run.baseline)
     assert own is not None
     assert run.best_value is not None
-    assert run.best_value >= own
+    assert run.finals is not None or run.best_value >= own  # finals measure both anew
 
 
 # -- plain DeepSpeed
