@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
-from dsat.in_trial import loaders, precision
+from dsat.in_trial import loaders, precision, throttling
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
 from dsat.in_trial.conformance import check_engine, refuse_pipeline
 from dsat.in_trial.losses import LossWatch
@@ -213,6 +213,7 @@ class Meter:
         self._clock = clock_for(self._accelerator)
         self._memory = MemoryWatch(self._accelerator, self._before)
         self._memory.note("init")
+        self._throttling = throttling.Throttling(self._accelerator)
         # The communicator of the meter's own all-reduces is made while there is memory for it.
         self._maximum([0.0])
         self._losses = LossWatch(engine, functools.partial(_in_training, engine))
@@ -351,6 +352,7 @@ class Meter:
         self._warm_up_over = applied + 1 >= self._first_measured
         if applied >= self._first_measured:
             self._steps.append(marks)
+            self._throttling.look()
             if len(self._steps) >= self._next_check:
                 self._check()
 
@@ -450,6 +452,8 @@ class Meter:
         warnings = list(self._warnings)
         if times.accidents:
             warnings.append(HOST_ACCIDENTS)
+        slowed = throttling.warning(self._maximum(self._throttling.flags()))
+        warnings += [] if slowed is None else [slowed]
         profile = None
         if self._profiler is not None:
             profile = replace(

@@ -194,7 +194,8 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
 
 @pytest.mark.slow
 def test_memory_that_is_reserved_is_what_is_allocated(null_cuda: MachineOf, tmp_path: Path) -> None:
-    null_cuda(Device(total_bytes=2 * _GIB))
+    machine = null_cuda(Device(total_bytes=2 * _GIB))
+    machine.throttle(0, 0x24)  # of its power, as always, and of its heat
     with engine_on_devices(tmp_path / "run") as engine:
         outcome = outcome_of(engine, 1)
     assert outcome.ok, outcome.detail
@@ -203,6 +204,8 @@ def test_memory_that_is_reserved_is_what_is_allocated(null_cuda: MachineOf, tmp_
     allocated, reserved = outcome.memory.allocated_bytes, outcome.memory.reserved_bytes
     # Segments grow by 2 MiB for small tensors, and by 20 MiB for large ones.
     assert max(reserved.values()) <= max(allocated.values()) + 24 * 2**20
+    [slowed] = [text for text in outcome.warnings if "below its clocks" in text]
+    assert "(it was too hot)" in slowed
 
 
 @pytest.mark.slow
