@@ -171,6 +171,10 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
 ) -> None:
     """A MIG device, or no NVML: torch can only ask CUDA how many devices there are."""
     null_cuda(Device(uuid="MIG-0a"), Device(uuid="MIG-0b"), nvml=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b,MIG-0a")
+    found = find_machine()
+    assert found.devices == ("MIG-0b",)
+    assert found.left_out == ("cuda MIG-0a is left out: CUDA gives a process one MIG device",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b")
     spoilt = tmp_path / "modules"
     spoilt.mkdir()

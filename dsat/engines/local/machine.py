@@ -199,6 +199,7 @@ def _inspect() -> Machine:
         expandable_segments=name == "cuda" and _has_nvml(),
         left_out=(
             *broken,
+            *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
             *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
         ),
         warnings=tuple(
@@ -254,11 +255,23 @@ def _has_nvml() -> bool:
 
 def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
     """What to call each of `count` devices, as the user's own choice of devices has it."""
+    return ids_chosen(variables)[:count] or [str(index) for index in range(count)]
+
+
+def ids_chosen(variables: Sequence[str]) -> list[str]:
+    """The devices that the user's environment names; none if it leaves the choice open."""
     for variable in variables:
         chosen = [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
         if chosen:
-            return chosen[:count]
-    return [str(index) for index in range(count)]
+            return chosen
+    return []
+
+
+def _invisible(accelerator: str, device: str) -> str:
+    """That a device was chosen which the driver does not show."""
+    if device.startswith("MIG-"):
+        return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
+    return f"{accelerator} {device} is left out: there is none, or one before it is not there"
 
 
 def _visible_devices_variables(accelerator: Any) -> list[str]:
