@@ -86,6 +86,10 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
     run_dir = tmp_path / "example" / "run"
     if method == "tune":
         small = ["--slot-memory", "600MiB"]
+        config = tmp_path / "example" / "ds_config_autotuning.json"
+        changed = read_json(config)
+        changed["autotuning"]["tuner_num_trials"] = 3
+        config.write_text(json.dumps(changed))
         run_dir = tmp_path / "example" / "autotuning_results"
     if section != "With your own script, unchanged":
         small = [*small, "--memory-model", "formula"]  # saves seconds
