@@ -40,6 +40,7 @@ from dsat.values.zero_strategy import of_config
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
 SCHEMA = 1
+START_STEP = 2  # the first one measured: there is no time to waste
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
 APART = "passes are apart by"
@@ -71,6 +72,12 @@ class Header:
     profile_duration_s: float
     about: Mapping[str, Any]
     memory: Mapping[str, Any] | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The first and the last optimizer step that every trial measured, and the most steps."""
+        least, most = map(int, str(self.about["measured steps"]).split(" to "))
+        return [START_STEP, START_STEP + least - 1, most]
 
     def to_json(self) -> dict[str, Any]:
         return {"table": SCHEMA, **asdict(self)}

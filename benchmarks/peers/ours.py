@@ -11,7 +11,7 @@ from dsat.inputs.search_options import default_search_options
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
 from dsat.space.knobs import KNOB_NAMES
-from dsat.space.plan import Plan
+from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
@@ -38,6 +38,8 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         choices=table.choices,
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         ramp=True,
+        longest_s=LONGEST_S,
+        measured={"steps": header.steps},
         memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
     )
 

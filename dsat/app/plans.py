@@ -12,7 +12,7 @@ from dsat.inputs.experiment import Experiment
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
 from dsat.space.overrides import GAS
-from dsat.space.plan import Plan
+from dsat.space.plan import LONGEST_S, Plan
 from dsat.values.objective import Objective
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -53,6 +53,7 @@ def plan_of(
     is_time = Objective(settings.metric).smaller_is_better
     plan = Plan(
         **decided,
+        longest_s=LONGEST_S,
         ramp=settings.begins_with_ramp and not (any_batch and is_time),
         method=settings.method,
         max_trials=settings.max_trials,

@@ -347,7 +347,9 @@ class Meter:
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
         if applied == self.spec.options.start_step - 1 and not self.spec.profile:
-            self._first_measured += self._extra_warm_up(marks, applied)
+            more, slowest_s = self._ahead(marks, applied)
+            self._first_measured += more
+            self._next_check = self._affordable(self._next_check, slowest_s)
             self._current = StepMarks(begin=self._clock.mark())
         self._warm_up_over = applied + 1 >= self._first_measured
         if applied >= self._first_measured:
@@ -356,16 +358,27 @@ class Meter:
             if len(self._steps) >= self._next_check:
                 self._check()
 
-    def _extra_warm_up(self, marks: StepMarks, applied: int) -> int:
-        """Further steps before the first that is measured; the same on all ranks."""
+    def _ahead(self, marks: StepMarks, applied: int) -> tuple[int, float]:
+        """Further steps before the first that is measured, and the seconds of one step.
+
+        The same on all ranks.
+        """
         in_store = math.ceil(loaders.batches_in_store() / max(1, marks.micro_steps))
         last_ms = self._clock.ms(marks.begin, marks.end)
         missing_ms = 0.0
         if not self._accelerator.is_synchronized_device():
             missing_ms = WARM_UP_S * 1e3 - self._clock.ms(self._began, marks.end)
         steps = max(in_store + 1 - applied if in_store else 0, missing_ms / max(last_ms, 1e-3))
-        [steps] = self._maximum([float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))])
-        return int(steps)
+        more = float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))
+        more, slowest_ms = self._maximum([more, last_ms])
+        return int(more), slowest_ms / 1e3
+
+    def _affordable(self, wanted: int, step_s: float) -> int:
+        """How many steps may be measured of those that are wanted, one at least."""
+        longest_s = self.spec.longest_s
+        if longest_s is None or wanted * step_s <= longest_s:
+            return max(wanted, 1)
+        return max(int(longest_s / step_s), 1)
 
     def _check(self) -> None:
         """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
@@ -403,7 +416,8 @@ class Meter:
             rows, times, [samples[i] for i in full], [tokens[i] for i in full]
         )
         measured_s = sum(row[0] for row in rows) / 1e3
-        count, most = len(full), max(spec.options.max_steps, 1)
+        count = len(full)
+        most = self._affordable(spec.options.max_steps, measured_s / count)
         enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
         missing_s = 0.0
         if not self._accelerator.is_synchronized_device() and not spec.profile:

@@ -23,7 +23,7 @@ class MeterSpec(Recorded):
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         batch_dimensions: see `ModelProfile`.
-        to_beat: see `Trial`.
+        to_beat, longest_s: see `Trial`.
     """
 
     options: TrialOptions
@@ -36,6 +36,7 @@ class MeterSpec(Recorded):
     flops_per_sample: float | None = None
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     to_beat: Mapping[str, float] = field(default_factory=dict)
+    longest_s: float | None = None
 
     @classmethod
     def of_trial(
@@ -58,6 +59,7 @@ class MeterSpec(Recorded):
             flops_per_sample=trial.flops_per_sample,
             batch_dimensions=trial.batch_dimensions,
             to_beat=trial.to_beat,
+            longest_s=trial.longest_s,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.option import POSITIVE_NUMBER, PROBABILITY, Group, Option, at_least
+from dsat.inputs.option import FRACTION, POSITIVE_NUMBER, Group, Option, at_least
 
 
 def _early_stopping(what: str) -> Option:
@@ -37,11 +37,11 @@ SEARCH_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "model": {
         "stop_when": _own(
             "--stop-when",
-            "end the search when no other configuration has a chance over P to be 1 %% better "
-            "than the best so far; 0 for never",
-            kind=PROBABILITY,
-            default=0.05,
-            metavar="P",
+            "end the search when three more minutes of it are expected to gain less than GAIN, "
+            "by what each trial would take; 0 for never",
+            kind=FRACTION,
+            default="2%",
+            metavar="GAIN",
         ),
         "early_stopping": _NO_NEW_BEST,
     },

@@ -6,11 +6,12 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from dsat.search.lineage import Lineage
+from dsat.search.normal import Array
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
@@ -20,6 +21,22 @@ Predict = Callable[[Mapping[str, Any]], float]
 
 _STEP_DOWN = 4  # nothing runs: so many times fewer samples than ran out of memory
 _DRAWS = 4096  # settings that are drawn one after the other until some fit
+
+
+class Costs(Protocol):
+    """What trials cost, as far as those that ended show it; may know better from call to call."""
+
+    def trial_s(self, step_s: Any) -> Any:
+        """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
+        ...
+
+    def are_too_long(self, step_s: Any) -> Any:
+        """Whether trials would measure longer than one may, by the seconds of their steps."""
+        ...
+
+    def micro_step_s(self, strategy: str, sizes: Array) -> Array:
+        """At least about so many seconds micro steps of (n,) samples take; 0 if not known."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class Search(abc.ABC):
             better from one call to the next. Without it a search begins from the micro batch whose
             activations alone would fill a slot, which no strategy can exceed.
         gated: nothing above that is launched, so nothing above it need be proposed.
+        costs: predicts how long trials take, for searches that predict steps.
 
     Attributes:
         patience: end the search after so many trials without a new best; None for never.
@@ -63,11 +81,14 @@ class Search(abc.ABC):
             nothing new can be drawn.
         first_largest: it begins with at most so many samples per slot, whatever memory allows;
             None: near the most that memory allows.
+        weighs_costs: it proposes nothing that would take too long as long as there is anything
+            else; of others such a proposal is answered as one that timed out.
     """
 
     patience: int | None = None
     draws: ClassVar[bool] = False
     first_largest: ClassVar[int | None] = None
+    weighs_costs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -79,6 +100,7 @@ class Search(abc.ABC):
         search_range_factor: float | None = None,
         predict: Predict | None = None,
         gated: bool = False,
+        costs: Costs | None = None,
     ) -> None:
         self.objective = objective
         self.space = space
@@ -88,6 +110,7 @@ class Search(abc.ABC):
         self._search_range_factor = search_range_factor or 1.0
         self._predict = predict
         self._gated = gated
+        self._costs = costs
         self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
         self._lineages: list[Lineage] = []
         self._most_samples = math.inf  # that there are data for, on each slot

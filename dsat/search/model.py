@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,9 @@ from dsat.space.overrides import GAS
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
 
-_WORTHWHILE = math.log(1.01)  # the gain that decides whether to go on
+_WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
+NEXT_S = 180.0  # what a search may gain in its next three minutes decides whether to go on,
+_NEXT_TRIALS = 16  # but what it does in so many trials: they tell of each other
 _KNOWN_ENOUGH = 3  # micro batches that were measured before the search begins
 _LEAST_MEASURED = 3  # before that question is asked
 _SAFE = math.log(0.8)  # and with a chance like this to fit
@@ -33,10 +35,12 @@ _LONG = 10.0  # a step so many times as long as the best one's makes a trial twi
 
 @dataclass(frozen=True)
 class _Choice:
-    """A configuration: what it promises, and its chance to be better by a worthwhile bit."""
+    """A configuration: what it promises, and of all that were looked at, the best chance to be
+    better by a worthwhile bit and the most that the next minutes may gain, as a logarithm."""
 
     score: float
     chance: float
+    worth: float
     branch: int
     index: int
     position: int
@@ -52,8 +56,9 @@ class ModelSearch(Search):
     what a micro step costs anyway. What runs counts as measured, with the time that is predicted.
 
     Args:
-        stop_when: end the search when no configuration has a larger chance than this to be 1 %
-            better than the best so far; 0 for never.
+        stop_when: end the search when its next three minutes are expected to gain less than this,
+            as a fraction; 0 for never. Their trials are expected to gain no more than so many times
+            the most that one does in its time (expected improvement, a bound from above).
         early_stopping: end the search after so many trials without a new best.
 
     Attributes:
@@ -61,6 +66,7 @@ class ModelSearch(Search):
     """
 
     first_largest: ClassVar[int] = 64
+    weighs_costs = True
 
     def __init__(
         self,
@@ -139,10 +145,11 @@ class ModelSearch(Search):
         if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
-        if choice is None or choice.chance >= self._stop_when:
+        if choice is None or math.expm1(choice.worth) >= self._stop_when:
             return None
         return (
-            f"no other configuration has a chance over {100 * self._stop_when:g} % to be 1 % better"
+            f"{NEXT_S / 60:g} more minutes are expected to gain less than "
+            f"{100 * self._stop_when:g} %"
         )
 
     @property
@@ -193,8 +200,11 @@ class ModelSearch(Search):
             safe = sizes[fits >= _SAFE]
             if not len(safe):
                 continue
-            size = int(safe[-1])
-            candidate = surrogate.configuration(branch, 0, size)
+            candidates = (surrogate.configuration(branch, 0, int(size)) for size in safe[::-1])
+            candidate = next((c for c in candidates if not self._takes_too_long(c)), None)
+            if candidate is None:
+                continue
+            size = candidate.micro_batch
             promise = math.log(size * candidate.gas) - candidate.log_s
             if best is None or promise > best[0] + 1e-9:
                 best = promise, branch, size
@@ -244,8 +254,11 @@ class ModelSearch(Search):
         if not choices:
             return None
         chosen = max(choices, key=lambda choice: choice.score)
-        chance = max(choice.chance for choice in choices)
-        return _Choice(chosen.score, chance, chosen.branch, chosen.index, chosen.position)
+        return replace(
+            chosen,
+            chance=max(choice.chance for choice in choices),
+            worth=max(choice.worth for choice in choices),
+        )
 
     def _choices(
         self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
@@ -272,22 +285,47 @@ class ModelSearch(Search):
                 is_open &= np.log2(sizes)[:, None] <= edges[None, :]
             bearable = sizes <= self._bearable(branch)
             is_open &= bearable[:, None]
+            log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
+            if self._costs is not None and surrogate.measured:
+                seen_s = gas * self._costs.micro_step_s(self.space.strategies[branch].name, sizes)
+                step_s = np.maximum(np.exp(log_s + surrogate.log_unit), seen_s[:, None])
+                is_open &= ~self._costs.are_too_long(step_s)
             if not is_open.any():
                 continue
-            log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
             gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
             runs = _CAUTION * fits + log_sound - _DRY * self._hardship[branch].dry
             if at is None:
-                score, chance = gain + runs, 1.0
+                score, chance, worth = gain + runs, 1.0, math.inf
             else:
-                longer = np.exp(log_s - float(fit.predict(at)[0][0]))
-                score = log_expected_gain(gain, sd) + runs - np.log1p(longer / _LONG)
+                expected = log_expected_gain(gain, sd)
+                cost = self._cost(log_s, float(fit.predict(at)[0][0]))
+                score = expected + runs - np.log(cost)
                 better = log_cdf((gain - _WORTHWHILE) / sd) + fits + log_sound
                 chance = math.exp(float(better[is_open].max()))
+                trials = np.minimum(_NEXT_TRIALS, NEXT_S / cost) if self._knows_costs else 1.0
+                worth = float((np.exp(expected + fits + log_sound) * trials)[is_open].max())
             score = np.where(is_open, score, -np.inf)
             row, column = divmod(int(np.argmax(score)), len(indexes))
             index = int(indexes[column]) + offset
-            yield _Choice(float(score[row, column]), chance, branch, index, positions[row])
+            best = float(score[row, column])
+            yield _Choice(best, chance, worth, branch, index, positions[row])
+
+    def _takes_too_long(self, configuration: Configuration) -> bool:
+        if self._costs is None or not self.surrogate.measured:
+            return False
+        step_s = math.exp(configuration.log_s + self.surrogate.log_unit)
+        return bool(self._costs.are_too_long(step_s))
+
+    @property
+    def _knows_costs(self) -> bool:
+        return self._costs is not None and bool(self.surrogate.measured)
+
+    def _cost(self, log_s: Array, best_log_s: float) -> Array:
+        """What trials cost: seconds, or in a unit of its own as long as nothing was measured."""
+        if self._costs is None or not self.surrogate.measured:
+            return 1 + np.exp(log_s - best_log_s) / _LONG
+        cost: Array = self._costs.trial_s(np.exp(log_s + self.surrogate.log_unit))
+        return cost
 
     def _is_open(
         self,

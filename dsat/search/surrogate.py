@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ class Surrogate:
         feasibility: whether configurations run.
         fit: the model of time.
         measured: what ran.
+        log_unit: what makes seconds of `log_s`, once anything was measured.
         starved: micro batches and accumulation steps that wanted more data than there is.
     """
 
@@ -85,6 +87,8 @@ class Surrogate:
         )
         self.measured: list[Configuration] = []
         self.starved: list[tuple[int, int]] = []
+        self.log_unit = 0.0
+        self._log_units: list[float] = []
         self.fit = _fitted(layout, [])
 
     def learn(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
@@ -110,6 +114,8 @@ class Surrogate:
             ci95 = 1.96 * outcome.metrics.standard_error
             ran = Configuration(branch, index, micro_batch, gas, knobs, log_s, ci95)
             self.measured.append(ran)
+            bisect.insort(self._log_units, math.log(outcome.metrics.latency / 1000) - log_s)
+            self.log_unit = self._log_units[len(self._log_units) // 2]
             # At once: when it is asked for must not matter, since a fit begins with the one before.
             self.fit = self.fit_beside([])
 

@@ -24,9 +24,11 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "offload_helps": "slots with memory of their own",
+    "longest_s": "longest measurement of a trial",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
     "measured.steps": "profile steps (start, end, most)",
 }
+LONGEST_S = 60.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
@@ -60,6 +62,8 @@ class Plan(Recorded):
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.
         ramp: before the search the user's own micro batch is doubled as long as that is worth it.
+        longest_s: a trial may measure for so many seconds, or for as long as 20 of the user's own
+            optimizer steps take; None for as long as it takes.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
             are comparable only while it stays the same.
     """
@@ -91,6 +95,7 @@ class Plan(Recorded):
     finals: int | None = 0
     indifference: float = 0.02
     ramp: bool = False
+    longest_s: float | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -16,6 +16,7 @@ from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
+_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
 
 
 class Phase(abc.ABC):
@@ -87,6 +88,7 @@ class TrialFactory:
             batch_dimensions={} if profile is None else profile.batch_dimensions,
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
+            longest_s=self._run.longest_s if kind in _LIMITED else None,
         )
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:

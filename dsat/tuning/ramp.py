@@ -12,13 +12,12 @@ import bisect
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from dsat.space.plan import Plan
+from dsat.space.plan import LONGEST_S, Plan
 from dsat.space.space import Space
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 
 WORTH_DOUBLING = math.log(1.05)
-LONGEST_S, TIMES_THE_OWN = 60.0, 20.0  # measured steps of a trial
 _STEEP = math.log(1.25)  # growth for each doubling that is far from its end
 BEYOND = 4  # times as many samples as where growth has ended: slow growth adds up
 _FINE_ENOUGH = 1.03  # micro batches nearer to each other than this are as good as the same
@@ -71,7 +70,6 @@ class Ramp:
         if own_is_first and self._sizes[position] == own:
             self._next = None  # until it is known
         self._last: tuple[int, float] | None = None  # micro batch, logarithm of its value
-        self._longest_s = LONGEST_S
         self._waits = own_is_first
 
     def ask(self) -> int | None:
@@ -81,9 +79,6 @@ class Ramp:
 
     def hear_own(self, run: Run, outcome: Outcome) -> None:
         """The user's own configuration has ended."""
-        if outcome.metrics is not None:
-            own_s = outcome.metrics.latency / 1000 * self._steps
-            self._longest_s = max(LONGEST_S, TIMES_THE_OWN * own_s)
         if self._waits:
             assert run.baseline is not None
             self.hear(run, run.baseline.batch.micro_batch, outcome)
@@ -109,7 +104,8 @@ class Ramp:
                 self.limit = BEYOND * micro_batch
             if grown < _STEEP * octaves:
                 factor = 2
-        affordable = int(micro_batch * self._longest_s / (latency_s * self._steps))
+        longest_s = LONGEST_S if run.longest_s is None else run.longest_s
+        affordable = int(micro_batch * longest_s / (latency_s * self._steps))
         self._limit_to(max(micro_batch, affordable))
         following = self._following(factor * micro_batch)
         if following > affordable:

@@ -50,6 +50,7 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
 VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str], "asked": bool}
 
 HOPELESS_AFTER = 4
+TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +146,7 @@ class Run:
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
+        self._usual_step_s = 0.0  # the user's own, or the shortest so far
         self.stop_asked = False
         self.stop_reason: str | None = None
         self.trials_since_best = 0
@@ -213,6 +215,13 @@ class Run:
                 self.finals.record(None if value is None else self.log_value(value))
                 self._check_training(self.finals)
             return
+        if outcome.metrics is not None:
+            step_s = outcome.metrics.latency / 1000
+            own = None if self.baseline is None else self.outcomes.get(self.baseline.id)
+            if trial is self.baseline or self._usual_step_s == 0.0:
+                self._usual_step_s = step_s
+            elif own is None or own.metrics is None:
+                self._usual_step_s = min(step_s, self._usual_step_s)
         if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
             self._failures += not outcome.smaller_may_run
         else:
@@ -366,6 +375,13 @@ class Run:
     def best_value(self) -> float | None:
         outcome = self.best_outcome
         return None if outcome is None else outcome.value(self._objective)
+
+    @property
+    def longest_s(self) -> float | None:
+        """For how many seconds a trial may measure; None for as long as it takes."""
+        assert self.plan is not None
+        longest_s = self.plan.longest_s
+        return None if longest_s is None else max(longest_s, TIMES_THE_OWN * self._usual_step_s)
 
     @property
     def profile(self) -> ModelProfile | None:

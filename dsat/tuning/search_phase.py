@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
@@ -16,10 +18,13 @@ from dsat.space.space import Space
 from dsat.tuning.phase import Phase, TrialFactory, name_of
 from dsat.tuning.ramp import Ramp, halfway
 from dsat.tuning.run import Run
+from dsat.tuning.trial_costs import TrialCosts
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
+# A smaller micro batch takes less; a search that learns this tries nothing larger.
+_TOO_LONG = Outcome(OutcomeKind.TIMEOUT, message="predicted to take long", smaller_may_run=True)
 _MUCH_ROOM = 16  # times as many samples as a search begins with
 
 
@@ -63,6 +68,7 @@ class SearchPhase(Phase):
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
         searches = SEARCHES[plan.method]
+        self._costs = TrialCosts(plan, run)
         self._ramp: Ramp | None = None
         if plan.ramp:
             strategies, own = list(space.strategies), of_config(plan.base_config)
@@ -77,6 +83,7 @@ class SearchPhase(Phase):
             seed=plan.seed,
             predict=None if self.forecast is None else self.forecast.largest,
             gated=self.forecast is not None,
+            costs=self._costs,
             **plan.search_options,
         )
 
@@ -163,11 +170,14 @@ class SearchPhase(Phase):
         if self.forecast is not None and not self.forecast.fits(overrides, script_args):
             self._skipped.append(name_of(self._trials.strategy(overrides), batch))
             return None
+        if self._takes_too_long(overrides, batch):
+            return None
         trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args)
         self._settings_of[trial.id] = settings
         return trial
 
     def hear(self, trial: Trial, outcome: Outcome) -> None:
+        self._costs.learn(trial, outcome)
         if self.forecast is not None:
             self.forecast.learn(trial.overrides, trial.script_args, outcome)
         if outcome.metrics is not None and self._run.noise is not None:
@@ -202,12 +212,20 @@ class SearchPhase(Phase):
         elif self.forecast is not None and not self.forecast.fits(overrides, script_args):
             self._skipped.append(name_of(self._trials.strategy(overrides), batch))
             self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
+        elif not self._search.weighs_costs and self._takes_too_long(overrides, batch):
+            self._search.tell(proposal, _TOO_LONG)
         else:
             trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
             self._proposals[trial.id] = [proposal]
             self._settings_of[trial.id] = proposal.settings
             return trial
         return None
+
+    def _takes_too_long(self, overrides: Mapping[str, Any], batch: BatchTriple) -> bool:
+        """Whether a trial should measure longer than one may, by what is known of others."""
+        strategy = self._trials.strategy(overrides).name
+        [micro_step_s] = self._costs.micro_step_s(strategy, np.array([batch.micro_batch]))
+        return bool(self._costs.are_too_long(batch.gas * micro_step_s))
 
     def _trial(
         self,

@@ -93,6 +93,7 @@ class Trial(Recorded):
         predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         to_beat: the metric and its best value so far; empty if there is none, or if the intervals
             of the metric are not known. Who is sure to do worse need not be measured closely.
+        longest_s: so many seconds it may measure; None for as long as it takes.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
@@ -110,6 +111,7 @@ class Trial(Recorded):
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
+    longest_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.strategy:

@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
         "search_range_factor": None,
     },
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
-    "model": {"stop_when": 0.05, "early_stopping": None},
+    "model": {"stop_when": 0.02, "early_stopping": None},
 }
 
 

@@ -96,6 +96,24 @@ def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measu
     assert metrics.ci95 == pytest.approx(1.0 if measured == 1 else 0.0)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "longest_s", "measured"), [(1, None, 20), (1, 9.5, 9), (4, 9.5, 2), (50, 9.5, 1)]
+)
+def test_it_measures_no_longer_than_it_may(
+    clock: Clock, step_s: float, longest_s: float | None, measured: int
+) -> None:
+    spec = replace(SPEC, longest_s=longest_s)
+    noisy = steps_of(clock, spec, lambda step: 1000 * step_s * (0.9 + 0.2 * (step % 2)))
+    assert metrics_of(noisy).num_steps == pytest.approx(measured, abs=1 if measured == 9 else 0)
+
+
+def test_a_first_step_that_compiles_does_not_cut_it_short(clock: Clock) -> None:
+    options = replace(SPEC.options, start_step=2, end_step=6)
+    spec = replace(SPEC, options=options, longest_s=60.0)
+    metrics = metrics_of(steps_of(clock, spec, lambda step: 50_000 if step == 1 else 9 + step % 3))
+    assert metrics.num_steps >= 5
+
+
 def test_measures_on_after_a_check_without_counting_the_check(clock: Clock) -> None:
     engine = FakeEngine(clock)
     told: list[Outcome] = []

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
 from dsat.space.space import Freedom, Space
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, play, proposals_of, ran, search_of, space_of, weightless
@@ -293,12 +294,51 @@ def test_it_ends_when_nothing_is_likely_to_be_better() -> None:
         )
 
     counts = {}
-    for threshold in (0.4, 0.1, 0.0):
+    for threshold in (0.1, 0.01, 0.0):
         search = model_of(stages(1, 2, 3), ceiling=15, stop_when=threshold)
         counts[threshold] = len(proposals_of(search, outcome, limit=60))
-        said = f"no other configuration has a chance over {100 * threshold:g} % to be 1 % better"
+        said = f"3 more minutes are expected to gain less than {100 * threshold:g} %"
         assert search.stop_reason == (said if threshold else None)
-    assert 3 <= counts[0.4] <= counts[0.1] < 15 < 40 < counts[0.0]
+    assert 3 <= counts[0.1] <= counts[0.01] < 20 < 40 < counts[0.0]
+
+
+@dataclass
+class Price:
+    """Costs of trials that take some seconds whatever their steps, which may be too long."""
+
+    besides_s: float
+    longest_step_s: float = math.inf
+
+    def trial_s(self, step_s: Any) -> Any:
+        return self.besides_s + 7 * step_s
+
+    def are_too_long(self, step_s: Any) -> Any:
+        return step_s > self.longest_step_s
+
+    def micro_step_s(self, strategy: str, sizes: Any) -> Any:
+        return np.zeros(len(sizes))
+
+
+def timed(size: int) -> Outcome:
+    """A micro batch whose samples take 10 ms each, beside 90 ms that it takes anyway."""
+    step_s = 0.09 + 0.01 * size
+    found = Metrics(size / step_s, 1000 * step_s, 0, 0, 0, None, num_steps=5, ci95=0.001)
+    return Outcome(OutcomeKind.OK, metrics=found)
+
+
+def test_the_dearer_its_trials_the_sooner_it_ends() -> None:
+    counts = []
+    for besides_s in (1.0, 60.0, 1000.0):
+        search = model_of(stages(1, 2, 3), ceiling=60, stop_when=0.02, costs=Price(besides_s))
+        asked = proposals_of(search, lambda p: timed(p.micro_batch), limit=60)
+        counts.append(len(asked))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] >= 3
+
+
+def test_nothing_that_takes_too_long_is_proposed_once_a_step_is_known() -> None:
+    search = model_of(stages(1, 2, 3), ceiling=60, costs=Price(1.0, longest_step_s=0.3))
+    asked = proposals_of(search, lambda p: timed(p.micro_batch), limit=60)
+    assert len(asked) > 10 and all(p.micro_batch <= 22 for p in asked[1:])
 
 
 def test_what_would_not_be_launched_is_not_proposed() -> None:
