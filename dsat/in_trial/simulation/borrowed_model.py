@@ -22,9 +22,20 @@ from dsat.in_trial.simulation.simulation import (
     tensors_in,
 )
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
-from dsat.memory.estimate import as_simulated, without_besides
+from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.memory.estimate import as_simulated
 
 _TOKENS_DIM = 2  # samples and tokens
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+# What of a configuration a script can feel before its first step: sizes, types and data.
+_FELT_BEFORE_STEPS = (
+    *BATCH_KEYS,
+    *_PRECISIONS,
+    *("curriculum_learning", "data_efficiency", "dataloader_drop_last", "gradient_clipping"),
+    *("scheduler", "torch_autocast"),
+)
+# Settings of a precision that concern the optimizer, and that DeepSpeed refuses at stage 0.
+_OF_STATE = ("_master_weights_and_grads", "_optimizer_states")
 End = Callable[[Mapping[str, Any]], None]
 
 
@@ -63,8 +74,7 @@ class BorrowedModel:
         Returns:
             What `deepspeed.initialize` returns.
         """
-        config = without_besides({**self._config, "zero_optimization": {"stage": 0}})
-        config.pop("optimizer", None)
+        config = _of_stand_in(self._config)
         with _on_fake_cpu():
             fakes = self._snapshot.put_fakes("cpu")
             trained = self._arguments.get("model_parameters")
@@ -214,6 +224,16 @@ class BorrowedModel:
         if not sizes or any(size % micro_batch == 0 for size in sizes):
             return micro_batch
         return max(set(sizes), key=sizes.count)
+
+
+def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the engine that a script gets, which never makes a step: stage 0, and
+    nothing that DeepSpeed might refuse there."""
+    found = {key: config[key] for key in _FELT_BEFORE_STEPS if key in config}
+    for key in _PRECISIONS:
+        if isinstance(found.get(key), Mapping):
+            found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}
+    return {**found, "zero_optimization": {"stage": 0}}
 
 
 @contextlib.contextmanager

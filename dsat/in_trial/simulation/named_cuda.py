@@ -1,91 +1,86 @@
-"""Scripts that name CUDA instead of asking for the accelerator, on the simulation's device.
+"""Scripts that name CUDA instead of asking for the accelerator.
 
-`device="cuda"` becomes the simulation's device, `torch.cuda`'s functions do nothing, and
-`torch.autocast("cuda")`, which would leave a private device alone, casts as CUDA's does.
+In a simulation `device="cuda"` becomes the simulation's device. Where there is no CUDA, it becomes
+the CPU until then, so that such a script is simulated on any machine. `torch.cuda`'s functions do
+nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import types
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 _CUDA = "cuda"
-# The lists of aten/src/ATen/autocast_mode.h, as far as Python calls them.
-_IN_LOW_PRECISION = frozenset(
-    {
-        functional.linear,
-        functional.conv1d,
-        functional.conv2d,
-        functional.conv3d,
-        functional.conv_transpose1d,
-        functional.conv_transpose2d,
-        functional.conv_transpose3d,
-        functional.scaled_dot_product_attention,
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.baddbmm,
-        torch.einsum,
-        torch.Tensor.matmul,
-        torch.Tensor.__matmul__,
-        torch.Tensor.mm,
-        torch.Tensor.bmm,
-    }
-)
-_IN_FULL_PRECISION = frozenset(
-    {
-        functional.softmax,
-        functional.log_softmax,
-        functional.layer_norm,
-        functional.group_norm,
-        functional.cross_entropy,
-        functional.nll_loss,
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.smooth_l1_loss,
-        functional.kl_div,
-        functional.cosine_similarity,
-        torch.softmax,
-        torch.log_softmax,
-        torch.exp,
-        torch.log,
-        torch.pow,
-        torch.sum,
-        torch.norm,
-        torch.Tensor.softmax,
-        torch.Tensor.log_softmax,
-        torch.Tensor.exp,
-        torch.Tensor.log,
-        torch.Tensor.pow,
-        torch.Tensor.sum,
-        torch.Tensor.norm,
-    }
-)
 _DO_NOTHING = (
     "synchronize empty_cache set_device reset_peak_memory_stats reset_max_memory_allocated "
     "manual_seed manual_seed_all ipc_collect init"
 ).split()
 
 
+_MEMORY_BYTES = 80 * 2**30
+_CAPABILITY = (9, 0)
+_CONSTANTS = {
+    "is_bf16_supported": True,
+    "current_device": 0,
+    "device_count": 1,
+    "get_device_capability": _CAPABILITY,
+    "get_device_name": "a device that is simulated",
+    "get_device_properties": types.SimpleNamespace(
+        name="a device that is simulated",
+        total_memory=_MEMORY_BYTES,
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        multi_processor_count=100,
+    ),
+    "mem_get_info": (_MEMORY_BYTES, _MEMORY_BYTES),
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+    "memory_summary": "",
+}
+
+
+class _OnCpu(TorchFunctionMode):
+    """The CPU wherever CUDA is named."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(renamed(value, "cpu") for value in args)
+        kwargs = {key: renamed(value, "cpu") for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def stand_in() -> None:
+    """Where there is no CUDA, lets a script name it all the same; for the rest of the process.
+
+    It is still said not to be available: whoever asks can do without it.
+    """
+    if torch.cuda.is_available():
+        return
+    _replace_functions()
+    # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    _OnCpu().__enter__()
+
+
 def forget_the_real_one() -> None:
     """Makes `torch.cuda` of a forked process harmless; for the rest of the process."""
+    _replace_functions()
+    torch.cuda.is_available = lambda: True  # else autocast turns itself off
+
+
+def _replace_functions() -> None:
     for name in _DO_NOTHING:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
-    constants: dict[str, Any] = {
-        "is_available": True,  # else autocast turns itself off
-        "is_bf16_supported": True,
-        "current_device": 0,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-    }
-    for name, value in constants.items():
+    for name, value in _CONSTANTS.items():
         setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
@@ -97,34 +92,4 @@ def renamed(value: Any, device: str) -> Any:
         return torch.device(device)
     if isinstance(value, str) and (value == _CUDA or value.startswith(f"{_CUDA}:")):
         return device
-    return value
-
-
-def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any, device: str) -> tuple[Any, Any]:
-    """A function's arguments as CUDA's autocast would cast them, if one is entered.
-
-    The script's own is for CUDA, DeepSpeed's for the simulation's device; a CPU's casts by itself.
-    """
-    if device == "cpu":
-        return args, kwargs
-    entered = [name for name in (_CUDA, device) if torch.is_autocast_enabled(name)]
-    if not entered:
-        return args, kwargs
-    if func in _IN_LOW_PRECISION:
-        dtype = torch.get_autocast_dtype(entered[0])
-    elif func in _IN_FULL_PRECISION:
-        dtype = torch.float32
-    else:
-        return args, kwargs
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        kinds = (torch.float32, torch.float16, torch.bfloat16)
-        return value.to(dtype) if value.dtype in kinds and value.dtype != dtype else value
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_cast(part, dtype) for part in value)
-    if type(value) is dict:
-        return {key: _cast(part, dtype) for key, part in value.items()}
     return value

@@ -51,7 +51,6 @@ class FunctionRules(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = self._adopted(args), self._adopted(kwargs or {})
-        args, kwargs = named_cuda.as_autocast(func, args, kwargs, self._device)
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
         return self._replaced.get(func, func)(*args, **kwargs)
@@ -81,6 +80,9 @@ def _attention(
     """The fused kernels that torch would choose: the choice asks the device, which is none."""
     if query.dim() != 4:
         raise SimulationUnsupported("attention on tensors that have no four dimensions")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))

@@ -102,8 +102,18 @@ class SimulationServer:
             return self._initialize_borrowed(*args, **kwargs)
 
         deepspeed.initialize = initialize
+        self._let_name_cuda()
         self._limit_bytes = _limit_memory()
         self._attempt_with_fakes()
+
+    @staticmethod
+    def _let_name_cuda() -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        from dsat.in_trial.simulation import named_cuda
+
+        get_accelerator()  # decides for itself what there is
+        named_cuda.stand_in()
 
     def _attempt_with_fakes(self) -> None:
         """Forks; returns in the child, with fake parameters, and here only if that was in vain."""

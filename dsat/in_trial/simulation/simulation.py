@@ -15,6 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat.in_trial.simulation import fake_device, patches
+from dsat.in_trial.simulation.autocast import Autocast
 from dsat.in_trial.simulation.module_snapshot import (
     Initialize,
     ModuleSnapshot,
@@ -104,6 +105,7 @@ class _FakeDevice:
         else:
             fake_device.register()
             fake_device.install(fake_device.FakeAccelerator(self.tracker))
+            Autocast(fake_device.DEVICE_TYPE).install()
         patches.apply(self.tracker, self._device)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
         patches.make_process_group(self._candidate.slots, self._device)
