@@ -17,8 +17,8 @@ from torch.library import Library, fallthrough_kernel
 _KEY = "AutocastPrivateUse1"
 _LOWER_PRECISION = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm
-    mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
 """.split()
 _FULL_PRECISION = """
@@ -54,12 +54,13 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._libraries = Library("_", "IMPL"), Library("aten", "IMPL")
+        fallback, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._libraries = fallback, aten  # what they register goes with them
 
     def install(self) -> None:
         """Registers the casts, and has CUDA's autocast mean that of the device."""
-        everything, aten = self._libraries
-        everything.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
+        fallback, aten = self._libraries
+        fallback.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
         for names, rule in (
             (_LOWER_PRECISION, self._lower),
             (_FULL_PRECISION, self._full),
@@ -94,7 +95,7 @@ class Autocast:
         def is_autocast_enabled(device_type: str = "cuda") -> bool:
             return is_enabled(self._device_type if device_type == "cuda" else device_type)
 
-        torch.autocast.__init__ = initialize  # type: ignore[method-assign]
+        torch.autocast.__init__ = initialize  # type: ignore[assignment,method-assign]
         torch.clear_autocast_cache = clear_cache
         torch.is_autocast_enabled = is_autocast_enabled
 

@@ -238,12 +238,16 @@ def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _on_fake_cpu() -> Iterator[None]:
-    """Fake tensors, and DeepSpeed's accelerator for CPUs without any compiled operator."""
+    """Fake tensors, and DeepSpeed's accelerator for CPUs without any compiled operator.
+
+    Every type is supported: what a script trains is decided where its trials run.
+    """
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     before = real_accelerator.ds_accelerator
-    real_accelerator.ds_accelerator = CPU_Accelerator()
+    real_accelerator.ds_accelerator = accelerator = CPU_Accelerator()
+    accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
     try:
         with for_fake_cpu(), FakeTensorMode(allow_non_fake_inputs=True), StorageTracker("cpu"):
             yield

@@ -68,7 +68,7 @@ def stand_in() -> None:
     _replace_functions()
     # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    _OnCpu().__enter__()
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def forget_the_real_one() -> None:

@@ -1,0 +1,85 @@
+"""One real rank of any script on a CPU: what torch's allocator held, by phase.
+
+    python3 measure.py SCRIPT [ARGUMENTS]
+
+Counted by `../memory/heap.c`, which must be preloaded, from the end of the first optimizer step to
+the end of the second. The process group does nothing, because gloo makes copies, as NCCL does not.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+os.environ.pop("LD_PRELOAD", None)  # not for the compilers that DeepSpeed may start
+
+import deepspeed
+import torch
+
+from dsat.in_trial.simulation.patches import make_process_group
+
+heap_peak = ctypes.CDLL(None).heap_peak
+heap_peak.restype = ctypes.c_size_t
+torch.set_num_threads(1)
+make_process_group(1, "cpu")
+_initialize = deepspeed.initialize
+_init_process_group = torch.distributed.init_process_group
+torch.distributed.init_process_group = lambda *args, **kwargs: None
+peaks: dict[str, int] = {}
+phase = "script"
+
+
+def begin(name: str) -> None:
+    global phase
+    peaks[phase] = max(peaks.get(phase, 0), heap_peak())
+    phase = name
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    begin("init")
+    result = _initialize(*args, **kwargs)
+    begin("after init")
+    engine = result[0]
+    forward, backward, step = engine.forward, engine.backward, engine.step
+    steps = 0
+
+    def steady(name: str) -> None:
+        begin(name if steps else "warm-up")
+
+    def own_forward(*args: Any, **kwargs: Any) -> Any:
+        if engine.training:
+            steady("forward")
+        return forward(*args, **kwargs)
+
+    def own_backward(*args: Any, **kwargs: Any) -> Any:
+        steady("backward")
+        return backward(*args, **kwargs)
+
+    def own_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        at_boundary = engine.is_gradient_accumulation_boundary()
+        if at_boundary:
+            steady("step")
+        found = step(*args, **kwargs)
+        if at_boundary:
+            steps += 1
+            gc.collect()
+            if steps == 2:
+                begin("end")
+                print("PEAKS " + json.dumps(peaks), flush=True)
+                os._exit(0)
+            steady("between")
+        return found
+
+    engine.forward, engine.backward, engine.step = own_forward, own_backward, own_step
+    return result
+
+
+deepspeed.initialize = initialize
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+heap_peak()
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,46 @@
+"""Lightning's DeepSpeedStrategy."""
+
+import json
+import warnings
+
+import lightning  # type: ignore[import-not-found,unused-ignore]
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy  # type: ignore[import-not-found,unused-ignore]
+from parts import Language, Sentences, arguments, loss_of, micro_batch  # type: ignore[import-not-found]
+
+warnings.filterwarnings("ignore")
+args = arguments()
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Language()
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(self.model(batch["input_ids"]), batch["input_ids"])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+with open(args.deepspeed_config) as file:
+    config = json.load(file)
+config.pop("optimizer", None)
+strategy = DeepSpeedStrategy(config=config)
+strategy._device_type = "cpu"
+trainer = lightning.Trainer(
+    accelerator="cpu" if not torch.cuda.is_available() else "gpu",
+    devices=1,
+    strategy=strategy,
+    precision="bf16-true",
+    max_steps=1000,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+)
+loader = torch.utils.data.DataLoader(
+    Sentences(), batch_size=micro_batch(args.deepspeed_config), shuffle=True
+)
+trainer.fit(Module(), loader)
