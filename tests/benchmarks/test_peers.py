@@ -1,0 +1,105 @@
+"""Every tuner is played on the same table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.ledger import BudgetSpent, Ledger
+from benchmarks.peers import PEERS, UNSEEDED, player
+from benchmarks.replay import play
+from benchmarks.tables import Table
+from dsat.values.outcome import Outcome
+from testing.made_up_table import (
+    PARAMS,
+    SAMPLE_BYTES,
+    SLOT_BYTES,
+    config_of,
+)
+
+# DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:determined",
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+class _Watched(Ledger):
+    """Remembers what was asked."""
+
+    def __init__(self, table: Table, max_trials: int) -> None:
+        super().__init__(table, max_trials)
+        self.asked: list[tuple[int, int, int]] = []
+
+    def profile(self) -> Outcome:
+        outcome = super().profile()
+        self.asked.append((-1, 0, 0))
+        return outcome
+
+    def run(self, config: Any) -> Outcome:
+        outcome = super().run(config)
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+        size = config["train_micro_batch_size_per_gpu"]
+        self.asked.append((stage, size, config["gradient_accumulation_steps"]))
+        return outcome
+
+
+def _asked(
+    table: Table, name: str, seed: int = 1, max_trials: int = 30
+) -> list[tuple[int, int, int]]:
+    ledger = _Watched(table, max_trials)
+    player(name)(ledger, seed, max_trials)
+    assert len(ledger.asked) == len(ledger.outcomes) <= max_trials
+    return ledger.asked
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
+    episode = play(table, name, 1, 30)
+    assert episode.best_after(30) > 0.6
+    assert max(value for value in episode.values if value is not None) <= 1.0
+    assert episode.slot_s > 0
+    repeated = play(table, name, 1, 30)
+    assert repeated.values == episode.values
+    seeds = {play(table, name, seed, 30).values for seed in (1, 2, 3, 4)}
+    assert (len(seeds) == 1) == (name in UNSEEDED)
+
+
+@pytest.mark.parametrize("method", ["asha", "binary"])
+def test_determined_begins_in_the_middle_of_its_own_prediction(table: Table, method: str) -> None:
+    asked = _asked(table, f"Determined {method}")
+    # 16 bytes for each parameter of a model in fp32, and one sample's activations.
+    predicted = (SLOT_BYTES - 16 * PARAMS - SAMPLE_BYTES) // SAMPLE_BYTES
+    assert asked[0] == (-1, 0, 0)
+    assert asked[1][1:] == ((1 + predicted) // 2, 1)
+    stage, size, _ = asked[1]
+    assert asked[2][0] == stage
+    assert asked[2][1] != size
+    assert len(asked) == 30
+
+
+def test_deepspeed_walks_through_the_stages_as_its_fast_mode_does(table: Table) -> None:
+    asked = _asked(table, "DeepSpeed fast", max_trials=50)
+    largest = table.largest_micro_batch
+    assert asked[:3] == [(-1, 0, 0), (0, 1, 1), (0, largest, 1)]
+    assert (0, largest // 2, 2) in asked, "half the micro batch, accumulated twice"
+    assert len(asked) < 50
+
+
+def test_deepspeed_stops_when_the_budget_is_spent(table: Table) -> None:
+    assert len(_asked(table, "DeepSpeed fast", max_trials=3)) == 3
+
+
+def test_optuna_keeps_to_the_space(table: Table) -> None:
+    asked = _asked(table, "Optuna TPE", max_trials=40)
+    assert {stage for stage, _, _ in asked} == {0, 1, 2, 3}
+    assert all(1 <= size <= table.largest_micro_batch for _, size, _ in asked)
+
+
+def test_a_ledger_ends_a_search_that_does_not_end_itself(table: Table) -> None:
+    ledger = Ledger(table, 1)
+    ledger.profile()
+    with pytest.raises(BudgetSpent):
+        ledger.run(config_of(0, 1))
