@@ -63,7 +63,8 @@ def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
     assert episode.slot_s > 0
     repeated = play(table, name, 1, 30)
     assert repeated.values == episode.values
-    seeds = {play(table, name, seed, 30).values for seed in (1, 2, 3, 4)}
+    # Enough trials for what is drawn: each strategy's defaults come first, whatever the seed.
+    seeds = {play(table, name, seed, 60).values for seed in (1, 2, 3, 4)}
     assert (len(seeds) == 1) == (name in UNSEEDED)
 
 
