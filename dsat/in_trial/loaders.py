@@ -1,4 +1,5 @@
-"""How many batches PyTorch's data loaders have in store when training begins.
+"""What PyTorch's data loaders tell before training begins: how many batches they have in store, and
+how many samples there are in an epoch.
 
 As long as a loader feeds from what its workers made in advance, a script looks faster than it is.
 """
@@ -9,10 +10,11 @@ import functools
 from typing import Any
 
 _in_store = 0
+_samples: dict[int, int] = {}  # the most that a loader has, by its batch size
 
 
 def watch() -> None:
-    """From now on, notes what each loader that is iterated may have in store."""
+    """From now on, notes what each loader that is iterated has."""
     from torch.utils.data import DataLoader
 
     original = DataLoader.__iter__
@@ -23,6 +25,10 @@ def watch() -> None:
     def iterate(self: Any) -> Any:
         global _in_store
         _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
+        found = _samples_of(self)
+        if found is not None:
+            batch_size, samples = found
+            _samples[batch_size] = max(samples, _samples.get(batch_size, 0))
         return original(self)
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
@@ -32,3 +38,38 @@ def watch() -> None:
 def batches_in_store() -> int:
     """The most batches that a loader of this process has made in advance."""
     return _in_store
+
+
+def samples_of_epoch(batch_size: int) -> int:
+    """The most samples of an epoch that a loader of this process has.
+
+    Args:
+        batch_size: of the loaders that are meant.
+
+    Returns:
+        0 if there is no such loader, or none that knows its length.
+    """
+    return _samples.get(batch_size, 0)
+
+
+def _samples_of(loader: Any) -> tuple[int, int] | None:
+    """A loader's batch size and how many samples this process gets of it in an epoch.
+
+    Exact for PyTorch's own batches of a sampler; of other batches, as accelerate's, no less than it
+    gets. None if it is not known, as of a stream.
+    """
+    from torch.utils.data import BatchSampler
+
+    batches = loader.batch_sampler
+    size = getattr(batches, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    try:
+        if type(batches) is BatchSampler:
+            samples = len(batches.sampler)  # type: ignore[arg-type]
+        else:
+            dropped = size - 1 if getattr(batches, "drop_last", False) else 0
+            samples = len(batches) * size + dropped
+    except (TypeError, NotImplementedError, AttributeError):
+        return None  # a sampler need not know its length
+    return (size, samples) if samples > 0 else None

@@ -494,7 +494,15 @@ class Meter:
             step_ms=tuple(round(row[0], 4) for row in rows),
             training=self._losses.curve(),
             sequences=over_ranks(self._maximum(lengths)),
+            most_samples=self._samples_of_epoch(),
         )
+
+    def _samples_of_epoch(self) -> int | None:
+        """The samples that every rank has in an epoch, by the loader of such micro batches."""
+        size = self.spec.micro_batch
+        # A loader of single samples may be one whose script puts batches together itself.
+        [fewest] = self._maximum([-float(loaders.samples_of_epoch(size) if size > 1 else 0)])
+        return -int(fewest) or None
 
     def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
         """Elementwise maximum over all ranks; every rank gets the same."""

@@ -89,6 +89,7 @@ class GridSearch(Search):
                     micro_batches=self._sizes,
                     ceiling=int(largest) if self._predict is not None else self._sizes[-1],
                 )
+                lineage.limit(self._most_samples)
                 self._lineages.append(lineage)
                 walk = _Walk(lineage, self._first_size(largest))
                 self._open[lineage.id] = walk
@@ -138,7 +139,7 @@ class _Walk:
         if self._up <= self.lineage.open_hi:
             self._up += 1
             return self._up - 1
-        self._down -= 1
+        self._down = min(self._down, self.lineage.open_hi) - 1
         return self._down + 1 if self._down >= -1 else None
 
 

@@ -106,6 +106,7 @@ class Ramp:
                 factor = 2
         longest_s = LONGEST_S if run.longest_s is None else run.longest_s
         affordable = int(micro_batch * longest_s / (latency_s * self._steps))
+        affordable = min(affordable, run.most_samples or affordable)
         self._limit_to(max(micro_batch, affordable))
         following = self._following(factor * micro_batch)
         if following > affordable:

@@ -118,6 +118,7 @@ class Run:
         search_ended: why the search was over when the finals began.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
+        most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         running_s: wall time between the first and the last event, pauses left out.
@@ -146,6 +147,7 @@ class Run:
         self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
+        self.most_samples: int | None = None
         self._usual_step_s = 0.0  # the user's own, or the shortest so far
         self.stop_asked = False
         self.stop_reason: str | None = None
@@ -207,6 +209,8 @@ class Run:
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
         value = outcome.value(self._objective)
+        if outcome.most_samples is not None:
+            self.most_samples = min(outcome.most_samples, self.most_samples or outcome.most_samples)
         if trial.kind is TrialKind.PROFILE:
             self._profiled = outcome
             return

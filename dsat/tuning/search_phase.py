@@ -86,6 +86,8 @@ class SearchPhase(Phase):
             costs=self._costs,
             **plan.search_options,
         )
+        self._most_samples: int | None = None
+        self._tell_of_data()
 
     @property
     def stop_reason(self) -> str | None:
@@ -184,6 +186,7 @@ class SearchPhase(Phase):
             # Earlier finals have shown how much one run differs from the next.
             metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
             outcome = replace(outcome, metrics=metrics)
+        self._tell_of_data()
         if self._ramp is not None and trial.kind is TrialKind.BASELINE:
             self._ramp.hear_own(self._run, outcome)
         elif self._ramp is not None:
@@ -193,6 +196,12 @@ class SearchPhase(Phase):
             self._search.tell(proposal, outcome)
         if not proposals:
             self._tell_unasked(trial, outcome)
+
+    def _tell_of_data(self) -> None:
+        """Lets the search know, once, how many samples there are data for."""
+        if self._run.most_samples not in (None, self._most_samples):
+            self._most_samples = self._run.most_samples
+            self._search.limit(self._run.most_samples)
 
     def take_skipped(self) -> list[str]:
         """Names of what was predicted not to fit since this was last asked."""

@@ -212,7 +212,8 @@ class Outcome(Recorded):
         duration_s: from the launch to the outcome, wall time.
         warnings: what a person should know although the trial ran.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
-        most_samples: the largest micro batch that there are data for, where one was too large.
+        most_samples: the largest micro batch that there are data for, where that is known: one was
+            too large, or the data loader tells.
         step_ms: the latency of each step that was measured, in ms, the slowest rank's.
         training: the losses that were seen; None of a trial that measured nothing.
         sequences: None where the script's inputs have no sequences of tokens.

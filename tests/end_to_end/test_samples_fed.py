@@ -78,17 +78,9 @@ def samples_per_s(folder: Path, run: Run) -> tuple[float, float]:
 
 def test_no_micro_batch_is_larger_than_the_data(tmp_path: Path) -> None:
     run, _ = tuned(tmp_path, "-mt", "6", every=1)
-    assert run.best is not None and run.best.batch.micro_batch <= SAMPLES
-    invalid = {
-        run.trials[i].batch.micro_batch: outcome.message
-        for i, outcome in run.outcomes.items()
-        if outcome.kind is OutcomeKind.INVALID
-    }
-    assert invalid and min(invalid) > SAMPLES
-    for size, message in invalid.items():
-        assert f"first batch has {SAMPLES} samples, fewer than the micro batch of {size}" in message
-    kinds = {outcome.kind for outcome in run.outcomes.values()}
-    assert kinds == {OutcomeKind.OK, OutcomeKind.INVALID}
+    sizes = [trial.batch.micro_batch for trial in run.trials.values()]
+    assert SAMPLES / 4 <= max(sizes) <= SAMPLES, "its data loader tells how many there are"
+    assert {outcome.kind for outcome in run.outcomes.values()} == {OutcomeKind.OK}
     reported, own = samples_per_s(tmp_path, run)
     assert reported == pytest.approx(own, rel=0.5), "short batches are quick, and not in it"
 

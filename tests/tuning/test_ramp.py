@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -129,6 +130,22 @@ def test_ends_where_the_data_or_the_memory_do() -> None:
     assert tried[:3] == [4, 16, 64] and max(tried[3:]) <= 50
     tried = sizes_tried("binary", other=lambda size: failed("OOM") if size > 20 else None)
     assert tried[:3] == [4, 16, 64]
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_what_the_data_loader_tells_ends_it_without_a_failed_trial(method: str) -> None:
+    machine = Machine(10.0, 1.0, lambda size: None)
+
+    class Told(World):
+        def outcome(self, trial: Trial) -> Outcome:
+            found = machine.outcome(trial)
+            return found if trial.batch.micro_batch == 1 else replace(found, most_samples=50)
+
+    plan = plan_of(method, ramp=method != "gridsearch", max_trials=14)
+    tuner = Tuner(plan, MemoryJournal())
+    drive(tuner, Told())
+    tried = [trial.batch.micro_batch for trial in tuner.run.trials.values()]
+    assert max(tried) <= 50 and len(tried) > 5
 
 
 def test_no_trial_takes_long_beside_the_users_own() -> None:
