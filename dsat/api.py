@@ -232,14 +232,23 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     submitted = submit.submit(ready, detach=settings.detach)
     if submitted.state is not None and not submitted.found:
         raise SearchFailed(f"the search on the cluster found nothing; see {submitted.url}")
+    told = submitted.result
     return Result(
         None,
         settings.metric,
-        best_value=submitted.result.get("best"),
+        best=told.get("best"),
+        best_value=told.get("best_value"),
+        best_config=told.get("best_ds_config"),
+        baseline=told.get("baseline"),
+        gain=told.get("gain"),
+        trials=tuple(told.get("trials", ())),
+        warnings=tuple(told.get("warnings", ())),
+        stop_reason=told.get("stop_reason"),
         interrupted=submitted.interrupted,
-        stop_reason=submitted.state,
+        wall_s=told.get("wall_s", 0.0),
         experiment_id=submitted.experiment_id,
         url=submitted.url,
+        verdict="\n".join(told.get("verdict", ())),
     )
 
 

@@ -7,6 +7,7 @@ that reports goes on until it is closed, one that fails is closed by itself.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,9 +144,10 @@ def search_of(
     *,
     say: Callable[[str], None] = lambda line: None,
     num_slots: int = 2,
+    clock: Callable[[], float] = time.time,
 ) -> ClusterSearch:
     engine = engine_of(master, num_slots=num_slots)
-    return ClusterSearch(plan, engine, info={"name": "test"}, events=events, say=say)
+    return ClusterSearch(plan, engine, info={"name": "test"}, events=events, say=say, clock=clock)
 
 
 def answer(search: ClusterSearch, event: Event) -> list[Operation]:

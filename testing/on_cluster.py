@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dsat.determined_cluster.job import RESULT_MARK
+from dsat.determined_cluster import result
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -88,6 +87,15 @@ class OnCluster:
     def has_begun(self, experiment_id: int) -> bool:
         return experiment_id in [each.id for each in self.master.experiments]
 
+    def until_started(self, experiment_id: int) -> None:
+        """Waits until a trial of an experiment (of the program `pretend`) runs."""
+
+        def running() -> bool:
+            trials = self.master.trials(experiment_id) if self.has_begun(experiment_id) else []
+            return any("a trial that runs" in self.master.log(trial.id) for trial in trials)
+
+        self.master.wait_until(running, "a running trial", PATIENCE_S)
+
     def until_reported(self, count: int) -> None:
         """Waits until so many trials of the search have reported."""
 
@@ -120,9 +128,7 @@ class OnCluster:
 
     def result(self) -> dict[str, Any]:
         """What the runner said at its end."""
-        found = self.master.log(self.runner).rpartition(RESULT_MARK)[2]
-        value: dict[str, Any] = json.loads(found.splitlines()[0])
-        return value
+        return result.of_lines(self.master.log(self.runner).splitlines())
 
 
 @contextlib.contextmanager

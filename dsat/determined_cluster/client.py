@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.determined_cluster.job import RESULT_MARK, SAID, state_in_words
-from dsat.determined_cluster.retry import retry_while_unreachable
+from dsat.determined_cluster import result
+from dsat.determined_cluster.job import SAID, search_tag, state_in_words
+from dsat.determined_cluster.result import RESULT_MARK
+from dsat.determined_cluster.retry import in_words, retry_while_unreachable
 from dsat.errors import EngineError, UserInputError
 
 FIRST_WITHOUT = (0, 38)
 LOCAL = "With --engine local dsat tunes on this machine's own accelerators."
 _INTERVAL_S = 2.0
+_LATE = 2  # how often more is asked for after the end
 _OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
@@ -29,11 +32,11 @@ class Ended:
 
     Attributes:
         state: `COMPLETED`, `CANCELED`, `ERROR` or `DELETED`.
-        result: what the runner said of its result, as JSON; empty if it said nothing.
+        result: what the runner said of its result, see `result.of_run`; empty if it said nothing.
     """
 
     state: str
-    result: str
+    result: Mapping[str, Any]
 
 
 def check_installed(master: str) -> None:
@@ -115,7 +118,7 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> Ended:
         """Prints what a search runner says, until its end."""
-        shown, state = 0, ""
+        shown, state, late = 0, "", 0
         while True:
             new = retry_while_unreachable(lambda: self._state(experiment_id), say)
             if new != state and new not in ("ACTIVE", *_OVER):
@@ -126,17 +129,38 @@ class Client:
                 if not line.startswith(RESULT_MARK):
                     say(line)
             shown = max(shown, len(lines))
-            if state in _OVER:
-                results = [line for line in lines if line.startswith(RESULT_MARK)]
-                return Ended(state, results[-1].removeprefix(RESULT_MARK) if results else "")
+            found = result.of_lines(lines) if state in _OVER else {}
+            # The last lines may come after the news of the end.
+            if state in _OVER and (found or late >= _LATE):
+                return Ended(state, found)
+            late += state in _OVER
             sleep(_INTERVAL_S)
+
+    def end_search_of(self, runner_id: int, say: Callable[[str], None]) -> int | None:
+        """Ends the experiment of a search whose runner is gone, if it goes on; returns its id."""
+        from determined.common.api import bindings
+
+        session, tag = self._determined._session, search_tag(runner_id)
+
+        def attempt() -> int | None:
+            page = bindings.get_GetExperiments(session, description=tag, limit=100)
+            for experiment in page.experiments:
+                state = _name_of(experiment.state)
+                goes_on = state not in _OVER and not state.startswith("STOPPING_")
+                if (experiment.description or "").startswith(tag) and goes_on:
+                    bindings.post_KillExperiment(session, id=experiment.id)
+                    return int(experiment.id)
+            return None
+
+        with _explained(self.address):
+            return retry_while_unreachable(attempt, say)
 
     def _state(self, experiment_id: int) -> str:
         from determined.common.api import bindings
 
         session = self._determined._session
         answer = bindings.get_GetExperiment(session, experimentId=experiment_id)
-        return str(answer.experiment.state.value).removeprefix("STATE_")
+        return _name_of(answer.experiment.state)
 
     def _said(self, experiment_id: int) -> list[str]:
         lines = []
@@ -147,6 +171,10 @@ class Client:
                     if found:
                         lines.append(line[min(found) :].removeprefix(SAID))
         return lines
+
+
+def _name_of(state: Any) -> str:
+    return str(state.value).removeprefix("STATE_")
 
 
 @contextlib.contextmanager
@@ -172,7 +200,7 @@ def _explained(master: str) -> Iterator[None]:
             hint=f"Log in with `det -m {master} user login USER`, or set DET_USER and DET_PASS.",
         ) from error
     except errors.APIException as error:
-        raise UserInputError(f"the master refuses: {error}", where=master) from error
+        raise UserInputError(f"the master refuses: {in_words(error)}", where=master) from error
     except (errors.BadRequestException, OSError) as error:
         raise UserInputError(
             "no Determined master answers there",
@@ -181,7 +209,8 @@ def _explained(master: str) -> Iterator[None]:
         ) from error
     except (ValueError, KeyError) as error:
         raise UserInputError(
-            f"what answers there is no Determined master, or the address is none: {error}",
+            "what answers there is no Determined master, or the address is none: "
+            f"{in_words(error)}",
             where=master,
             hint=f"Check DET_MASTER. {LOCAL}",
         ) from error

@@ -66,11 +66,13 @@ class ClusterOptions:
         hparams: the user's hyperparameters.
         config: their experiment configuration, for the unit of a trial's length.
         trial: what holds for the trials of any engine.
+        runner_id: of the search runner's experiment.
     """
 
     hparams: Mapping[str, Any]
     trial: TrialOptions
     config: Mapping[str, Any] = field(default_factory=dict)
+    runner_id: int = 0
 
 
 class ClusterEngine:
@@ -162,7 +164,9 @@ class ClusterEngine:
         return {
             **trial_hparams(self._options.hparams, trial.overrides),
             ds_config.DSAT_MODE_KEY: True,
-            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(self._meter(trial), trial.id),
+            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
+                self._meter(trial), trial.id, self._options.runner_id
+            ),
         }
 
     def length(self, trial: Trial) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.determined_cluster import hyperparameters
 from dsat.determined_cluster.engine import ClusterOptions
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import Experiment, trial_hparams
@@ -26,7 +27,6 @@ MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
 RUNNER_MODULE = "dsat.determined_cluster.runner"
 SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
-RESULT_MARK = "[dsat-result] "  # in front of its result, as JSON
 RUNNER_LENGTH = 100  # its progress is in percent
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
@@ -38,6 +38,10 @@ _OF_TRAINING = (
 ).split()
 
 _STATES = {
+    "DELETED": "deleted",
+    "ERROR": "failed",
+    "PULLING": "waiting for its image",
+    "QUEUED": "waiting for its place",
     "STOPPING_CANCELED": "being canceled",
     "STOPPING_COMPLETED": "about to complete",
     "STOPPING_ERROR": "about to fail",
@@ -184,7 +188,11 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
             "smaller_is_better": job.plan.objective.smaller_is_better,
         },
         resources=resources,
-        hyperparameters={**job.hparams, ds_config.DSAT_MODE_KEY: True},
+        hyperparameters={
+            **job.hparams,
+            ds_config.DSAT_MODE_KEY: True,
+            hyperparameters.KEY: hyperparameters.declared(job.plan),
+        },
     )
     # A trial that ran out of memory would only do so again.
     config.setdefault("max_restarts", 0)

@@ -151,3 +151,8 @@ def cancel_experiment(experiment_id: int) -> None:
         client.get_experiment(experiment_id).kill()
     except errors.NotFoundException:
         return
+
+
+def describe(experiment_id: int, text: str) -> None:
+    """Gives an experiment a description."""
+    client.get_experiment(experiment_id).set_description(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,6 +12,7 @@ T = TypeVar("T")
 LIMIT_S = 1800.0
 _LONGEST_PAUSE_S = 30.0
 _AWAY = (502, 503, 504)
+_OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 
 
 def is_away(error: BaseException) -> bool:
@@ -23,6 +25,28 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, errors.BadRequestException):
         return not isinstance(error, refused)
     return isinstance(error, OSError)  # requests' own exceptions are such
+
+
+def in_words(error: BaseException) -> str:
+    """Why a request failed, without the objects of three libraries that its message shows."""
+    link, seen = error, {id(error)}
+    while True:
+        # urllib3 keeps what it met as `reason`, requests as its first argument.
+        below = getattr(link, "reason", None) or next(iter(link.args), None)
+        below = below if isinstance(below, BaseException) else link.__cause__ or link.__context__
+        if not isinstance(below, BaseException) or id(below) in seen:
+            break
+        link = below
+        seen.add(id(link))
+    if isinstance(link, OSError) and link.strerror:
+        return link.strerror.lower()
+    if isinstance(link, TimeoutError) or "imeout" in type(link).__name__:
+        return "no answer in time"
+    status = getattr(error, "status_code", None)
+    if status in _AWAY:
+        return f"status {status}"
+    said = str(link).strip().splitlines()
+    return _OBJECT.sub("", said[0]).strip() if said else type(link).__name__
 
 
 def retry_while_unreachable(
@@ -48,7 +72,7 @@ def retry_while_unreachable(
             if not away(error) or waited_s >= limit_s:
                 raise
             if waited_s == 0:
-                say(f"the master does not answer ({error}); trying again")
+                say(f"the master does not answer ({in_words(error)}); trying again")
         sleep(pause_s)
         waited_s += pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -20,9 +20,11 @@ import argparse
 import json
 import logging
 import sys
+import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ import determined
 from determined import core, searcher
 from determined.common.api import errors
 
+from dsat.determined_cluster import ending, hyperparameters, master
 from dsat.determined_cluster import job as jobs
-from dsat.determined_cluster import master
 from dsat.determined_cluster.engine import (
     CLOSE,
     CREATE,
@@ -40,15 +42,18 @@ from dsat.determined_cluster.engine import (
     ClusterEngine,
     Operation,
 )
-from dsat.determined_cluster.job import RESULT_MARK, SAID, Job
+from dsat.determined_cluster.job import SAID, Job
 from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
+from dsat.determined_cluster.waiting import IDLE_STATES, LongPoll, StateWatch
 from dsat.report import summary
-from dsat.report.verdict import verdict
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
 
+_LOOK_EVERY_S = 0.5
+_BETWEEN_POLLS_S = 0.1  # a trial that has reported waits for the answer
+_WHILE_PAUSED_S = 1.0
 _BY_USER = ("USER_CANCELED", "USER_REQUESTED_STOP")
 
 
@@ -79,15 +84,15 @@ class Method(searcher.SearchMethod):  # type: ignore[misc]
         super().__init__()
         self.event_id = 0
         self._job = job
-        self._run_key = f"{runner_id}:{job.plan.seed}"
+        self._runner_id = runner_id
         self._cluster = cluster
         self._say = say
         self.search = self._search([])
 
     def _search(self, events: Sequence[dict[str, Any]]) -> ClusterSearch:
         engine = ClusterEngine(
-            self._job.options,
-            self._run_key,
+            replace(self._job.options, runner_id=self._runner_id),
+            f"{self._runner_id}:{self._job.plan.seed}",
             self._cluster,
             num_slots=self._job.num_slots,
             slots_per_trial=self._job.plan.slots_per_trial,
@@ -139,7 +144,11 @@ class Method(searcher.SearchMethod):  # type: ignore[misc]
             trial = self.run.trials[operation.trial_id]
             request_id = uuid.UUID(engine.request_id(trial.id))
             if operation.kind == CREATE:
-                found.append(searcher.Create(request_id, engine.hparams(trial), checkpoint=None))
+                hparams = {
+                    **engine.hparams(trial),
+                    hyperparameters.KEY: hyperparameters.of_trial(self._job.plan, trial),
+                }
+                found.append(searcher.Create(request_id, hparams, checkpoint=None))
             elif operation.kind == VALIDATE:
                 found.append(searcher.ValidateAfter(request_id, engine.length(trial)))
             else:
@@ -181,6 +190,7 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         self._cluster = cluster
         self._operation = operation
         self._say = say
+        self._watch = StateWatch(lambda: master.experiment_state(self.experiment_id), say)
         self._saved: tuple[Any, int] = (None, 0)
         self._paused = False
         self._reported = 0
@@ -210,21 +220,37 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         from determined.experimental import client
 
         client._require_singleton(lambda: None)()
-        self.run_experiment(self.experiment_id, client._determined._session, None)
+        session = client._determined._session
+        self.run_experiment(self.experiment_id, session, None, sleep_time=_BETWEEN_POLLS_S)
 
     # -- the loop's parts
 
     def get_events(self, session: Any, experiment_id: int) -> Any:
         self._report()
-        if self.context.preempt.should_preempt():
-            raise Preempted
         ask = super().get_events
-        events = retry_while_unreachable(lambda: ask(session, experiment_id), self._say)
+        events = retry_while_unreachable(
+            lambda: self._without_waiting(lambda: ask(session, experiment_id)), self._say
+        )
         inactive = bool(events) and any(event.experimentInactive for event in events)
         if self._paused and not inactive:
             self._say(f"experiment {experiment_id} goes on")
             self._paused = False
         return events
+
+    def _without_waiting(self, ask: Callable[[], Any]) -> Any:
+        """The answer to a long poll, which a pause or a cancel does not wait for.
+
+        Raises:
+            Preempted: this runner is to leave.
+        """
+        poll = LongPoll(ask)
+        while True:
+            if self.context.preempt.should_preempt():
+                raise Preempted
+            if poll.wait(_LOOK_EVERY_S):
+                return poll.result()
+            if self._watch.is_idle():  # of which only the next request is told at once
+                return ask()
 
     def _get_operations(self, event: Any) -> Any:
         self._method.event_id = event.id
@@ -275,6 +301,7 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         if not self._paused:
             self._say(f"experiment {self.experiment_id} is paused; waiting")
             self._paused = True
+        time.sleep(_WHILE_PAUSED_S)
 
     # -- what the web UI shows of the runner
 
@@ -300,6 +327,11 @@ class Runner(searcher.RemoteSearchRunner):  # type: ignore[misc]
         self._method.search.journal.append(event)
         self.save_state(self.experiment_id, [])
 
+    def pause(self) -> None:
+        """Keeps that the search rests from now on."""
+        self._method.search.pause()
+        self.save_state(self.experiment_id, [])
+
 
 def say(line: str) -> None:
     print(f"{SAID}{line}", flush=True)
@@ -318,69 +350,95 @@ def run(job: Job, folder: Path) -> None:
             cluster = master.RemoteCluster(say)
             method = Method(job, runner_id, cluster, say)
             runner = Runner(method, cluster, context, operation, say)
+            end = _End(job, runner, method, runner_id, submitted, folder)
             try:
                 runner.search(job, config, runner_id, folder)
             except Preempted:
-                _leave(runner, runner_id)
+                end.leave()
                 return
-            _conclude(runner, method)
-            if job.run_full_experiment and method.search.over and method.run.best is not None:
-                _train(job, runner, method, runner_id, submitted, folder)
+            end.conclude()
+            context.train.report_validation_metrics(
+                steps_completed=len(method.run.outcomes),
+                metrics=ending.metrics(method.run, over=method.search.over),
+            )
             value = method.run.best_value
-            if value is not None:
-                context.train.report_validation_metrics(
-                    steps_completed=len(method.run.outcomes), metrics={job.plan.metric: value}
-                )
             operation.report_completed(value if value is not None else 0.0)
 
 
-def _leave(runner: Runner, runner_id: int) -> None:
-    """The runner's own experiment is paused, canceled or killed."""
-    if retry_while_unreachable(lambda: master.experiment_state(runner_id), say) == "PAUSED":
-        say("paused; trials that run go on, and no others are started until this is resumed")
-        return
-    say(f"canceled, and with it experiment {runner.experiment_id}")
-    retry_while_unreachable(lambda: master.cancel_experiment(runner.experiment_id), say)
+@dataclass(frozen=True)
+class _End:
+    """The end of a runner: by its own, or because somebody pauses or cancels it.
 
+    Attributes:
+        submitted: the configuration of the runner's own experiment.
+        folder: of its context.
+    """
 
-def _conclude(runner: Runner, method: Method) -> None:
-    found, plan = method.run, method.run.plan
-    assert plan is not None
-    if not method.search.over:
-        number = runner.experiment_id
-        state = retry_while_unreachable(lambda: master.experiment_state(number), say)
-        say(f"experiment {number} was ended from outside ({jobs.state_in_words(state)})")
-    else:
-        say(f"ended: {found.stop_reason}")
-    for line in verdict(found):
-        say(line)
-    if method.search.tuner.failed and found.outcomes:
-        detail = list(found.outcomes.values())[-1].detail
-        print(detail, flush=True)
-    best = summary.best_config(found)
-    if best is not None:
-        say(f"best_ds_config.json: {json.dumps(best)}")
-    result = {"over": method.search.over, "best": None if best is None else found.best_value}
-    print(f"{RESULT_MARK}{json.dumps(result)}", flush=True)
+    job: Job
+    runner: Runner
+    method: Method
+    runner_id: int
+    submitted: Mapping[str, Any]
+    folder: Path
 
+    def leave(self) -> None:
+        """The runner's own experiment is paused, canceled or killed, or it has to move."""
+        state = retry_while_unreachable(lambda: master.experiment_state(self.runner_id), say)
+        if state == "PAUSED":
+            say("paused; trials that run go on, and no others are started until this is resumed")
+            self.runner.pause()
+            return
+        if not state.startswith("STOPPING_") and state not in IDLE_STATES:
+            say("the cluster wants its place; trials that run go on, and it starts again")
+            return
+        number = self.runner.experiment_id
+        say(f"canceled, and with it experiment {number}")
+        retry_while_unreachable(lambda: master.cancel_experiment(number), say)
+        self._tell(canceled=True)
 
-def _train(
-    job: Job, runner: Runner, method: Method, runner_id: int, submitted: Any, folder: Path
-) -> None:
-    """Submits the full-length run, once."""
-    if any(event["event"] == EVENT_FULL_RUN for event in method.search.journal.events):
-        return
-    best = method.run.best
-    assert best is not None
-    number = master.find_or_create(
-        jobs.full_run_tag(runner_id),
-        jobs.full_run_config(job, runner_id, submitted, best.overrides),
-        folder / jobs.MODEL_FOLDER,
-        [folder / jobs.PACKAGE_FOLDER],
-        say,
-    )
-    runner.note({"event": EVENT_FULL_RUN, "experiment_id": number})
-    say(f"training with {best.name} in experiment {number}")
+    def conclude(self) -> None:
+        """The trials' experiment is over."""
+        found = self.method.run
+        if self.method.search.over:
+            say(f"ended: {found.stop_reason}")
+        else:
+            number = self.runner.experiment_id
+            state = retry_while_unreachable(lambda: master.experiment_state(number), say)
+            say(f"experiment {number} was ended from outside ({jobs.state_in_words(state)})")
+        self._tell()
+
+    def _tell(self, *, canceled: bool = False) -> None:
+        """Says what was found, or the best so far, wherever people look."""
+        run, over = self.method.run, self.method.search.over
+        for line in ending.lines(run):
+            say(line)
+        full_run = self._train() if self.job.run_full_experiment and over and run.best else None
+        experiments = {"search_experiment_id": self.runner.experiment_id}
+        if full_run is not None:
+            experiments["full_run_experiment_id"] = full_run
+        for line in ending.result_lines(run, experiments, over=over):
+            print(line, flush=True)
+        own = self.submitted.get("description") or ""
+        text = ending.description(own, run, over=over, canceled=canceled)
+        retry_while_unreachable(lambda: master.describe(self.runner_id, text), say)
+
+    def _train(self) -> int:
+        """The number of the full-length run, which is submitted once."""
+        for event in self.method.search.journal.events:
+            if event["event"] == EVENT_FULL_RUN:
+                return int(event["experiment_id"])
+        best = self.method.run.best
+        assert best is not None
+        number = master.find_or_create(
+            jobs.full_run_tag(self.runner_id),
+            jobs.full_run_config(self.job, self.runner_id, self.submitted, best.overrides),
+            self.folder / jobs.MODEL_FOLDER,
+            [self.folder / jobs.PACKAGE_FOLDER],
+            say,
+        )
+        self.runner.note({"event": EVENT_FULL_RUN, "experiment_id": number})
+        say(f"training with {best.name} in experiment {number}")
+        return number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -389,6 +447,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("job", type=Path)
     path: Path = parser.parse_args(argv).job
     logging.basicConfig(level=logging.INFO, format=determined.LOG_FORMAT)
+    # What they say of each event and each attempt is said here, in fewer words.
+    for name in ("determined.core", "determined.searcher", "urllib3"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)  # of determined about custom searchers
     run(Job.read(path), path.resolve().parent)
 

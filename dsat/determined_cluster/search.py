@@ -22,6 +22,7 @@ Request ids derive from the search and the trial's number, so that an answer nee
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from dsat.determined_cluster.engine import ClusterEngine, Operation
 from dsat.report.log_lines import Narrator
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.run import Run
+from dsat.tuning.run import EVENT_PAUSED, Run
 from dsat.tuning.tuner import Tuner
 
 EVENT_ANSWERED = "answered"
@@ -45,6 +46,7 @@ class ClusterSearch:
         info: for people, into the journal's first line.
         events: the journal of an earlier process, to continue from.
         say: prints a line.
+        clock: seconds since the epoch, for the time between the deaths of a runner.
 
     Attributes:
         journal: the runner's checkpoints make it durable.
@@ -58,10 +60,19 @@ class ClusterSearch:
         info: Mapping[str, Any],
         events: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.engine = engine
         self.journal = MemoryJournal(events)
-        self.tuner = Tuner(plan, self.journal, info=info, events=[dict(event) for event in events])
+        self._clock = clock
+        self.tuner = Tuner(
+            plan,
+            self.journal,
+            info=info,
+            events=[dict(event) for event in events],
+            clock=clock,
+            last_event_s=_last_heard_s(events),
+        )
         self._say = say
         self._narrator = Narrator()
         self._answers = {
@@ -87,6 +98,10 @@ class ClusterSearch:
         if self.over:
             return 1.0
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
+
+    def pause(self) -> None:
+        """The search rests from now on, until another process continues it."""
+        self.tuner.pause()
 
     def begin(self, event_id: int) -> list[Operation]:
         """The answer to the experiment's first event."""
@@ -115,7 +130,14 @@ class ClusterSearch:
         if operations or len(self.journal.events) > known:
             self._answers[event_id] = operations
             told = [operation.to_json() for operation in operations]
-            self.journal.append({"event": EVENT_ANSWERED, "id": event_id, "operations": told})
+            self.journal.append(
+                {
+                    "event": EVENT_ANSWERED,
+                    "id": event_id,
+                    "operations": told,
+                    "at_s": round(self._clock(), 3),
+                }
+            )
         return operations
 
     def _decide(self) -> None:
@@ -136,3 +158,13 @@ class ClusterSearch:
     def _tell(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._say(line)
+
+
+def _last_heard_s(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """When an earlier process was last heard of; None if it paused, or there was none."""
+    for event in reversed(events):
+        if event["event"] == EVENT_PAUSED:
+            return None
+        if "at_s" in event:
+            return float(event["at_s"])
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -69,8 +68,7 @@ class Submitted:
     Attributes:
         experiment_id, url: of the search runner.
         state: how it ended, as the master calls it; None while it goes on.
-        result: what it found, if it came to an end: whether the search is `over`, and the `best`
-            value of the metric.
+        result: what it found so far, if it came to an end: see `result.of_run`.
         interrupted: Ctrl-C ended the following of its log, not the search.
     """
 
@@ -133,8 +131,10 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     if ended.state != "COMPLETED":
         said = job.state_in_words(ended.state)
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
-    result = json.loads(ended.result) if ended.result else {}
-    return replace(submitted, state=ended.state, result=result)
+        left_over = client.end_search_of(number, _log.info)
+        if left_over is not None:
+            _log.info("without it nobody closes the trials of experiment %d: ended too", left_over)
+    return replace(submitted, state=ended.state, result=ended.result)
 
 
 def prepare(settings: Settings, choice: Choice) -> Submission:

@@ -22,9 +22,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dsat.in_trial import config_injection, failures
+from dsat.in_trial import config_injection, failures, runner_watch
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.runner_watch import RunnerWatch
 from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
@@ -43,10 +44,15 @@ _log = logging.getLogger(__name__)
 _attached: Task | None = None
 
 
-def spec_for_hparams(meter: MeterSpec, trial_id: int) -> dict[str, Any]:
-    """What a trial's hyperparameters hold under `DSAT_TRIAL_KEY`."""
+def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
+    """What a trial's hyperparameters hold under `DSAT_TRIAL_KEY`.
+
+    Args:
+        runner_id: of the search runner's experiment.
+    """
     # As text, because a master takes a null or a nested value for a hyperparameter of its own.
-    return {"id": trial_id, "spec": json.dumps(meter.to_json(), separators=(",", ":"))}
+    spec = json.dumps(meter.to_json(), separators=(",", ":"))
+    return {"id": trial_id, "spec": spec, "runner": runner_id}
 
 
 def attach(hparams: Mapping[str, Any] | None) -> Task | None:
@@ -62,6 +68,8 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         _attached = Task(install(spec, lambda outcome: None), spec.options.timeout_s)
         config_injection.on_initialize(_attached.begin_engine)
         _attached.watch()
+        if _rank() == 0:
+            _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
     return _attached
 
@@ -72,6 +80,9 @@ class Task:
     Args:
         meter: installed in this process.
         timeout_s: from now on, when the trial is ended.
+
+    Attributes:
+        runner: looks after the search runner, if this is the chief.
     """
 
     def __init__(self, meter: Meter, timeout_s: float) -> None:
@@ -80,6 +91,7 @@ class Task:
         self._began_s = time.monotonic()
         self._told = False
         self._began_engine = False
+        self.runner: RunnerWatch | None = None
         self._report_completed: Callable[[Any], None] | None = None
 
     def begin_engine(self, arguments: Mapping[str, Any]) -> None:
@@ -160,6 +172,11 @@ class Task:
         complete({**metrics, OUTCOME_KEY: outcome.to_json()})
         self._told = True
 
+    def stay_until_closed(self) -> None:
+        """Waits until the search runner has heard the report, or is gone."""
+        if self._told and self.runner is not None:
+            self.runner.stay_until_closed()
+
     def report_failure(
         self, core_context: Any, op: Any, error: BaseException, steps_completed: int
     ) -> None:
@@ -167,6 +184,7 @@ class Task:
         outcome = self.failed(error)
         if outcome.kind in _SETTLED:
             self.report(core_context, op, outcome, steps_completed)
+            self.stay_until_closed()
 
     def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
         """A line in the trial's log; `ended` if the script came to its own end."""

@@ -133,6 +133,7 @@ def dsat_reporting_context(
     except TrialComplete as complete:
         if task is not None:
             task.report(core_context, op, task.ended(), steps)
+            task.stay_until_closed()
             if core_context.distributed.rank == 0:
                 # Else the master takes the exit for that of a script which lost its way.
                 core_context.searcher.acknowledge_out_of_ops()

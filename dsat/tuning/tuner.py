@@ -53,6 +53,8 @@ class Tuner:
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
         clock: seconds, monotonic; only to tell people how long things took.
+        last_event_s: when the last of `events` was, by this clock, if the run went on since; by
+            default it rested.
 
     Raises:
         JournalMismatch: the events were decided by another program, plan or seed.
@@ -66,12 +68,13 @@ class Tuner:
         info: Mapping[str, Any] | None = None,
         events: list[dict[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        last_event_s: float | None = None,
     ) -> None:
         self.plan = plan
         self._decisions = Decisions(plan)
         self._journal = journal
         self._clock = clock
-        self._last_event_s = clock()
+        self._last_event_s = clock() if last_event_s is None else last_event_s
         replay(self._decisions, events or [])
         if self.run.plan is None:
             self._append(
@@ -185,7 +188,7 @@ class Tuner:
 
     def _append(self, event: dict[str, Any]) -> None:
         now = self._clock()
-        event = {**event, "elapsed_s": round(now - self._last_event_s, 3)}
+        event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         self._last_event_s = now
         self._journal.append(encode(event))
         self._decisions.apply(event)

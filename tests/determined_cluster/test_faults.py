@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import warnings
@@ -81,12 +82,17 @@ def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
         told = ended(process)
         assert told.status == 0, told
         is_whole(there)
+        said = told.out + there.master.log(there.runner)
+        assert "the master does not answer (" in said
+        for noise in ("HTTPConnectionPool", "object at 0x", "determined.searcher", "STATE_"):
+            assert noise not in said
 
 
 def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
-    """A trial is killed; the search, then its runner, are paused and go on."""
+    """A trial is killed; the search, then its runner, are paused and go on, at once although the
+    master lets whoever asks for events wait for a minute."""
     slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 1.0})
-    with cluster(tmp_path) as there:
+    with cluster(tmp_path, poll_s=60.0) as there:
         process = there.begin_search(slow, *OPTIONS)
         there.until_reported(1)
         user = client_of(there)
@@ -98,6 +104,7 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
         there.until_said("is paused; waiting")
         user.get_experiment(SEARCH).activate()
         there.until_said("goes on")
+        there.master.wait_until(lambda: there.master.experiment(SEARCH).progress, "progress")
         user.get_experiment(RUNNER).pause()
         runner = there.master.trials(RUNNER)[0]
         there.master.wait_until(lambda: runner.allocation is None, "the runner's leave")
@@ -110,19 +117,63 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
 
 
 def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> None:
-    with cluster(tmp_path) as there:
-        process = there.begin_search("pretend", *OPTIONS)
+    with cluster(tmp_path, poll_s=60.0) as there:
+        slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})
+        process = there.begin_search(slow, *OPTIONS)
         there.until_said("; best ")
         client_of(there).get_experiment(RUNNER).cancel()
         told = ended(process)
         assert told.status == 1, told
         assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
-        assert there.run().best is not None, "and the best so far is kept"
+        best = there.run().best
+        assert best is not None and f"Best: {best.name}" in told.out, "the best so far is told"
+        assert there.result()["best"]["name"] == best.name
+        assert (
+            f"canceled; best {best.name}" in there.master.experiment(RUNNER).config["description"]
+        )
+
+
+def test_a_runner_that_is_gone(tmp_path: Path) -> None:
+    """It is killed: its trials notice, or first the command, and the search is ended."""
+    slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 120.0})
+    with cluster(tmp_path) as there:
+        assert there.search(slow, *OPTIONS, "--detach").status == 0
+        there.until_started(SEARCH)
+        user = client_of(there)
+        user.get_experiment(RUNNER).kill()
+        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
+        [trial] = there.master.trials(SEARCH)
+        said = "the search runner, experiment 1, is gone (canceled): ending experiment 2"
+        assert said in there.master.log(trial.id)
+        process = there.begin_search(slow, *OPTIONS)
+        there.until_started(SEARCH + 2)
+        user.get_experiment(RUNNER + 2).kill()
+        told = ended(process)
+        assert told.status == 1, told
+        assert "nobody closes the trials of experiment 4" in told.out
+        assert there.master.wait_ended(SEARCH + 2) == "STATE_CANCELED"
+
+
+def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
+    """It is run once, and people see why wherever they look."""
+    program = changed("pretend", tmp_path, hyperparameters={"behaviours": ["crashes"]})
+    with cluster(tmp_path) as there:
+        told = there.search(program, *OPTIONS)
+        assert told.status == 1, told
+        assert len(there.master.trials(SEARCH)) == 1
+        for line in ("Traceback (most recent call last):", "KeyError: 'no such thing'"):
+            assert line in told.out.splitlines()
+        assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
+        said = there.master.experiment(RUNNER).config["description"]
+        assert said == "FAILED: the profile trial failed: KeyError: 'no such thing'"
+        assert there.master.metrics(there.runner) == [{"search_failed": 1}]
+        assert there.master.wait_ended(SEARCH) == "STATE_ERROR"
 
 
 def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
-    with cluster(tmp_path) as there:
-        process = there.begin_search("pretend", *OPTIONS)
+    with cluster(tmp_path, poll_s=60.0) as there:
+        slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})
+        process = there.begin_search(slow, *OPTIONS)
         there.until_said("; best ")
         client_of(there).get_experiment(SEARCH).kill()
         told = ended(process)
@@ -162,9 +213,17 @@ def test_how_trials_end(tmp_path: Path) -> None:
     behaviours = ["runs", *expected]
     program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
     with cluster(tmp_path) as there:
-        told = there.search(program, *OPTIONS[2:], "--max-trials", len(behaviours))
+        told = there.search(program, *OPTIONS[2:], "--max-trials", len(behaviours), "--json")
         assert told.status == 0, told
-        found = list(there.outcomes().values())
+        result = json.loads(told.out)
+        assert result["best"]["name"] == getattr(there.run().best, "name", None)
+        assert (result["experiment_id"], result["search_experiment_id"]) == (RUNNER, SEARCH)
+        found = [outcome for _, outcome in sorted(there.outcomes().items())]  # two run at a time
+        assert [row["outcome"] for row in result["trials"]] == [o.kind.value for o in found]
+        assert result["stop_reason"] == there.run().stop_reason and result["gain"] is not None
+        profile, own, *_ = there.master.trials(SEARCH)
+        assert "throughput" not in there.master.metrics(profile.id)[0], "it is not to be ranked"
+        assert own.hparams["_dsat"]["micro_batch"] == 2
         for behaviour, outcome in zip(behaviours, found, strict=True):
             kind, message = expected[behaviour]
             assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour

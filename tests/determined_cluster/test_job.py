@@ -114,6 +114,7 @@ def test_the_custom_experiment_is_the_users_with_another_searcher(tmp_path: Path
     assert config["max_restarts"] == 0
     assert config["hyperparameters"]["_use_dsat_mode"] is True
     assert config["hyperparameters"]["width"] == 3
+    assert config["hyperparameters"]["_dsat"]["stage"]["type"] == "categorical"
     json.dumps(config)
 
 
@@ -152,7 +153,12 @@ def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("PAUSED", "paused"), ("STOPPING_CANCELED", "being canceled"), ("ACTIVE", "active")],
+    [
+        ("PAUSED", "paused"),
+        ("STOPPING_CANCELED", "being canceled"),
+        ("ACTIVE", "active"),
+        ("ERROR", "failed"),
+    ],
 )
 def test_an_experiments_state_is_said_in_words(state: str, words: str) -> None:
     assert jobs.state_in_words(state) == words

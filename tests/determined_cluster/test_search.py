@@ -85,6 +85,7 @@ def decisions(journal: list[dict[str, Any]]) -> list[Any]:
     kept = []
     for event in json.loads(json.dumps(journal)):
         event.pop("elapsed_s", None)
+        event.pop("at_s", None)
         if "outcome" in event:
             event["outcome"].pop("duration_s")
         kept.append(event)
@@ -259,3 +260,31 @@ def test_out_of_memory_makes_the_search_smaller() -> None:
     drain(search, master)
     assert outcomes(search)[trial.id].kind is OutcomeKind.OOM
     assert outcomes(search)[trial.id].message == "rank 1: out of memory"
+
+
+def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_pauses() -> None:
+    now = [1000.0]
+
+    def search_at(events: list[dict[str, Any]]) -> ClusterSearch:
+        return search_of(plan_of("random", max_trials=9), master, events, clock=lambda: now[0])
+
+    master = FakeMaster()
+    search = search_at([])
+    drain(search, master)
+    now[0] += 50.0  # it dies, and another process hears the next event
+    search = search_at(list(search.journal.events))
+    [profile] = master.active
+    master.report(profile, metric_of(World().outcome(search.run.trials[0])))
+    drain(search, master)
+    assert search.run.running_s == 50.0
+    search.pause()
+    now[0] += 3600.0
+    search = search_at(list(search.journal.events))
+    now[0] += 7.0
+    master.report(next(iter(master.active)), metric_of(ran(3.0)))
+    drain(search, master)
+    assert search.run.running_s == 57.0
+    now[0] -= 3600.0  # the clock of the machine is set
+    master.report(next(iter(master.active)), metric_of(ran(3.0)))
+    drain(search, master)
+    assert search.run.running_s == 57.0

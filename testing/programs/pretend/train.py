@@ -13,6 +13,7 @@ from typing import Any
 
 import determined as det
 
+from dsat.in_trial import runner_watch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY, numbers
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 
@@ -47,8 +48,10 @@ def misbehave(behaviour: str, op: Any) -> None:
 def main(context: Any, info: Any) -> None:
     hparams = info.trial.hparams
     spec = json.loads(hparams["_dsat_trial"]["spec"])
+    watch = runner_watch.start(hparams["_dsat_trial"]["runner"])
     behaviours = dict(enumerate(hparams.get("behaviours", [])))
     for op in context.searcher.operations():
+        print("a trial that runs", flush=True)
         op.report_progress(0.0)  # as `dsat_reporting_context` does
         deadline = time.monotonic() + hparams["lasts_s"]
         while time.monotonic() < deadline:
@@ -64,6 +67,8 @@ def main(context: Any, info: Any) -> None:
         if metrics:
             context.train.report_validation_metrics(steps_completed=1, metrics=metrics)
         op.report_completed({OUTCOME_KEY: outcome.to_json()})
+        if watch is not None:
+            watch.stay_until_closed()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""What the search runner hands over, and leaves in the web UI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dsat.determined_cluster import ending, hyperparameters, result
+from dsat.report import summary
+from dsat.space.plan import Plan
+from dsat.tuning.run import Run
+from testing.cluster import FakeMaster, search_of
+from testing.helpers import plan_of
+from tests.determined_cluster.test_search import Theatre, drain
+
+PREFIX = "[2026-11-21T11:44:47.515877Z] 57b71f93 || "
+SECRET = "hf_0123456789abcdefABCD"
+
+
+def finished(**changes: Any) -> Run:
+    return Theatre(plan_of("random", max_trials=6, **changes)).play().run
+
+
+def logged(told: dict[str, Any]) -> list[str]:
+    return [f"{PREFIX}{line}\n" for line in result.to_lines(told)]
+
+
+def test_the_whole_result_goes_through_the_log() -> None:
+    run = finished()
+    told = result.of_run(run, over=True)
+    lines = logged(told)
+    assert all(len(line) < 4000 for line in lines)
+    noise = [f"{PREFIX}[dsat] ended: all done\n", f"{PREFIX}[dsat-result] what is this?\n"]
+    found = result.of_lines([*noise, *lines, *noise])
+    assert found == json.loads(json.dumps(told))
+    local = summary.to_json(run, Path())
+    for key in ("best", "best_ds_config", "baseline", "gain", "stop_reason", "trials"):
+        assert found[key] == json.loads(json.dumps(local[key]))
+    assert found["over"] and found["verdict"][0].startswith("Best: ")
+
+
+def test_the_last_whole_result_counts() -> None:
+    long = {"text": [str(number**9) for number in range(5000)]}
+    lines = logged(long)
+    assert len(lines) > 5
+    assert result.of_lines([*lines, *lines[:2]]) == long  # a runner that died while it told it
+    assert result.of_lines([*lines[:2], *logged({"n": 1})]) == {"n": 1}
+    assert result.of_lines([*lines[:2], *lines[3:]]) == {}
+    torn = [line.replace(line[-5:-1], "!!!!") for line in lines]
+    assert result.of_lines(torn) == {} and result.of_lines([]) == {}
+
+
+def test_no_secret_is_told() -> None:
+    base = {**plan_of().base_config, "monitor": {"wandb_token": SECRET, "url": "s3://u:pw9@x/y"}}
+    run = finished(base_config=base)
+    told = json.dumps(result.of_run(run, over=True)) + "\n".join(ending.lines(run))
+    assert SECRET not in told and "pw9" not in told
+    config = summary.best_config(run)
+    assert config is not None and config["monitor"]["wandb_token"] == SECRET, "for use, it is"
+
+
+def test_a_search_that_failed_says_so_where_its_state_does_not() -> None:
+    master = FakeMaster()
+    search = search_of(plan_of("random", max_trials=6), master)
+    drain(search, master)
+    [profile] = master.active
+    detail = "Traceback (most recent call last):\n  File \"train.py\"\nKeyError: 'x'"
+    master.fail(profile, detail)
+    drain(search, master)
+    run = search.run
+    assert ending.lines(run)[:3] == detail.splitlines()
+    said = ending.description("my try", run, over=True)
+    assert said.startswith("my try - FAILED: the profile trial failed: KeyError")
+    assert ending.metrics(run, over=True) == {"search_failed": 1}
+
+
+def test_a_search_that_found_something_says_what() -> None:
+    run = finished()
+    assert run.best is not None
+    said = ending.description("", run, over=True)
+    assert said.startswith(f"best {run.best.name}, ")
+    assert ending.description("x", run, over=False, canceled=True).startswith("x - canceled; best")
+    assert ending.description("x", run, over=False).startswith("x - ended from outside; best")
+    found = ending.metrics(run, over=True)
+    assert found == {"search_failed": 0, "throughput": run.best_value}
+
+
+def varying(plan: Plan) -> dict[str, Any]:
+    return {k: v for k, v in hyperparameters.declared(plan).items() if v["type"] != "const"}
+
+
+def test_what_varies_is_declared_and_each_trial_has_a_value_of_it() -> None:
+    run = Theatre(plan_of("random", max_trials=12, slots_per_trial=2)).play().run
+    assert run.plan is not None
+    declared = hyperparameters.declared(run.plan)
+    assert {"stage", "strategy", "micro_batch", "reduce_bucket_size"} <= varying(run.plan).keys()
+    assert declared["stage"]["vals"] == sorted(declared["stage"]["vals"])
+    for trial in run.trials.values():
+        values = hyperparameters.of_trial(run.plan, trial)
+        assert values.keys() == declared.keys()
+        for name, value in values.items():
+            kind = declared[name]
+            if kind["type"] == "categorical":
+                assert value in kind["vals"], (name, value)
+            elif kind["type"] in ("int", "log"):
+                assert value > 0 and isinstance(value, int | float), (name, value)
+            if kind["type"] == "int":
+                assert kind["minval"] <= value <= kind["maxval"], (name, value)
+    sizes = {hyperparameters.of_trial(run.plan, t)["micro_batch"] for t in run.trials.values()}
+    assert len(sizes) > 2

@@ -1,0 +1,82 @@
+"""What a search runner does while it waits for news."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import requests
+
+from dsat.determined_cluster.retry import in_words
+from dsat.determined_cluster.waiting import LongPoll, StateWatch
+
+
+def test_an_answer_that_takes_long_is_not_waited_for() -> None:
+    may_answer = threading.Event()
+    poll = LongPoll(lambda: may_answer.wait(30) and "events")
+    assert not poll.wait(0.01)
+    may_answer.set()
+    assert poll.wait(30) and poll.result() == "events"
+
+
+def test_an_error_is_that_of_whoever_asks_for_the_answer() -> None:
+    poll = LongPoll(lambda: 1 // 0)
+    assert poll.wait(30)
+    with pytest.raises(ZeroDivisionError):
+        poll.result()
+
+
+def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
+    """What is found at each look, and what is said."""
+    answers, now, said = list(states), [0.0], list[str]()
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    watch, found = StateWatch(ask, said.append, lambda: now[0]), list[bool]()
+    while answers:
+        now[0] += every_s
+        found.append(watch.is_idle())
+    return found, said
+
+
+def test_trials_that_wait_for_slots_are_told_of_after_a_while_and_again() -> None:
+    _, said = watched("RUNNING", *["QUEUED"] * 40, "RUNNING", "RUNNING")
+    assert said[0] == "trials wait for free slots (since 20 s)"
+    assert len(said) == 3 and said[1].startswith("trials wait for free slots (since 5 min")
+    assert said[2] == "trials run, after 6 min 40 s"
+
+
+def test_a_short_wait_is_no_news() -> None:
+    assert watched("QUEUED", "RUNNING", "QUEUED", "PULLING", "RUNNING")[1] == []
+
+
+def test_the_stages_of_a_start_are_one_wait() -> None:
+    assert watched("QUEUED", "QUEUED", "PULLING", "PULLING", "STARTING")[1] == [
+        "the image of the trials is being pulled (since 20 s)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "idle"),
+    [("PAUSED", True), ("CANCELED", True), ("STOPPING_KILLED", True), ("RUNNING", False)],
+)
+def test_an_experiment_that_nothing_is_to_be_heard_of(state: str, *, idle: bool) -> None:
+    assert watched(state) == ([idle], [])
+
+
+def test_a_master_that_is_away_changes_nothing() -> None:
+    away = requests.exceptions.ConnectionError("gone")
+    assert watched("PAUSED", away, "RUNNING") == ([True, True, False], [])
+
+
+def test_why_a_request_failed_is_told_without_the_objects_of_libraries() -> None:
+    with pytest.raises(requests.exceptions.ConnectionError) as caught:
+        requests.get("http://127.0.0.1:9/api", timeout=5)
+    assert "HTTPConnectionPool" in str(caught.value)
+    assert in_words(caught.value) == "connection refused"
+    assert in_words(requests.exceptions.ReadTimeout("x")) == "no answer in time"
+    assert in_words(ValueError("first\nsecond")) == "first"

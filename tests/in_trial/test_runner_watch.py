@@ -1,0 +1,92 @@
+"""Who ends a search whose runner is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from dsat.in_trial.runner_watch import RunnerWatch
+
+
+@dataclass
+class Script:
+    """A master's answers, one after the other, the last again and again; time passes as it is
+    slept away."""
+
+    runner: list[str | None] = field(default_factory=lambda: ["RUNNING"])
+    trial: list[str | None] = field(default_factory=lambda: ["RUNNING"])
+    killed: list[int] = field(default_factory=list)
+    refuses: int = 0
+    now_s: float = 0.0
+    said: list[str] = field(default_factory=list)
+
+    def experiment_state(self, experiment_id: int) -> str:
+        assert experiment_id == 1
+        return _next(self.runner)
+
+    def trial_state(self, trial_id: int) -> str:
+        assert trial_id == 7
+        return _next(self.trial)
+
+    def kill_experiment(self, experiment_id: int) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError("not now")
+        self.killed.append(experiment_id)
+
+    def sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+
+    def watch(self) -> RunnerWatch:
+        return RunnerWatch(
+            self, runner_id=1, experiment_id=2, trial_id=7, say=self.said.append, every_s=10.0
+        )
+
+    def stay(self) -> float:
+        """For how many seconds a trial stays."""
+        self.watch().stay_until_closed(clock=lambda: self.now_s, sleep=self.sleep)
+        return self.now_s
+
+
+def _next(answers: list[str | None]) -> str:
+    answer = answers.pop(0) if len(answers) > 1 else answers[0]
+    if answer is None:
+        raise OSError("connection refused")
+    return answer
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "QUEUED", "PAUSED", "STOPPING_CANCELED", "COMPLETED"])
+def test_a_runner_that_lives_pauses_or_has_ended_its_search_is_not_gone(state: str) -> None:
+    script = Script(runner=[state])
+    assert script.watch().look() == state
+    assert script.killed == [] and script.said == []
+
+
+@pytest.mark.parametrize("state", ["CANCELED", "ERROR", "DELETED"])
+def test_without_a_runner_the_experiment_is_ended_once(state: str) -> None:
+    script = Script(runner=[None, "RUNNING", state], refuses=1)
+    watch = script.watch()
+    for _ in range(5):
+        watch.look()
+    assert script.killed == [2]
+    [line] = script.said
+    assert state.lower() in line and "experiment 2" in line
+
+
+def test_a_trial_stays_until_it_is_closed() -> None:
+    script = Script(trial=["RUNNING", None, "RUNNING", "STOPPING_COMPLETED"])
+    assert script.stay() < 5.0
+    assert script.killed == []
+
+
+def test_a_trial_does_not_stay_while_the_runner_rests_or_for_ever() -> None:
+    paused = Script(runner=["RUNNING", "PAUSED"])
+    assert 10.0 <= paused.stay() < 60.0 and paused.killed == []
+    assert 60.0 < Script(runner=[None]).stay() < 600.0
+
+
+def test_a_runner_that_goes_while_a_trial_waits_to_be_closed() -> None:
+    script = Script(runner=["RUNNING", "ERROR"])
+    assert script.stay() < 60.0
+    assert script.killed == [2]
