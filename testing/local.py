@@ -47,6 +47,7 @@ def engine_of(
     entry: str | None = None,
     ds_config: Mapping[str, Any] | None = None,
     cold: bool = False,
+    at_once: int = 1,
     **options: Any,
 ) -> LocalEngine:
     """An engine for one of the programs beside this file, with a time-out of two minutes."""
@@ -61,7 +62,9 @@ def engine_of(
         cpu_machine(slots),
         folder,
         LocalOptions(
-            TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}), cold=cold
+            TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}),
+            cold=cold,
+            at_once=at_once,
         ),
         slots_per_trial=slots_per_trial,
     )

@@ -142,7 +142,9 @@ class LocalSearch:
                 make_engine = ENGINES.get(self.ready.settings.engine)
                 if make_engine is None:
                     cold = needs_fresh_processes(self.run)
-                    self._engine = local_engine(self.ready, self.folder, cold=cold)
+                    self._engine = local_engine(
+                        self.ready, self.folder, cold=cold, at_once=self.at_once
+                    )
                 else:
                     self._engine = make_engine(self.ready, self.folder)
                 drive(
@@ -310,12 +312,15 @@ def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:
     return found
 
 
-def local_engine(ready: Prepared, folder: Path, *, cold: bool = False) -> LocalEngine:
+def local_engine(
+    ready: Prepared, folder: Path, *, cold: bool = False, at_once: int = 1
+) -> LocalEngine:
     """This machine's engine.
 
     Args:
         folder: of the run.
         cold: fresh processes are known to be needed, besides what the user asks for.
+        at_once: so many trials may run side by side.
     """
     settings = ready.settings
     return LocalEngine(
@@ -327,6 +332,7 @@ def local_engine(ready: Prepared, folder: Path, *, cold: bool = False) -> LocalE
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold or cold,
             seed=settings.random_seed,
+            at_once=at_once,
         ),
         trials=run_folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,

@@ -21,6 +21,7 @@ from dsat.engines.local.retries import Again, Retries
 from dsat.engines.local.running import Running, Start
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor_client import SupervisorClient
+from dsat.engines.local.views import VIEW, WorkingFolder
 from dsat.errors import ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import (
@@ -60,11 +61,13 @@ class LocalOptions:
         trial: what holds for the trials of any engine.
         cold: start each rank as a fresh Python process.
         seed: `trial_seed` of Determined scripts.
+        at_once: so many trials may run side by side.
     """
 
     trial: TrialOptions
     cold: bool = False
     seed: int = 42
+    at_once: int = 1
 
 
 class LocalEngine:
@@ -111,7 +114,8 @@ class LocalEngine:
         self._retries = Retries(
             cold=options.cold or bool(program.python_options or program.interpreter)
         )
-        self._cwd = working_folder(experiment, folder)
+        self._working = WorkingFolder(working_folder(experiment, folder), folder)
+        self._failed_in_view: set[int] = set()
         self._supervisor = SupervisorClient(
             machine.accelerator,
             folder / "supervisor.log",
@@ -319,7 +323,11 @@ class LocalEngine:
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
-        write_atomically(folder / COMMAND_FILE, launch.command_text(self._cwd))
+        if trial.kind is TrialKind.PROFILE and meter is not None:
+            self._working.watch()
+        in_view = self._needs_view(start, alone=alone)
+        cwd = self._working.view_for(folder) if in_view else self._working.real
+        write_atomically(folder / COMMAND_FILE, launch.command_text(cwd))
         running = Running(
             trial,
             folder,
@@ -330,12 +338,19 @@ class LocalEngine:
             alone,
             start.alone,
             swap=swap,
+            in_view=in_view,
         )
         if start.simulation_socket is None:
             for other in self._running.values():
                 other.beside = running.beside = True
         self._running[trial.id] = running
-        self._supervisor.send(launch.request(self._cwd))
+        self._supervisor.send(launch.request(cwd))
+
+    def _needs_view(self, start: Start, *, alone: bool) -> bool:
+        """Whether a trial is not to meet what others write into the working folder."""
+        is_one_of_many = start.trial.kind is TrialKind.SEARCH and start.meter is not None
+        beside = is_one_of_many and self._options.at_once > 1 and not alone
+        return beside and self._working.is_written_to
 
     # -- ending
 
@@ -352,6 +367,7 @@ class LocalEngine:
         self._slots.give_back(running.slots)
         if not outcome.ok:
             leftovers.remove_compiler_locks(os.environ)
+        self._settle_folder(running, outcome)
         again = self._retries.decide(running, outcome, broken=bool(lost))
         if again is not None:
             self._run_again(running, outcome, again)
@@ -364,6 +380,17 @@ class LocalEngine:
             outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
             self._lost = []
         return running.trial.id, outcome
+
+    def _settle_folder(self, running: Running, outcome: Outcome) -> None:
+        """Learns of the working folder from a trial that ended, and clears its view of it."""
+        if running.trial.kind is TrialKind.PROFILE and running.meter is not None:
+            self._working.look()
+        elif running.in_view and outcome.ok:
+            shutil.rmtree(running.folder / VIEW)
+        elif running.in_view:
+            self._failed_in_view.add(running.trial.id)
+        elif running.again_alone and outcome.ok and running.trial.id in self._failed_in_view:
+            self._working.give_up_views()
 
     def _times_left(self, now: float) -> list[float]:
         limit = self._options.trial.timeout_s

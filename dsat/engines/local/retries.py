@@ -129,6 +129,11 @@ class Retries:
 
 
 def _may_be_the_others(running: Running, outcome: Outcome) -> bool:
-    """Whether a trial failed that might run if no other did: in the same folder, say."""
+    """Whether a trial failed that might run if no other did, or in the real working folder."""
     mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
-    return mine and running.beside and not running.again_alone and not running.canceled
+    return (
+        mine
+        and (running.beside or running.in_view)
+        and not running.again_alone
+        and not running.canceled
+    )

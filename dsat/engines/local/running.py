@@ -21,6 +21,7 @@ class Running:
     again_alone: bool = False
     beside: bool = False  # whether another trial ran at the same time
     swap: list[Path] = field(default_factory=list)
+    in_view: bool = False  # in a view of the working folder
     told_of_waiting: bool = False
     canceled: bool = False
     timed_out: bool = False
