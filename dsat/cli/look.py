@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import past_runs, watch
+from dsat.cli import output
 from dsat.cli.exit_status import EXIT_OK
 from dsat.errors import UserInputError
 from dsat.inputs.look_settings import (
@@ -85,9 +86,9 @@ def _export(settings: ExportSettings) -> None:
     past = past_runs.load(settings.run)
     assert settings.to is not None
     name = past.folder.resolve().name
-    output = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
-    exports.export(past.run, settings.to, output, name, past.changed_s)
-    _print({"output": str(output)} if settings.json else None, [str(output)])
+    target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
+    exports.export(past.run, settings.to, target, name, past.changed_s)
+    _print({"output": str(target)} if settings.json else None, [str(target)])
 
 
 def _watch(settings: WatchSettings) -> None:
@@ -95,7 +96,10 @@ def _watch(settings: WatchSettings) -> None:
     holds_runs = given is not None and given.is_dir() and bool(past_runs.folders(given))
     folder = given if given is not None and holds_runs else past_runs.find(given)
     server = watch.open_server(folder, settings.port)
-    _print({"url": server.url} if settings.json else None, server.told)
+    if settings.json:  # as it is: who opens the page needs what stands in its address
+        print(json.dumps({"url": server.url}, indent=2), flush=True)
+    else:
+        _print(None, server.told)
     sys.stdout.flush()
     server.run()
 
@@ -113,7 +117,7 @@ def _trial(run: Run, name: str) -> Trial:
 
 def _print(told: Any, shown: list[Any]) -> None:
     if told is not None:
-        print(json.dumps(told, indent=2))
+        output.print_json(told)
         return
     console = terminal.console(sys.stdout)
     for each in shown:

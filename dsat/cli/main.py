@@ -77,7 +77,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     if submitted.interrupted:
         return EXIT_INTERRUPTED
     if settings.json:
-        print(json.dumps(submitted.to_json(), indent=2), flush=True)
+        output.print_json(submitted.to_json())
     return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
 
 
@@ -108,7 +108,7 @@ def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
             with view:
                 search.search(view)
         if ready.settings.json:
-            print(json.dumps(summary.to_json(search.run, search.folder), indent=2), flush=True)
+            output.print_json(summary.to_json(search.run, search.folder))
         if search.profiled:
             view.show_result(search.run)
             output.say_where_to(search, view)

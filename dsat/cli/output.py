@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dsat import __version__
 from dsat.app import train_command
@@ -71,7 +72,7 @@ def print_plan(ready: Prepared) -> None:
     if ready.settings.json:
         plan_json = {**plan.to_json(), "machine": ready.machine.describe(), "space": stages}
         text = {"plan": plan_json, "first_trial": first.to_json(), "command": command}
-        print(json.dumps(values_without_secrets(text), indent=2))
+        print_json(text)
         return
     own = plan.own_batch
     print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
@@ -99,6 +100,12 @@ class _Nowhere:
 
     def append(self, event: object) -> None:
         pass
+
+
+def print_json(value: Any) -> None:
+    """A result for programs, without what looks like a secret: who wants to train with it takes
+    `best_ds_config.json`."""
+    print(json.dumps(values_without_secrets(value), indent=2), flush=True)
 
 
 def say_where_to(search: LocalSearch, view: LiveView) -> None:

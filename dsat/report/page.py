@@ -19,6 +19,7 @@ from dsat.report.speed_model import Predicted, SpeedModel
 from dsat.report.verdict import gains, verdict
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
+from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
 
 PAGE_FILE = "report.html"
@@ -91,7 +92,7 @@ def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[s
         "facts": summary.facts(run),
         "info": {key: str(value) for key, value in run.info.items()},
         "train_line": train_line if run.best is not None else "",
-        "config": summary.best_config(run),
+        "config": values_without_secrets(summary.best_config(run)),
         "changes": page_rows.changes(run, functools.partial(_by_model, model, run)),
         "gains": gains(run),
         "headings": summary.HEADINGS,

@@ -14,6 +14,7 @@ from dsat.report import format as fmt
 from dsat.space.knobs import KNOBS
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
+from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
 
 STRATEGY = "strategy"
@@ -262,14 +263,15 @@ def importances(run: Run) -> list[dict[str, Any]]:
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested configuration with dotted keys; the values are not mappings any more."""
+    """A nested configuration with dotted keys: its values are not mappings any more, and what looks
+    like a secret is `***`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{above}{key}"
         if isinstance(value, Mapping):
             found |= flat(value, f"{name}.")
         else:
-            found[name] = value
+            found[name] = values_without_secrets({key: value})[key]
     return found
 
 
