@@ -33,6 +33,7 @@ class Forecast:
         self._plan = plan
         self._space = space
         self._shapes: dict[str, Shape] = {}
+        self._ran: dict[str, int] = {}  # the largest micro batch that ran, by strategy
         self.model = MemoryModel(
             basis,
             slots=plan.slots_per_trial,
@@ -66,6 +67,9 @@ class Forecast:
             shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
             needed = self.model.predicted_bytes(shape, smallest)
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
+            ran = self._ran.get(shape.strategy)
+            if ran and not largest:
+                ending = f"predicted not to fit with its first settings, but micro batch {ran} ran"
             if not self.model.fits_host(shape):
                 ending = (
                     f"needs {readable(round(shape.host_bytes))} of host memory, and each rank has "
@@ -97,8 +101,10 @@ class Forecast:
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], outcome: Outcome
     ) -> None:
         """Corrects what is predicted by what came of it."""
-        shape = self._shape(overrides, script_args)
-        self.model.learn(shape, overrides[_MICRO_BATCH], outcome)
+        shape, micro_batch = self._shape(overrides, script_args), overrides[_MICRO_BATCH]
+        self.model.learn(shape, micro_batch, outcome)
+        if outcome.ok:
+            self._ran[shape.strategy] = max(micro_batch, self._ran.get(shape.strategy, 0))
 
     def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
         key = json.dumps([settings, gas], sort_keys=True)

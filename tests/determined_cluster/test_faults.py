@@ -133,27 +133,6 @@ def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> N
         )
 
 
-def test_a_runner_that_is_gone(tmp_path: Path) -> None:
-    """It is killed: its trials notice, or first the command, and the search is ended."""
-    slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 120.0})
-    with cluster(tmp_path) as there:
-        assert there.search(slow, *OPTIONS, "--detach").status == 0
-        there.until_started(SEARCH)
-        user = client_of(there)
-        user.get_experiment(RUNNER).kill()
-        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
-        [trial] = there.master.trials(SEARCH)
-        said = "the search runner, experiment 1, is gone (canceled): ending experiment 2"
-        assert said in there.master.log(trial.id)
-        process = there.begin_search(slow, *OPTIONS)
-        there.until_started(SEARCH + 2)
-        user.get_experiment(RUNNER + 2).kill()
-        told = ended(process)
-        assert told.status == 1, told
-        assert "nobody closes the trials of experiment 4" in told.out
-        assert there.master.wait_ended(SEARCH + 2) == "STATE_CANCELED"
-
-
 def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
     """It is run once, and people see why wherever they look."""
     program = changed("pretend", tmp_path, hyperparameters={"behaviours": ["crashes"]})
@@ -186,7 +165,10 @@ def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
         assert there.master.trials(RUNNER)[0].restarts == 0
 
 
-def test_a_command_that_leaves_does_not_end_the_search(tmp_path: Path) -> None:
+def test_a_command_that_leaves_does_not_end_the_search_but_a_runner_that_is_gone_does(
+    tmp_path: Path,
+) -> None:
+    """Of a runner that is killed the trials take notice, or first the command that follows it."""
     with cluster(tmp_path) as there:
         process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
         there.until_reported(1)
@@ -196,6 +178,18 @@ def test_a_command_that_leaves_does_not_end_the_search(tmp_path: Path) -> None:
         for line in ("detached", "experiment logs --follow 1", "experiment cancel 1"):
             assert line in told.out
         there.until_reported(3)
+        user = client_of(there)
+        user.get_experiment(RUNNER).kill()
+        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
+        said = "the search runner, experiment 1, is gone (canceled): ending experiment 2"
+        assert any(said in there.master.log(trial.id) for trial in there.master.trials(SEARCH))
+        process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
+        there.until_started(SEARCH + 2)
+        user.get_experiment(RUNNER + 2).kill()
+        told = ended(process)
+        assert told.status == 1, told
+        assert "nobody closes the trials of experiment 4" in told.out
+        assert there.master.wait_ended(SEARCH + 2) == "STATE_CANCELED"
 
 
 def test_how_trials_end(tmp_path: Path) -> None:

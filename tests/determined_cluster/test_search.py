@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dsat.determined_cluster.engine import CREATE, SHUTDOWN
 from dsat.determined_cluster.search import ClusterSearch
+from dsat.report import format as fmt
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -288,3 +290,26 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
     master.report(next(iter(master.active)), metric_of(ran(3.0)))
     drain(search, master)
     assert search.run.running_s == 57.0
+
+
+class Tight(World):
+    """A slot that the formula finds too small for what runs there all the same."""
+
+    profile = replace(World.profile, slot_memory_bytes=42 * 10**8)
+
+
+def test_one_estimate_is_told_and_no_stage_is_called_unfit_that_ran() -> None:
+    base = {**plan_of().base_config, "zero_optimization": {"stage": 2}}
+    stages = (0, 1, 2, 3)
+    theatre = Theatre(plan_of("random", max_trials=4, zero_stages=stages, base_config=base))
+    theatre.world = Tight()
+    run = theatre.play().run
+    lines = {line.partition(":")[0]: line for line in theatre.said if line.startswith("stage ")}
+    assert "predicted not to fit" in lines["stage 2"] and "micro batch 1 ran" in lines["stage 2"]
+    assert "does not fit" in lines["stage 3"] and "ran" not in lines["stage 3"]
+    [smallest] = [t for t in run.trials.values() if t.name == "z0_gas1_tmbspg1"]
+    assert smallest.predicted_bytes is not None
+    told = fmt.memory(smallest.predicted_bytes)
+    assert f"{told} per slot at micro batch 1" in lines["stage 0"]
+    [result] = [line for line in theatre.said if f" {smallest.name}: " in line]
+    assert f"{told} predicted" in result
