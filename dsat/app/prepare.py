@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import ENGINES, RUN, TUNE, Settings
 from dsat.space.plan import Plan
+from dsat.values import slow
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             hint="Leave it out, or use --engine determined.",
         )
     source = sources.read(settings)
-    machine = find_machine()
+    with slow.told(_log, "looking at this machine's accelerators"):
+        machine = find_machine()
     machine = machine.only(source.program.devices, source.program.not_devices)
     source = source.with_known_start(machine, settings.trial_timeout_s)
     section = None

@@ -21,6 +21,7 @@ from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.settings import Target
+from dsat.values import slow
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class Source:
         if self.config_known:
             return self
         own = self.experiment
-        captured = _capture(own, self.program, machine, slots, timeout_s)
+        with slow.told(_log, "asking your script for its DeepSpeed configuration"):
+            captured = _capture(own, self.program, machine, slots, timeout_s)
         assert not isinstance(own.entrypoint, str)
         known = experiments.of_dict(own.entrypoint, own.name, own.model_dir, captured)
         known = replace(known, arg_mappings=own.arg_mappings)

@@ -104,8 +104,12 @@ def run(folder: Path) -> NoReturn:
     engines: list[Any] = []  # what tells the script's own errors from a configuration's
     socket = spec.simulation_socket
     simulations = None if socket is None else server.SimulationServer(Path(socket))
+    doing = _Doing(folder / DOING_FILE if rank == 0 else None)
     try:
-        _prepare(spec, folder, rank, meter, simulations)
+        if "deepspeed" not in sys.modules:
+            doing.say("importing torch and DeepSpeed in a fresh process")
+        _prepare(spec, folder, rank, meter, simulations, doing)
+        doing.say("your script runs, up to its first optimizer step")
         config_injection.on_initialize(engines.append)
         _run_program(_program(spec.program))
     except (TrialComplete, config_injection.ConfigCaptured, server.ScriptSimulated):
@@ -132,13 +136,13 @@ def _prepare(
     rank: int,
     meters: list[Meter],
     simulations: server.SimulationServer | None,
+    doing: _Doing,
 ) -> None:
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
     import numpy
     import torch
 
-    if rank == 0:
-        _tell_of_compiling(folder / DOING_FILE)
+    _tell_of_compiling(doing)
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()
     numpy.random.seed()
@@ -168,19 +172,21 @@ def _prepare(
             if rank == 0:
                 write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
 
-        on_step = _step_counter(folder) if rank == 0 else None
+        on_step = _step_counter(folder, doing) if rank == 0 else None
         meters.append(install(MeterSpec.from_json(spec.meter), complete, on_step))
     _adapt_trainer(spec, folder, meters)
     if spec.cpu_memory_bytes is not None:
         _limit_memory(spec.cpu_memory_bytes)
 
 
-def _step_counter(folder: Path) -> Callable[[int], None]:
+def _step_counter(folder: Path, doing: _Doing) -> Callable[[int], None]:
     """Writes how many steps were made, for people to see; microseconds, nothing is synced."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(folder / STEPS_FILE, flags, 0o600)
 
     def count(steps: int) -> None:
+        if steps == 1:
+            doing.say("")
         with contextlib.suppress(OSError):  # a full disk is no reason to fail a trial
             os.pwrite(descriptor, b"%8d\n" % steps, 0)
 
@@ -322,19 +328,43 @@ def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
     OpBuilder.jit_load = unlimited
 
 
-def _tell_of_compiling(path: Path) -> None:
-    """Says in a file that an operator of DeepSpeed's is being compiled, as long as it is."""
+class _Doing:
+    """Says in a file what takes its time in a trial, as long as it does.
+
+    Args:
+        path: of the file; None if another rank tells.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.said = ""
+
+    def say(self, text: str) -> None:
+        """What is done from now on; empty for nothing worth telling."""
+        self.said = text
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk is no reason to fail a trial
+            if text:
+                self._path.write_text(text)
+            else:
+                self._path.unlink(missing_ok=True)
+
+
+def _tell_of_compiling(doing: _Doing) -> None:
+    """Tells of it while an operator of DeepSpeed's is being compiled."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     load = OpBuilder.jit_load
 
     @functools.wraps(load)
     def told(self: Any, *args: Any, **options: Any) -> Any:
-        path.write_text(f"compiling DeepSpeed's operator {self.name}; the result is kept")
+        before = doing.said
+        doing.say(f"compiling DeepSpeed's operator {self.name}; the result is kept")
         try:
             return load(self, *args, **options)
         finally:
-            path.unlink(missing_ok=True)
+            doing.say(before)
 
     OpBuilder.jit_load = told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
+from dsat.values import slow
 from dsat.values.files import cache_folder
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
@@ -96,8 +98,11 @@ def variant_of(
     facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
-    anchors = []
-    for config in configs:
+    anchors, told_s = [], time.monotonic()
+    for number, config in enumerate(configs):
+        if time.monotonic() - told_s > slow.LONG_S:
+            told_s = time.monotonic()
+            say(f"predicting memory: {number} of {len(configs)} configurations are simulated")
         size = max(1, int(min(_LARGEST_SIMULATED, model.largest(model.shape(config, script_args)))))
         estimate = simulator.estimate(config, micro_batch=size, slots=slots)
         if estimate.source == SIMULATED:

@@ -36,6 +36,7 @@ from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
+from dsat.values import slow
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -50,7 +51,6 @@ _AGAIN = {
     Again.ALONE: "%s failed beside other trials (%s); it is run again alone",
 }
 _LINGER_S = 20.0
-_LONG_S = 5.0  # what takes longer is told
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class LocalEngine:
         )
         self._working = WorkingFolder(working_folder(experiment, folder), folder)
         self._failed_in_view: set[int] = set()
+        self._told: set[str] = set()  # of what takes long
         self._supervisor = SupervisorClient(
             machine.accelerator,
             folder / "supervisor.log",
@@ -400,15 +401,21 @@ class LocalEngine:
         return [r for r in self._running.values() if r.trial.id not in (FULL_RUN_ID, SIMULATION_ID)]
 
     def _tell_what_takes_long(self) -> None:
-        """Logs, once for each trial, what it has been doing for more than a moment."""
+        """Logs, once for each thing, what a trial has been doing for more than a moment."""
         for running in self._running.values():
-            if running.told_of_waiting:
-                continue
             path = running.folder / DOING_FILE
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _LONG_S:
-                    running.told_of_waiting = True
-                    _log.info("%s: %s", running.trial.name, path.read_text())
+                if time.time() - path.stat().st_mtime > slow.LONG_S:
+                    self._tell_once(running.trial.name, path.read_text())
+        for start in self._waiting:
+            if time.monotonic() - start.asked_s > slow.LONG_S:
+                those = ", ".join(running.trial.name for running in self._running.values())
+                self._tell_once(start.trial.name, f"waits for {those} to end")
+
+    def _tell_once(self, name: str, doing: str) -> None:
+        if doing and doing not in self._told:
+            self._told.add(doing)
+            _log.info("%s: %s", name, doing)
 
     def _end_overdue(self, now: float) -> None:
         for running in self._measured():
@@ -423,7 +430,9 @@ class LocalEngine:
         self._start(running.trial, running.folder, running.meter, alone=alone)
 
     def _warm_up(self, modules: Sequence[str] = ()) -> None:
-        self._retries.hear_of_warm_up(self._supervisor.warm_up(modules))
+        which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
+        with slow.told(_log, f"importing {which}, once for all trials"):
+            self._retries.hear_of_warm_up(self._supervisor.warm_up(modules))
 
     def _warm_up_for(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imported."""

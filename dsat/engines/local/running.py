@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,6 @@ class Running:
     beside: bool = False  # whether another trial ran at the same time
     swap: list[Path] = field(default_factory=list)
     in_view: bool = False  # in a view of the working folder
-    told_of_waiting: bool = False
     canceled: bool = False
     timed_out: bool = False
 
@@ -36,3 +36,4 @@ class Start:
     meter: MeterSpec | None
     simulation_socket: Path | None
     alone: bool = False  # because it failed beside others
+    asked_s: float = field(default_factory=time.monotonic)

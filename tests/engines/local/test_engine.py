@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.retries import BESIDE_OTHERS
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
+from dsat.values import slow
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from testing.engine_contract import Behaviour, EngineContract
@@ -442,7 +444,7 @@ def test_a_trial_that_fails_beside_others_is_run_again_alone(singles: Bench) -> 
 def test_what_takes_long_is_told(
     singles: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dsat.engines.local.engine._LONG_S", 0.1)
+    monkeypatch.setattr(slow, "LONG_S", 0.1)
     caplog.set_level("INFO", logger="dsat")
     trial = singles.trial("compiles")
     singles.engine.launch(trial)
@@ -450,7 +452,35 @@ def test_what_takes_long_is_told(
         pass
     assert ended[0][1].ok, singles.log(trial)
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{trial.name}: compiling DeepSpeed's operator slow; the result is kept"]
+    assert f"{trial.name}: compiling DeepSpeed's operator slow; the result is kept" in said
+    other = f"{trial.name}: your script runs, up to its first optimizer step"
+    assert said.count(other) <= 1
+    assert not (singles.path(trial) / "doing.txt").exists(), "it has made a step since"
+    # One that fails beside another is run again once that has ended.
+    trials = [singles.trial("hangs"), singles.trial("crashes")]
+    for each in trials:
+        singles.engine.launch(each)
+    waits = f"{trials[1].name}: waits for {trials[0].name} to end"
+    wait_until(lambda: singles.engine.poll(0.1) or waits in caplog.text, waits)
+    for each in trials[::-1]:
+        singles.engine.cancel(each.id)
+    told: list[int] = []
+    while len(told) < 2:
+        told += [trial_id for trial_id, _ in singles.engine.poll(10)]
+
+
+def test_what_is_done_here_is_told_if_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow, "LONG_S", 0.1)
+    caplog.set_level("INFO", logger="dsat")
+    log = logging.getLogger("dsat.test")
+    with slow.told(log, "thinking"):
+        wait_until(lambda: "thinking" in caplog.text, "that it is told")
+    with slow.told(log, "blinking"):
+        pass
+    time.sleep(0.2)
+    assert "blinking" not in caplog.text
 
 
 def test_ranks_of_a_trial_share_its_cores(pair: Bench) -> None:
