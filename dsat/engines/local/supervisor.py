@@ -135,7 +135,9 @@ class Supervisor:
     def _handle(self, request: Mapping[str, Any]) -> None:
         op = request["op"]
         if op == "warm":
-            self._answer({"event": "warm", **_warm_up(request["modules"])})
+            with _dying_with_its_parent():
+                found = _warm_up(request["modules"])
+            self._answer({"event": "warm", **found})
         elif op == "launch":
             self._launch(request)
         elif op == "kill":
@@ -354,6 +356,19 @@ def _sing(accelerator: str) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _dying_with_its_parent() -> Iterator[None]:
+    """While it imports, for seconds, this process does not notice that its requests have ended.
+
+    It has started nothing then that would have to be ended with it.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_PDEATHSIG, 0)
 
 
 @contextlib.contextmanager

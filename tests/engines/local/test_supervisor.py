@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dsat.engines.local import supervisor
+from testing.local import is_alive, wait_until
 
 # As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
 WARMS_A_POOL = """
@@ -56,6 +57,28 @@ def test_an_import_that_starts_a_thread_forbids_to_fork(tmp_path: Path) -> None:
 def test_torch_starts_no_compile_workers_in_advance(tmp_path: Path) -> None:
     answer, _ = warmed(tmp_path, WARMS_A_POOL)
     assert answer["ok"], answer
+
+
+OWNER = """
+import subprocess, sys, time
+command = [sys.executable, "-m", "dsat.engines.local.supervisor"]
+process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+process.stdin.write('{"op": "warm", "modules": ["library"]}\\n')
+process.stdin.flush()
+time.sleep(60)
+"""
+
+
+def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path) -> None:
+    says_so = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\n"
+    (tmp_path / "library.py").write_text(f"{says_so}time.sleep(60)")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path, env=env)
+    found = tmp_path / "pid"
+    wait_until(lambda: found.exists() and found.read_text(), "the import")
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end", 5)
 
 
 @pytest.mark.parametrize("value", ["", "1"])
