@@ -102,6 +102,7 @@ STYLES = (
     Style("deepspeed.zero.Init", "core.py", "zero.Init", stage=3),
     Style("engine.compile()", "core.py", "compile"),
     Style("Trainer", "trainer.py"),
+    Style("Trainer that wants a GPU", "trainer.py", "gpu", on_cpu=False),
     Style("Trainer, gradient checkpointing", "trainer.py", "gradient_checkpointing", stage=3),
     Style(
         "accelerate, optimizer of the script",
@@ -115,6 +116,7 @@ STYLES = (
         settings=_OWN_OPTIMIZER,
         needs="lightning",
         own_optimizer=True,
+        on_cpu=False,
     ),
     Style("CUDA named everywhere", "only_cuda.py", settings=_FP32, on_cpu=False),
     Style("transformers, SDPA", "transformers_models.py"),

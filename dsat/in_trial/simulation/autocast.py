@@ -112,11 +112,12 @@ class Autocast:
             return operator(*_mapped(args, cast), **_mapped(kwargs, cast))
 
     def _full_by_dtype(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        first = args[0]
+        names = [argument.name for argument in operator._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         with torch._C._DisableAutocast():
-            if self._is_eligible(first) and kwargs.get("dtype") is None:
-                kwargs = {**kwargs, "dtype": torch.float32}
-            return operator(*args, **kwargs)
+            if self._is_eligible(args[0]) and given.get("dtype") is None:
+                given["dtype"] = torch.float32
+            return operator(**given)
 
     def _widest(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(self._device_type)

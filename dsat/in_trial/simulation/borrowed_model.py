@@ -158,11 +158,13 @@ class BorrowedModel:
         Returns:
             What the engine's forward pass returns.
         """
+        micro_batch, packed_length = self._samples([args, dict(kwargs)])
         captured = Captured(
             initialize=self._initialize,
             arguments=self._arguments,
             snapshot=self._snapshot,
-            micro_batch=self._samples([args, dict(kwargs)]),
+            micro_batch=micro_batch,
+            packed_length=packed_length,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
@@ -217,13 +219,19 @@ class BorrowedModel:
         engine.backward, engine.step, engine.forward = backward, step, step
         self._after_forward.update(backward=backward, step=step)
 
-    def _samples(self, batch: Any) -> int:
-        """The size of the batch that the script made, whatever its configuration says."""
+    def _samples(self, batch: Any) -> tuple[int, int]:
+        """The size of the batch that the script made, whatever its configuration says, and the
+        length of the row that holds all of it, if it is packed into one."""
         micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
-        sizes = [t.shape[0] for t in tensors_in(batch) if t.dim() > 0]
+        shapes = [t.shape for t in tensors_in(batch) if t.dim() > 0]
+        sizes = [shape[0] for shape in shapes]
         if not sizes or any(size % micro_batch == 0 for size in sizes):
-            return micro_batch
-        return max(set(sizes), key=sizes.count)
+            return micro_batch, 0
+        rows = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
+        packed = [length for length in rows if length % micro_batch == 0]
+        if packed and len(packed) == len(rows):
+            return micro_batch, max(packed)
+        return max(set(sizes), key=sizes.count), 0
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,13 +45,23 @@ _CONSTANTS = {
 }
 
 
+class _Stream:
+    """A stream, or an event, that has nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0.0
+
+
 class _OnCpu(TorchFunctionMode):
     """The CPU wherever CUDA is named."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         args = tuple(renamed(value, "cpu") for value in args)
         kwargs = {key: renamed(value, "cpu") for key, value in (kwargs or {}).items()}
@@ -71,10 +81,15 @@ def stand_in() -> None:
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
+def pretend() -> None:
+    """Says that there is CUDA, for scripts that cannot do without; for the rest of the process."""
+    torch.cuda.is_available = lambda: True
+
+
 def forget_the_real_one() -> None:
     """Makes `torch.cuda` of a forked process harmless; for the rest of the process."""
     _replace_functions()
-    torch.cuda.is_available = lambda: True  # else autocast turns itself off
+    pretend()  # else autocast turns itself off
 
 
 def _replace_functions() -> None:
@@ -82,6 +97,10 @@ def _replace_functions() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name, value in _CONSTANTS.items():
         setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, _Stream)
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
 

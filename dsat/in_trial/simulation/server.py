@@ -29,6 +29,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -50,7 +51,9 @@ from dsat.values.outcome import OutcomeKind
 CAPTURED_MICRO_BATCH = 7
 # What a simulation may take of the memory that is available when it begins, and at most.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
-_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the exit status that asks for another attempt
+_ABORTED = "aborted"  # in a candidate that is simulated a second time
+# Exit statuses that ask for another attempt: EX_TEMPFAIL of sysexits.h, and one beyond these.
+_AGAIN, _WITH_CUDA = 75, 79
 
 
 class ScriptSimulated(SystemExit):
@@ -72,6 +75,7 @@ class SimulationServer:
         self._answer: int | None = None
         self._fakes: Any = None
         self._limit_bytes = 0
+        self._told_of_cuda = False
         self.was_used = False
 
     def install(self) -> None:
@@ -102,32 +106,39 @@ class SimulationServer:
             return self._initialize_borrowed(*args, **kwargs)
 
         deepspeed.initialize = initialize
-        self._let_name_cuda()
         self._limit_bytes = _limit_memory()
         self._attempt_with_fakes()
 
-    @staticmethod
-    def _let_name_cuda() -> None:
+    def _attempt_with_fakes(self) -> None:
+        """Forks; returns in the child, with fake parameters, and here only if that was in vain.
+
+        A script that cannot do without CUDA, and has none, is told in a second child that it has.
+        """
         from deepspeed.accelerator import get_accelerator
 
         from dsat.in_trial.simulation import named_cuda
+        from dsat.in_trial.simulation.fake_parameters import FakeParameters
 
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in()
-
-    def _attempt_with_fakes(self) -> None:
-        """Forks; returns in the child, with fake parameters, and here only if that was in vain."""
-        from dsat.in_trial.simulation.fake_parameters import FakeParameters
-
-        child = os.fork()
-        if child == 0:
-            self._fakes = FakeParameters()
-            self._fakes.install()
-            return
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code != _AGAIN:
-            os._exit(code if code >= 0 else 128 - code)
+        for self._told_of_cuda in (False, True):
+            child = os.fork()
+            if child == 0:
+                if self._told_of_cuda:
+                    named_cuda.pretend()
+                self._fakes = FakeParameters()
+                self._fakes.install()
+                return
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            if code == _WITH_CUDA:
+                print("dsat: once more, as if there were CUDA", file=sys.stderr, flush=True)
+            elif code == _AGAIN:
+                break
+            else:
+                os._exit(code if code >= 0 else 128 - code)
+        if self._told_of_cuda:
+            named_cuda.pretend()
         print("dsat: once more, with real parameters", file=sys.stderr, flush=True)
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +178,8 @@ class SimulationServer:
                     connection.close()
                     os.close(reader)
                     self._answer = writer
+                    if candidate.get(_ABORTED):
+                        _tell_of_exceptions(writer)
                     return self._simulate(model, candidate, args, kwargs)
                 os.close(writer)
                 queue.add(_Child(candidate, child, reader))
@@ -194,6 +207,10 @@ class SimulationServer:
             self._end_of_child({"failed": f"{name}: {text}"[:500]})
         if error is None:
             return ""
+        if self._fakes is not None and not self._told_of_cuda and _may_want_cuda(error):
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(_WITH_CUDA)
         fake_bytes = 0 if self._fakes is None else self._fakes.fake_bytes
         limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
         if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
@@ -238,6 +255,33 @@ def _limit_memory() -> int:
     return limit
 
 
+def _may_want_cuda(error: BaseException) -> bool:
+    """Whether a script may have failed because there is no CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    text = str(error)
+    return not text or re.search("cuda|gpu|nvidia|bf16", text, re.IGNORECASE) is not None
+
+
+def _tell_of_exceptions(writer: int) -> None:
+    """Writes each exception that is raised from now on as an answer, a line each.
+
+    Autograd aborts the process where a hook raises and the device's backend is a Python module.
+    """
+
+    def trace(frame: Any, event: str, value: Any) -> Any:
+        frame.f_trace_lines = False
+        if event == "exception" and issubclass(value[0], Exception):
+            text = " ".join(f"{value[0].__name__}: {value[1]}".split())[:500]
+            if value[0] not in (StopIteration, AttributeError, KeyError, ImportError):
+                os.write(writer, json.dumps({"failed": text}).encode() + b"\n")
+        return trace
+
+    sys.settrace(trace)
+
+
 @dataclass
 class _Child:
     """A simulation that runs."""
@@ -252,8 +296,8 @@ class _Child:
     def left_s(self) -> float:
         return self.began_s + float(self.candidate["timeout_s"]) - time.monotonic()
 
-    def answer(self) -> dict[str, Any]:
-        """What it answered, once it has ended."""
+    def answer(self) -> dict[str, Any] | None:
+        """What it answered, once it has ended; None if it aborted, and should say why."""
         if self.left_s <= 0:
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.reader)
@@ -261,9 +305,11 @@ class _Child:
         if self.left_s <= 0 and os.WIFSIGNALED(status):
             found = {"failed": f"no result after {self.candidate['timeout_s']:g} s"}
         elif self.data:
-            found = json.loads(self.data)
+            found = json.loads(self.data.splitlines()[-1])
         else:
             code = os.waitstatus_to_exitcode(status)
+            if code == -signal.SIGABRT and not self.candidate.get(_ABORTED):
+                return None
             found = {"failed": f"the simulation died with status {code}"}
         return {**found, "number": self.candidate["number"]}
 
@@ -324,6 +370,10 @@ class _Queue:
         self._waiting.extend(json.loads(line) for line in lines)
 
     def _end(self, reader: int) -> None:
-        answer = self._running.pop(reader).answer()
+        child = self._running.pop(reader)
+        answer = child.answer()
+        if answer is None:
+            self._waiting.append({**child.candidate, _ABORTED: True})
+            return
         with contextlib.suppress(BrokenPipeError):  # seen when it is next read from
             self._connection.sendall(json.dumps(answer).encode() + b"\n")

@@ -58,6 +58,8 @@ class Captured:
         snapshot: the model as it was then.
         micro_batch: the samples in its first batch.
         dtype: of the parameters that the script saw when it made the batch.
+        packed_length: of the one row in which the samples lie one behind the other; 0 if each has a
+            row of its own.
     """
 
     initialize: Initialize
@@ -65,6 +67,15 @@ class Captured:
     snapshot: ModuleSnapshot
     micro_batch: int
     dtype: torch.dtype
+    packed_length: int = 0
+
+    def shape_with(self, micro_batch: int, shape: Sequence[int]) -> list[int]:
+        """What a shape of the batch becomes with another micro batch."""
+        if self.packed_length:
+            grown = self.packed_length // self.micro_batch * micro_batch
+            return [grown if size == self.packed_length else size for size in shape]
+        samples, rest = divmod(shape[0], self.micro_batch)
+        return [shape[0] if rest else samples * micro_batch, *shape[1:]]
 
 
 class _FakeDevice:
@@ -121,10 +132,7 @@ class _FakeDevice:
             return known[1]
         if tensor.dim() == 0:
             return tensor
-        shape = list(tensor.shape)
-        samples, rest = divmod(shape[0], self._captured.micro_batch)
-        if not rest:
-            shape[0] = samples * self._candidate.micro_batch
+        shape = self._captured.shape_with(self._candidate.micro_batch, tensor.shape)
         dtype = tensor.dtype
         if dtype.is_floating_point and dtype == self._captured.dtype:
             dtype = self._dtype

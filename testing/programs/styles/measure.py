@@ -69,7 +69,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
             gc.collect()
             if steps == 2:
                 begin("end")
-                print("PEAKS " + json.dumps(peaks), flush=True)
+                print("\nPEAKS " + json.dumps(peaks), flush=True)  # not behind a progress bar
                 os._exit(0)
             steady("between")
         return found

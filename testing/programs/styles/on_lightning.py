@@ -12,7 +12,7 @@ warnings.filterwarnings("ignore")
 args = arguments()
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc]
+class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         self.model = Language()
@@ -29,9 +29,8 @@ with open(args.deepspeed_config) as file:
     config = json.load(file)
 config.pop("optimizer", None)
 strategy = DeepSpeedStrategy(config=config)
-strategy._device_type = "cpu"
 trainer = lightning.Trainer(
-    accelerator="cpu" if not torch.cuda.is_available() else "gpu",
+    accelerator="gpu",  # the strategy insists on it
     devices=1,
     strategy=strategy,
     precision="bf16-true",

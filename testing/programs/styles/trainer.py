@@ -1,4 +1,4 @@
-"""The Trainer of transformers; as a variant with gradient checkpointing."""
+"""The Trainer of transformers; variants: with gradient checkpointing, or on GPUs only."""
 
 import tempfile
 
@@ -12,6 +12,8 @@ training = transformers.TrainingArguments(
     per_device_train_batch_size=micro_batch(args.deepspeed_config),
     gradient_checkpointing=args.variant == "gradient_checkpointing",
     bf16=True,
+    use_cpu=args.variant != "gpu",
+    learning_rate=1e-3,
     max_steps=1000,
     save_strategy="no",
     report_to=[],

@@ -1,0 +1,44 @@
+"""Scripts of several styles, simulated; the table of all of them is benchmarks/styles.py's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsat.memory.simulation_client import SimulationUnavailable
+from testing.allocator import counting_library
+from testing.styles import STYLES, Style, real_peaks, simulated
+
+pytestmark = pytest.mark.slow
+STEADY = ("forward", "backward", "step")
+
+
+def style(name: str) -> Style:
+    [found] = [style for style in STYLES if style.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", ["the same, stage 3", "packed sequences"])
+def test_a_real_rank_needs_what_was_simulated(name: str, tmp_path: Path) -> None:
+    one = style(name)
+    real = real_peaks(one, counting_library(tmp_path), tmp_path, 4)
+    estimate = simulated(one, tmp_path, 4)
+    peak = max(getattr(estimate, phase) for phase in STEADY)
+    assert peak == pytest.approx(max(real[phase] for phase in STEADY), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["fp16", "CUDA named everywhere", "Trainer that wants a GPU"])
+def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
+    """There need not be a GPU where memory is asked for."""
+    one = style(name)
+    estimate = simulated(one, tmp_path, 4)
+    assert (estimate.source, estimate.note) == ("simulated", "")
+    assert estimate.peak > estimate.forward > 2**24
+
+
+def test_what_deepspeed_refuses_in_a_backward_pass_is_told(tmp_path: Path) -> None:
+    """The exception would end the process without a word."""
+    one = style("fp16, stage 0, loss.backward()")
+    with pytest.raises(SimulationUnavailable, match=r"Please use engine\.backward\(loss\)"):
+        simulated(one, tmp_path, 4)
