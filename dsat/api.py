@@ -231,7 +231,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
     submitted = submit.submit(ready, detach=settings.detach)
     if submitted.state is not None and not submitted.found:
-        raise SearchFailed(f"the search on the cluster found nothing; see {submitted.url}")
+        raise SearchFailed(f"{submitted.why_not}; see {submitted.url}")
     told = submitted.result
     return Result(
         None,

@@ -84,6 +84,15 @@ class Submitted:
         is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
         return is_over and self.result.get("best") is not None
 
+    @property
+    def why_not(self) -> str:
+        """Why nothing was `found`; names the best so far, if there is one."""
+        best = self.result.get("best")
+        if best is None:
+            why = self.result.get("stop_reason") or "no configuration was measured"
+            return f"the search on the cluster found nothing: {why}"
+        return f"the search on the cluster was ended early; best so far {best['name']}"
+
     def to_json(self) -> dict[str, Any]:
         where = {"experiment_id": self.experiment_id, "url": self.url, "state": self.state}
         return {**where, **self.result}

@@ -134,8 +134,10 @@ def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> N
 
 
 def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
-    """It is run once, and people see why wherever they look."""
-    program = changed("pretend", tmp_path, hyperparameters={"behaviours": ["crashes"]})
+    """It is run once, and people see why wherever they look, but no secret of theirs."""
+    hparams = {"behaviours": ["crashes"], "auth_token": "hunter2"}
+    environment = {"environment_variables": ["HF_TOKEN=hunter2"]}
+    program = changed("pretend", tmp_path, hyperparameters=hparams, environment=environment)
     with cluster(tmp_path) as there:
         told = there.search(program, *OPTIONS)
         assert told.status == 1, told
@@ -146,6 +148,9 @@ def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
         said = there.master.experiment(RUNNER).config["description"]
         assert said == "FAILED: the profile trial failed: KeyError: 'no such thing'"
         assert there.master.metrics(there.runner) == [{"search_failed": 1}]
+        # Determined's own launcher prints the experiment's configuration, as of any other.
+        ours = [line for line in there.master.log(there.runner).splitlines() if "[dsat" in line]
+        assert "hunter2" not in "\n".join([told.out, told.err, *ours])
         assert there.master.wait_ended(SEARCH) == "STATE_ERROR"
 
 
