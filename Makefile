@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test docs pictures compat bench soak clean
+.PHONY: setup demo lint quick browser test docs pictures compat bench real-scripts soak clean
 
 setup: $(VENV)/.installed
 
@@ -55,6 +55,10 @@ compat: setup
 
 bench: setup
 	$(PY) -m benchmarks.results $(BENCH_OPTIONS)
+
+# Scripts as people have them, tuned as a new user would: a few minutes each.
+real-scripts: setup
+	$(PY) -m benchmarks.real_scripts $(SCRIPTS)
 
 # Every attack in full, an hour or two; SOAK_OPTIONS="--scale 0.1" makes a tenth.
 soak: setup

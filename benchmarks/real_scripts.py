@@ -1,0 +1,182 @@
+"""Scripts as people have them, tuned as a new user would: how soon there is an answer.
+
+    python -m benchmarks.real_scripts [NAME ...] [--method model] [--output FILE]
+
+Five small scripts of our own, each modelled on one that many people begin with: the picture
+classifier of DeepSpeed's first tutorial, `run_glue` and `run_clm` of transformers, nanoGPT and
+HelloDeepSpeed. Each is copied into a fresh folder and tuned by the command that its kind is started
+with. The first useful line tells what a configuration other than the user's own does; the verdict
+is the end of the command. Nothing is fetched.
+
+And three scripts that fail before `deepspeed.initialize`: how much later than by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dsat.values.files import write_atomically
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = Path(__file__).parent / "programs" / "real"
+FIRST_LINE_S, VERDICT_S = 60.0, 240.0
+ERROR_LATER_S = 2.0
+FIRST = re.compile(r"\[\d+/\d+\] (?!profile|baseline)\S+: ")
+_TRAINER = ["--output_dir", "out", "--report_to", "none", "--deepspeed", "auto.json"]
+COMMANDS: dict[str, list[str]] = {
+    "cifar": ["deepspeed", "cifar.py", "--deepspeed"],
+    "glue": ["python3", "glue.py", *_TRAINER, "--per_device_train_batch_size", "8"],
+    "clm": ["deepspeed", "clm.py", *_TRAINER, "--per_device_train_batch_size", "2"],
+    "gpt": ["torchrun", "--standalone", "--nproc_per_node", "1", "gpt.py", "--batch_size", "12"],
+    "hello": ["bash", "hello.sh"],
+}
+FAILING = {
+    "an unknown option": "import argparse, torch, deepspeed\n"
+    "argparse.ArgumentParser().parse_args(['--typo'])\n",
+    "a missing file": "import torch, deepspeed\nopen('no/such/file')\n",
+    "a missing module": "import not_there\n",
+}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How a script's tuning went.
+
+    Attributes:
+        first_line_s, verdict_s: from the command on; infinite if there was none.
+        status: of the command.
+    """
+
+    name: str
+    first_line_s: float
+    verdict_s: float
+    status: int
+
+    @property
+    def met(self) -> bool:
+        in_time = self.first_line_s <= FIRST_LINE_S and self.verdict_s <= VERDICT_S
+        return in_time and self.status == 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a script's own error was shown: by itself, and by dsat; medians of seconds."""
+
+    name: str
+    alone_s: float
+    shown_s: float
+
+    @property
+    def met(self) -> bool:
+        return self.shown_s - self.alone_s <= ERROR_LATER_S
+
+
+def tune(name: str, method: str) -> Answered:
+    """Tunes one of the scripts, in a copy of its folder."""
+    with tempfile.TemporaryDirectory(prefix="dsat-real-") as folder:
+        user = Path(folder) / "user"
+        shutil.copytree(PROGRAMS, user)
+        command = [sys.executable, "-m", "dsat", method, "--", *COMMANDS[name]]
+        began, first_s = time.monotonic(), float("inf")
+        with subprocess.Popen(
+            command,
+            cwd=user,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if FIRST.search(line):
+                    first_s = min(first_s, time.monotonic() - began)
+        verdict_s = time.monotonic() - began
+    return Answered(name, first_s, verdict_s, process.returncode)
+
+
+def fail(name: str, runs: int) -> Failed:
+    """Runs a script that fails, by itself and by dsat."""
+    with tempfile.TemporaryDirectory(prefix="dsat-real-") as folder:
+        (Path(folder) / "train.py").write_text(FAILING[name])
+        alone = [sys.executable, "train.py"]
+        shown = [sys.executable, "-m", "dsat", "model", "--", "python3", "train.py"]
+        return Failed(name, *(_seconds(command, folder, runs) for command in (alone, shown)))
+
+
+def _seconds(command: Sequence[str], folder: str, runs: int) -> float:
+    """The median of how long a command takes that fails."""
+    taken = []
+    for _ in range(runs):
+        began = time.monotonic()
+        ended = subprocess.run(
+            command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False
+        )
+        taken.append(time.monotonic() - began)
+        assert ended.returncode, ended.stdout
+        assert "Error" in ended.stderr or "error" in ended.stderr, ended.stderr
+    return statistics.median(taken)
+
+
+def _environment() -> dict[str, str]:
+    """With this dsat, and the launchers of this interpreter's environment."""
+    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    found = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PATH": os.pathsep.join(paths), "PYTHONPATH": os.pathsep.join(found)}
+    return {**os.environ, **env}
+
+
+def lines(answers: Sequence[Answered], failures: Sequence[Failed]) -> list[str]:
+    """Two tables for people, in Markdown."""
+    rows = ["| script | first useful line | verdict | |", "|---|---|---|---|"]
+    for a in answers:
+        met = "met" if a.met else f"**missed** (status {a.status})"
+        rows.append(f"| {a.name} | {a.first_line_s:.0f} s | {a.verdict_s:.0f} s | {met} |")
+    rows += ["", "| error | by itself | by dsat | later | |", "|---|---|---|---|---|"]
+    for f in failures:
+        later = f"{f.shown_s - f.alone_s:.1f} s"
+        met = "met" if f.met else "**missed**"
+        rows.append(f"| {f.name} | {f.alone_s:.1f} s | {f.shown_s:.1f} s | {later} | {met} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*COMMANDS, "errors"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--method", default="model")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each error")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="all figures, as JSON")
+    args = parser.parse_args()
+    chosen, answers = args.names or names, []
+    if unknown := set(chosen) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    for name in (name for name in COMMANDS if name in chosen):
+        answers.append(tune(name, args.method))
+        print(f"-- {name}: {answers[-1].verdict_s:.0f} s", flush=True)
+    failures = [fail(name, args.runs) for name in FAILING] if "errors" in chosen else []
+    print("\n".join(lines(answers, failures)))
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        found = {"answers": [asdict(a) for a in answers], "errors": [asdict(f) for f in failures]}
+        write_atomically(args.output, json.dumps(found))
+    if not all(a.status == 0 for a in answers):
+        raise SystemExit("a script could not be tuned")
+
+
+if __name__ == "__main__":
+    main()
