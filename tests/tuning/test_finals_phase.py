@@ -101,7 +101,7 @@ def finals_of(run: Run) -> list[Trial]:
 
 def test_finals_follow_the_search_and_count_as_trials() -> None:
     for max_trials, finals, most in ((30, None, 5), (16, 9, 9), (30, 0, 0), (8, None, 0)):
-        run = ran_to_the_end({}, {10: 1.01}, max_trials=max_trials, finals=finals)
+        run = ran_to_the_end({}, {3: 1.01}, max_trials=max_trials, finals=finals)
         kinds = [trial.kind for trial in run.trials.values()]
         assert kinds[: len(kinds) - len(finals_of(run))].count(TrialKind.FINAL) == 0
         assert len(finals_of(run)) <= most and bool(finals_of(run)) == bool(most)
@@ -168,10 +168,10 @@ def test_a_run_without_finals_goes_on_into_them() -> None:
 def test_with_more_trials_the_search_goes_on_and_has_finals_anew() -> None:
     plan = finals_plan(max_trials=12, finals=4)
     tuner, journal = tuner_of(plan)
-    drive(tuner, Buckets({10: 1.1}, spread=0.05))
+    drive(tuner, Buckets({3: 1.1}, spread=0.05))
     before = len(finals_of(tuner.run))
     resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
-    drive(resumed, Buckets({10: 1.1}, spread=0.05))
+    drive(resumed, Buckets({3: 1.1}, spread=0.05))
     kinds = [trial.kind for trial in resumed.run.trials.values()]
     after = kinds[kinds.index(TrialKind.FINAL) + before :]
     assert TrialKind.SEARCH in after and after[-1] is TrialKind.FINAL
@@ -183,7 +183,7 @@ def test_with_more_trials_the_search_goes_on_and_has_finals_anew() -> None:
 def test_noise_that_finals_have_shown_is_known_to_the_search_that_goes_on() -> None:
     plan = finals_plan(max_trials=12, finals=4)
     tuner, journal = tuner_of(plan)
-    drive(tuner, Buckets({10: 1.1}, spread=0.05))
+    drive(tuner, Buckets({3: 1.1}, spread=0.05))
     noise = tuner.run.noise
     assert noise is not None and 0.005 < noise < 0.1
     resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
