@@ -176,10 +176,11 @@ def test_ctrl_c_returns_the_best_so_far_and_the_run_can_go_on(pretend: list[Prep
         if len(heard) == 3:
             raise KeyboardInterrupt
 
-    part = dsat.tune(TINY, callbacks=[press], **SMALL)
+    whole_length = {**SMALL, "stop_when": 0.0}
+    part = dsat.tune(TINY, callbacks=[press], **whole_length)
     assert part.interrupted and part.stop_reason is None
     assert part.best is not None and len(part.trials) == 3
-    whole = dsat.tune(TINY, run_dir=part.run_dir, resume=True, **SMALL)
+    whole = dsat.tune(TINY, run_dir=part.run_dir, resume=True, **whole_length)
     assert not whole.interrupted and len(whole.trials) == 6
     assert whole.trials[:3] == part.trials
 
