@@ -77,8 +77,10 @@ def configuration(
     offload: str = "",
     bucket: int = 5_000_000,
     torch_adam: bool = False,
+    low_state: bool = False,
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration; `offload` names `optimizer`, or `optimizer param`."""
+    """A DeepSpeed configuration; `offload` names `optimizer`, or `optimizer param`; `low_state` has
+    master weights, gradients and moments in bf16."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
     for section in offload.split():
         zero[f"offload_{section}"] = {"device": "cpu"}
@@ -91,6 +93,8 @@ def configuration(
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
+    if low_state:
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if accumulate is not None:
         config["data_types"] = {"grad_accum_dtype": accumulate}
     return config

@@ -138,7 +138,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     finally:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
-    advice = cards.advise(facts, partial(configuration, base), LADDER, sequence_length)
+    advice = cards.advise(facts, partial(configuration, base), ladder(base), sequence_length)
     return Estimate(experiment.name, facts, found, advice)
 
 
@@ -172,6 +172,11 @@ def _needs_simulation(config: Mapping[str, Any]) -> bool:
     return not kind.lower().endswith(("adam", "adamw"))
 
 
+def ladder(base: Mapping[str, Any]) -> list[Strategy]:
+    """The rungs that DeepSpeed accepts with the user's other settings."""
+    return [strategy for strategy in LADDER if strategy.stage >= ds_config.least_stage(base)]
+
+
 def lines(
     base: Mapping[str, Any],
     facts: ModelFacts,
@@ -191,14 +196,15 @@ def lines(
         slot_memories: memory of a slot, in bytes.
         exact: each rung is simulated; otherwise only the formula is asked.
     """
+    rungs = ladder(base)
     if exact:
         with contextlib.suppress(SimulationUnavailable):  # each line says so by itself
             simulator.prepare(
-                [(configuration(base, s, slots), 1, slots) for slots in slot_counts for s in LADDER]
+                [(configuration(base, s, slots), 1, slots) for slots in slot_counts for s in rungs]
             )
     found = []
     for slots in slot_counts:
-        for strategy in LADDER:
+        for strategy in rungs:
             config = configuration(base, strategy, slots)
             estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
             anchors: tuple[Anchor, ...] = ()

@@ -355,6 +355,18 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
+def least_stage(config: Mapping[str, Any]) -> int:
+    """The lowest ZeRO stage that DeepSpeed accepts with the other settings
+    (`DeepSpeedConfig._do_error_check`)."""
+    sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
+    low = any(
+        value is True and key.endswith(("_master_weights_and_grads", "_optimizer_states"))
+        for section in sections
+        for key, value in section.items()
+    )
+    return 1 if low else 0
+
+
 def for_use(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class _Setup:
     slots: int
     model_bytes: int
     accumulation_bytes: int
+    master_bytes: int
+    moment_bytes: int
     gas: int
     bucket: int
     buckets: int
@@ -130,6 +132,16 @@ class _Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a trained parameter: what the optimizer holds of it."""
+        return self.master_bytes + 2 * self.moment_bytes
+
+    @property
+    def cast_bytes(self) -> int:
+        """Of a gradient's copy in the type of the master weights, if it has another one."""
+        return 4 if self.master_bytes == 4 else 0
 
 
 def estimate(
@@ -195,11 +207,14 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
     optimizer = (config.get("optimizer") or {}).get("params") or {}
     overlap = zero.get("overlap_comm")
+    low_master, low_moments = _low_precision_state(config)
     return _Setup(
         facts=facts,
         slots=slots,
         model_bytes=size,
         accumulation_bytes=_BYTES.get(str(wanted), size),
+        master_bytes=2 if low_master else 4,
+        moment_bytes=2 if low_moments else 4,
         gas=_size(config, "gradient_accumulation_steps", 1),
         bucket=_size(zero, "reduce_bucket_size", _DEFAULT_BUCKET),
         buckets=2 if overlap is True else 1,
@@ -218,6 +233,16 @@ def _size(section: Mapping[str, Any], key: str, default: int) -> int:
     value = section.get(key, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return int(value) if is_number else default
+
+
+def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether master weights, and moments, have the type of the model (runtime/precision_config.py:
+    `bf16_master_weights_and_grads`, `bf16_optimizer_states`)."""
+    bf16 = config.get("bf16") or config.get("bfloat16") or {}
+    fp16 = config.get("fp16") or {}
+    low_master = bf16.get("bf16_master_weights_and_grads") is True
+    low_moments = low_master and bf16.get("bf16_optimizer_states") is True
+    return low_master or fp16.get("fp16_master_weights_and_grads") is True, low_moments
 
 
 def model_bytes(config: Mapping[str, Any], param_bytes: int = 2) -> int:
@@ -257,17 +282,17 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
-    init = max(size * (total + trained), size * total + 8 * s.shard)
+    init = max(size * (total + trained), size * total + 2 * s.master_bytes * s.shard)
     if s.offload_optimizer:
         resident = size * (total + largest)
         return _Parts(size * (total + trained), resident, 0, bucket, bucket + size * own, 0)
-    resident = size * total + 12 * s.shard
+    resident = size * total + s.state_bytes * s.shard
     if s.accumulation_bytes > size:
         held = 4 * s.shard if s.gas > 1 else 0
         cast = size * (min(trained, s.bucket) + 2 * largest)
         step = 4 * s.shard + 8 * min(largest, s.shard)
         return _Parts(init, resident, held, bucket, bucket + 4 * s.shard + cast - held, step)
-    step = (2 * size + 4) * s.shard if size == 2 else 8 * s.shard
+    step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
     if s.gas == 1:
@@ -294,9 +319,12 @@ def _stage_3(s: _Setup, stage: int) -> _Parts:
         gradients = reduced + size * (trained / s.slots + largest)
         return _Parts(resident + size * largest, resident, live, 0, gradients, 0, gather)
     group = min(s.shard, s.sub_group)
-    resident = own + (s.accumulation_bytes + 12) * s.shard + bucket
-    init = max(resident - 8 * s.shard + size * largest, own + 8 * s.shard)
-    step = (s.accumulation_bytes + 4) * group if size == 2 else 4 * group
+    resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
+    moments = 2 * s.moment_bytes * s.shard  # come with the first step
+    init = max(resident - moments + size * largest, own + 2 * s.master_bytes * s.shard)
+    step = (s.accumulation_bytes + s.cast_bytes) * group if size == 2 else 4 * group
+    if s.accumulation_bytes > size:  # gradients are cast as they are reduced, not in the step
+        reduced, step = reduced + s.accumulation_bytes * reduced // size, 4 * group
     if s.torch_adam:
         step += 8 * group
     return _Parts(init, resident, live, 0, reduced, step, gather)

@@ -104,6 +104,9 @@ def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, librar
         {"stage": 2, "offload": "optimizer"},
         {"stage": 3},
         {"stage": 3, "slots": 4},
+        {"stage": 3, "accumulate": "fp32"},
+        {"stage": 2, "low_state": True},
+        {"stage": 3, "low_state": True},
         {"stage": 3, "offload": "optimizer param"},
         # The bucket is allocated while most activations are there.
         {"stage": 1, "bucket": 60_000_000},
