@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test docs pictures compat bench real-scripts soak clean
+.PHONY: setup demo lint quick browser test test-cluster docs pictures compat bench real-scripts soak clean
 
 setup: $(VENV)/.installed
 
@@ -39,7 +39,14 @@ browser:
 		{ echo "make test needs Chromium and its driver: install chromium and chromium-driver"; exit 1; }
 
 test: lint browser
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster'
+
+# Real Slurm daemons, several nodes on this machine; Debian's packages have them.
+test-cluster: setup
+	@command -v slurmctld >/dev/null || { apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client >/dev/null; } || \
+		{ echo "make test-cluster needs Slurm: install slurmctld, slurmd and slurm-client"; exit 1; }
+	$(PY) -m pytest -m cluster
 
 # The documentation as a site in build/site.
 docs: setup

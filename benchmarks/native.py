@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common import run_trial
 from benchmarks.record import OPTIMIZER, PROGRAM
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration
@@ -205,7 +205,7 @@ def _stopwatch(
     user = experiment.of_command(command, "stopwatch", model_dir, model_dir / "ds_config.json")
     program = entrypoint.parse(user.entrypoint, model_dir)
     options = LocalOptions(TrialOptions(timeout_s=600.0, end_step=8))
-    engine = LocalEngine(user, program, machine, model_dir, options, slots_per_trial=1)
+    engine = LocalEngine(user, program, [Host(machine)], model_dir, options, slots_per_trial=1)
     found: list[list[float]] = [[] for _ in configs]
     try:
         for number in range(rounds * len(configs)):

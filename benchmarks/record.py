@@ -34,7 +34,7 @@ from benchmarks.common import run_trial
 from benchmarks.grid import Cell, Grid
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.inputs.settings import BY_SIMULATION
 from dsat.memory import anchors
@@ -303,7 +303,8 @@ def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
         max_steps=MAX_STEPS,
     )
     program = entrypoint.parse(user.entrypoint, model_dir)
-    return LocalEngine(user, program, machine, folder, LocalOptions(options), slots_per_trial=1)
+    hosts = [Host(machine)]
+    return LocalEngine(user, program, hosts, folder, LocalOptions(options), slots_per_trial=1)
 
 
 def about_machine(machine: Machine) -> dict[str, str]:

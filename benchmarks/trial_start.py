@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import run_trial
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -90,7 +90,7 @@ class DsatTrials:
         self.engine = LocalEngine(
             user,
             entrypoint.parse(user.entrypoint, model_dir),
-            machine,
+            [Host(machine)],
             folder,
             LocalOptions(TrialOptions(timeout_s=600.0, end_step=6, max_steps=4), cold=cold),
             slots_per_trial=RANKS,

@@ -8,14 +8,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dsat.engines.local import LocalEngine, LocalOptions, Machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
 from dsat.engines.local.ports import free_ports
 from dsat.in_trial.meter import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
@@ -38,6 +38,19 @@ def cpu_machine(slots: int) -> Machine:
     )
 
 
+def hosts_here(count: int, *, slots: int = 1) -> list[Host]:
+    """So many hosts, all of them this machine, with processor cores of their own if it has them."""
+    machine = cpu_machine(count * slots)
+    return [
+        Host(
+            replace(machine, devices=machine.devices[number * slots : (number + 1) * slots]),
+            name=f"host{number}",
+            prefix=("env",),  # what a step of a cluster is: a command that runs another
+        )
+        for number in range(count)
+    ]
+
+
 def engine_of(
     program: str,
     folder: Path,
@@ -48,6 +61,7 @@ def engine_of(
     ds_config: Mapping[str, Any] | None = None,
     cold: bool = False,
     at_once: int = 1,
+    hosts: Sequence[Host] = (),
     **options: Any,
 ) -> LocalEngine:
     """An engine for one of the programs beside this file, with a time-out of two minutes."""
@@ -59,7 +73,7 @@ def engine_of(
     return LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),
-        cpu_machine(slots),
+        hosts or [Host(cpu_machine(slots))],
         folder,
         LocalOptions(
             TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}),
@@ -126,8 +140,8 @@ class Bench:
         """For the message of a failed assertion."""
         return self.read(trial, "stdout.log") + self.read(trial, "stderr.log")
 
-    def supervisor(self) -> psutil.Process:
-        return psutil.Process(self.engine._supervisor._process.pid)
+    def supervisor(self, host: int = 0) -> psutil.Process:
+        return psutil.Process(self.engine._supervisors._clients[host].pid)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local import Host, LocalEngine, LocalOptions
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
@@ -142,7 +142,7 @@ def simulated(style: Style, folder: Path, micro_batch: int) -> MemoryEstimate:
     engine = LocalEngine(
         user,
         program,
-        cpu_machine(1),
+        [Host(cpu_machine(1))],
         folder,
         LocalOptions(TrialOptions(timeout_s=120, end_step=5)),
         slots_per_trial=1,

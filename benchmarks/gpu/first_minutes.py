@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import run_trial
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local.machine import problems_with
-from dsat.engines.local.supervisor_client import SupervisorClient
+from dsat.engines.local.supervisors import Supervisors
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -98,15 +98,12 @@ def devices(report: Report) -> None:
 def forks(report: Report) -> None:
     """Ranks forked from a warm process, with NVML and without it (D2, D3)."""
     for name, env in (("with NVML", {}), ("NVML hidden", _without_nvml(report.folder))):
-        log = report.folder / "supervisor.log"
-        client = SupervisorClient(
-            report.machine.accelerator, log, env=env, trials=report.folder.resolve()
-        )
+        supervisors = Supervisors([Host(report.machine)], report.folder, env=env)
         began_s = time.monotonic()
         try:
-            reason = client.warm_up()
+            reason = supervisors.warm_up()
         finally:
-            client.close()
+            supervisors.close()
         report.note(name, reason or "ranks can be forked")
         report.note(f"{name}, warm-up (s)", round(time.monotonic() - began_s, 1))
 
@@ -322,7 +319,7 @@ class _Engine:
         run = folder / "run"
         run.mkdir(exist_ok=True)
         self._engine = LocalEngine(
-            user, program, report.machine, run, options, slots_per_trial=slots
+            user, program, [Host(report.machine)], run, options, slots_per_trial=slots
         )
 
     def __enter__(self) -> LocalEngine:

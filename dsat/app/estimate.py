@@ -16,7 +16,7 @@ from dsat.app import cards
 from dsat.app import source as sources
 from dsat.app.cards import Advice
 from dsat.app.source import Source
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.errors import DsatError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
@@ -107,7 +107,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     engine = LocalEngine(
         experiment,
         program,
-        machine,
+        [Host(machine)],
         folder,
         LocalOptions(TrialOptions(timeout_s=survey.TIMEOUT_S)),
         slots_per_trial=1,
@@ -146,7 +146,7 @@ def _source(settings: EstimateSettings, machine: Machine) -> Source:
     """The user's script, or the one of ours that trains the model of a configuration."""
     if settings.hf_config is None:
         source = sources.read(settings).with_known_start(machine, survey.TIMEOUT_S)
-        return source.with_known_config(machine, 1, survey.TIMEOUT_S)
+        return source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
     path = hf_config.find(settings.hf_config)
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import TracebackType
 
 from dsat.app import mailbox, mended, run_folders, train_command
+from dsat.app.hosts import describe
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
-from dsat.engines.local.engine import FULL_RUN_ID
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
+from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
 from dsat.memory.forecast import Forecast
@@ -117,7 +118,7 @@ class LocalSearch:
     @property
     def num_slots(self) -> int:
         """Slots that trials may use at once."""
-        slots = self.ready.machine.num_slots
+        slots = self.ready.num_slots
         return min(slots, self.ready.settings.max_slots or slots)
 
     @property
@@ -131,9 +132,10 @@ class LocalSearch:
 
         What happens is logged; observers are told besides.
         """
-        _log.info("%s; run folder %s", self.ready.machine.describe(), self.folder)
-        for warning in self.ready.machine.warnings:
-            _log.info("warning: %s", warning)
+        _log.info("%s; run folder %s", describe(self.ready.hosts), self.folder)
+        for host in self.ready.hosts:
+            for warning in host.machine.warnings:
+                _log.info("warning: %s%s", f"{host.name}: " if host.name else "", warning)
         for note in _notes(self.ready):
             _log.info("note: %s", note)
         mailbox.take(self.folder)  # what was asked of an earlier process
@@ -326,7 +328,7 @@ def local_engine(
     return LocalEngine(
         ready.experiment,
         ready.program,
-        ready.machine,
+        ready.hosts,
         folder,
         LocalOptions(
             settings.trial_options(ready.plan.own_batch.micro_batch),
@@ -348,6 +350,9 @@ def _survey(ready: Prepared, engine: Engine, tuner: Tuner) -> Basis:
     assert tuner.run.profile is not None
     if not isinstance(engine, LocalEngine):
         note = "only the local engine simulates a script"
+        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
+    if not ready.hosts[0].is_here:
+        note = "a script is simulated only where dsat runs on one of the trials' hosts"
         return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
     return anchors.of_run(
         engine,

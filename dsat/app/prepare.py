@@ -10,7 +10,8 @@ from typing import Any
 from dsat import __version__
 from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
-from dsat.engines.local import Machine, find_machine
+from dsat.app.hosts import check_slots, describe, find_hosts, only
+from dsat.engines.local import Host, Machine
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
@@ -36,16 +37,26 @@ class Prepared:
     settings: Settings
     experiment: Experiment
     program: Entrypoint
-    machine: Machine
+    hosts: tuple[Host, ...]
     plan: Plan
     native: Autotuning | None = None
+
+    @property
+    def machine(self) -> Machine:
+        """Any of the hosts', which are equal."""
+        return self.hosts[0].machine
+
+    @property
+    def num_slots(self) -> int:
+        """Of all hosts."""
+        return self.machine.num_slots * len(self.hosts)
 
     @property
     def info(self) -> dict[str, Any]:
         return {
             "name": self.experiment.name,
             "dsat": __version__,
-            "machine": self.machine.describe(),
+            "machine": describe(self.hosts),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
             mended.DIGEST: mended.digest_of(self.experiment, self.program),
@@ -72,14 +83,15 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             hint="Leave it out, or use --engine determined.",
         )
     source = sources.read(settings)
-    with slow.told(_log, "looking at this machine's accelerators"):
-        machine = find_machine()
-    machine = machine.only(source.program.devices, source.program.not_devices)
+    with slow.told(_log, "looking at the accelerators"):
+        hosts = find_hosts(settings.engine)
+    hosts = only(hosts, source.program.devices, source.program.not_devices)
+    machine = hosts[0].machine
     source = source.with_known_start(machine, settings.trial_timeout_s)
     section = None
     if settings.method in (TUNE, RUN):
         section = autotuning.read(source, settings.method)
-        _check_slots(settings, machine, source.program.slots or 1)
+        _check_slots(settings, hosts, source.program.slots or 1)
         mappings = autotuning.arg_mappings(source, section)
         counts = autotuning.slot_counts(source, machine)
         settings = autotuning.settings_of(settings, section, source.experiment)
@@ -87,11 +99,11 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         if settings.run_full_experiment and source.program.trial_class and not source.is_command:
             _check_full_length(source.experiment)
         counts = [source.slots_per_trial(settings.slots, machine)]
-        _check_slots(settings, machine, counts[0])
+        _check_slots(settings, hosts, counts[0])
         given, args = settings.arg_mappings, source.program.args
         mappings = script_args.checked(given, args, where="--arg-mapping")
     source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
-    source = source.with_known_config(machine, counts[0], settings.trial_timeout_s)
+    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s)
     runs = []
     for slots in counts:
         program, native = source.program, section
@@ -108,7 +120,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
             if len(counts) > 1:
                 native = autotuning.below(section, f"num_gpus_{slots}")
-        runs.append(Prepared(argv, settings, source.experiment, program, machine, plan, native))
+        runs.append(Prepared(argv, settings, source.experiment, program, hosts, plan, native))
     return runs
 
 
@@ -132,16 +144,13 @@ def check_max_slots(settings: Settings, slots: int) -> None:
         )
 
 
-def _check_slots(settings: Settings, machine: Machine, slots: int) -> None:
+def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
     check_max_slots(settings, slots)
     if settings.engine not in ENGINES:
         return  # trials do not run on this machine
-    if slots > machine.num_slots:
-        raise UserInputError(
-            f"a trial needs {slots} slots, and this machine has {machine.describe()}",
-            where="--slots" if settings.command else "resources.slots_per_trial",
-            hint=f"Use --slots {machine.num_slots} or another machine.",
-        )
+    where = "--slots" if settings.command else "resources.slots_per_trial"
+    check_slots(hosts, slots, where=where)
+    machine = hosts[0].machine
     if settings.slot_memory_bytes is not None and not machine.is_cpu:
         if settings.slot_memory_bytes > machine.memory_bytes:
             raise UserInputError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, command_recorder
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, command_recorder
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
@@ -62,7 +62,7 @@ class Source:
             command,
             Path.cwd(),
             folder,
-            accelerator=machine.accelerator,
+            machine=machine,
             timeout_s=timeout_s,
         )
         shutil.rmtree(folder)  # of a command that failed it holds the log
@@ -84,7 +84,7 @@ class Source:
         check_ranks(program, slots)
         return slots
 
-    def with_known_config(self, machine: Machine, slots: int, timeout_s: float) -> Source:
+    def with_known_config(self, hosts: Sequence[Host], slots: int, timeout_s: float) -> Source:
         """This with its DeepSpeed configuration, for which the script may have to be asked.
 
         Raises:
@@ -94,7 +94,7 @@ class Source:
             return self
         own = self.experiment
         with slow.told(_log, "asking your script for its DeepSpeed configuration"):
-            captured = _capture(own, self.program, machine, slots, timeout_s)
+            captured = _capture(own, self.program, hosts, slots, timeout_s)
         assert not isinstance(own.entrypoint, str)
         known = experiments.of_dict(own.entrypoint, own.name, own.model_dir, captured)
         known = replace(known, arg_mappings=own.arg_mappings)
@@ -231,12 +231,12 @@ def _recognised(program: Entrypoint) -> str:
 
 
 def _capture(
-    experiment: Experiment, program: Entrypoint, machine: Machine, slots: int, timeout_s: float
+    experiment: Experiment, program: Entrypoint, hosts: Sequence[Host], slots: int, timeout_s: float
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
     options = LocalOptions(TrialOptions(timeout_s=timeout_s), cold=True)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-    engine = LocalEngine(experiment, program, machine, folder, options, slots_per_trial=slots)
+    engine = LocalEngine(experiment, program, hosts, folder, options, slots_per_trial=slots)
     try:
         config = engine.capture_config()
     finally:

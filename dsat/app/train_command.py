@@ -19,12 +19,13 @@ from dsat.values.text import without_secrets
 def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     """The command that trains with the best configuration, which is in the file `config`.
 
-    None if its script cannot be told the file, or runs as a Determined task only.
+    None if its script cannot be told the file, runs as a Determined task only, or on several hosts.
     """
     program, slots = ready.program, ready.plan.slots_per_trial
     given = ready.experiment.entrypoint
     needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
-    if program.config_path is None or needs_task or run.best is None:
+    over_hosts = slots > ready.machine.num_slots
+    if program.config_path is None or needs_task or over_hosts or run.best is None:
         return None
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from dsat import __version__
 from dsat.app import train_command
+from dsat.app.hosts import describe
 from dsat.app.local import TRIALS, LocalSearch
 from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
@@ -66,17 +67,17 @@ def print_plan(ready: Prepared) -> None:
     """What `--dry-run` shows."""
     plan, program = ready.plan, ready.program
     tuner = Tuner(plan, _Nowhere(), info=ready.info)
-    first = tuner.next_trials(ready.machine.num_slots)[0]
+    first = tuner.next_trials(ready.num_slots)[0]
     stages = make_space(plan).describe()
     command = program.command()
     if ready.settings.json:
-        plan_json = {**plan.to_json(), "machine": ready.machine.describe(), "space": stages}
+        plan_json = {**plan.to_json(), "machine": describe(ready.hosts), "space": stages}
         text = {"plan": plan_json, "first_trial": first.to_json(), "command": command}
         print_json(text)
         return
     own = plan.own_batch
     print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
-    print(f"on {ready.machine.describe()}, {plan.slots_per_trial} per trial")
+    print(f"on {describe(ready.hosts)}, {plan.slots_per_trial} per trial")
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in stages:
         print(f"  {line}")

@@ -29,13 +29,13 @@ def choose(engine: str, env: Mapping[str, str], logins: Mapping[str, str], *, fi
     """Decides by the option, then by what is configured.
 
     Args:
-        engine: `auto`, `local` or `determined`.
+        engine: `auto`, `local`, `slurm` or `determined`.
         env: environment variables.
         logins: users by the master that they are logged in to (`logins_of`).
         fits: whether the command can be one for a cluster.
     """
-    if engine == "local":
-        return Choice(None, "--engine local")
+    if engine in ("local", "slurm"):
+        return Choice(None, f"--engine {engine}")
     configured = _configured(env, logins)
     if engine == "determined":
         master = configured.master if configured is not None else _DEFAULT_HOSTS[0]

@@ -24,6 +24,7 @@ from typing import Any
 import wrapt
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial import loopback
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
 _SUPPORTED = ((0, 28), (0, 37))  # first and last
@@ -42,6 +43,7 @@ class LocalTask:
         folder: where reports and checkpoints go.
         ports: two free ports for the chief's broadcasts.
         devices: identifiers of the slots' devices; empty on a CPU.
+        hosts: addresses of the trial's hosts, which have equally many of its slots.
     """
 
     trial_id: int
@@ -53,6 +55,11 @@ class LocalTask:
     folder: Path
     ports: Sequence[int]
     devices: Sequence[str] = ()
+    hosts: Sequence[str] = (loopback.ADDRESS,)
+
+    @property
+    def slots_per_host(self) -> int:
+        return self.slots // len(self.hosts)
 
 
 def install(task: LocalTask) -> None:
@@ -73,7 +80,7 @@ def _adapt(task: LocalTask, determined: Any) -> None:
     init = functools.partial(_init, task)
     core.init = init
     core._context.init = init
-    _listen_on_loopback(core.DistributedContext, task.ports)
+    _listen(core.DistributedContext, task.ports, task.hosts[0])
 
 
 def _check_version(version: str) -> None:
@@ -95,7 +102,7 @@ def _cluster_info(task: LocalTask) -> Any:
         master_url="http://127.0.0.1:8080",
         cluster_id="dsat-local",
         agent_id=socket.gethostname(),
-        slot_ids=list(range(task.slots)),
+        slot_ids=list(range(task.slots_per_host)),
         task_id=f"{task.trial_id}.local",
         allocation_id=f"{task.trial_id}.local.0",
         session_token="",
@@ -111,7 +118,11 @@ def _cluster_info(task: LocalTask) -> Any:
             debug=False,
             inter_node_network_interface=None,
         ),
-        rendezvous_info=_info.RendezvousInfo(["127.0.0.1"], 0, [task.slots]),
+        rendezvous_info=_info.RendezvousInfo(
+            list(task.hosts),
+            int(os.environ.get("CROSS_RANK", "0")),
+            [task.slots_per_host] * len(task.hosts),
+        ),
         resources_info=_info.ResourcesInfo(gpu_uuids=list(task.devices)),
     )
 
@@ -243,8 +254,8 @@ def _searcher_context(distributed: Any, task: LocalTask, reports: _Reports) -> A
     return SearcherContext(distributed, task.length)
 
 
-def _listen_on_loopback(context: Any, ports: Sequence[int]) -> None:
-    """Gives every trial ports of its own, and keeps the chief's sockets off the network.
+def _listen(context: Any, ports: Sequence[int], address: str) -> None:
+    """Gives every trial ports of its own, and keeps the chief's sockets off other networks.
 
     determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
     """
@@ -259,13 +270,13 @@ def _listen_on_loopback(context: Any, ports: Sequence[int]) -> None:
         original(self, *args, **kwargs)
 
     context.__init__ = init
-    server = ipc.ZMQBroadcastServer.__init__
+    server, numeric = ipc.ZMQBroadcastServer.__init__, socket.gethostbyname(address)
 
     @functools.wraps(server)
     def serve(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in ("pub_url", "pull_url"):
             if kwargs.get(name):
-                kwargs[name] = kwargs[name].replace("tcp://*:", "tcp://127.0.0.1:")
+                kwargs[name] = kwargs[name].replace("tcp://*:", f"tcp://{numeric}:")
         server(self, *args, **kwargs)
 
     ipc.ZMQBroadcastServer.__init__ = serve

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a single machine among themselves: what they listen on is loopback."""
+"""Where ranks listen: on loopback if all are on one host, else where the others reach them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ import socket
 import sys
 from typing import Any
 
+ADDRESS = "127.0.0.1"
 # Which interface torch's backends meet on. By themselves gloo takes the one that the host's name
 # stands for, and NCCL any that is not loopback.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _BACKLOG = 1024
+_ANY_PORT = 9
 
 
 def install() -> None:
-    """Has rank 0's store listen where the others look for it, and nowhere else.
+    """Has rank 0's store listen on loopback where the others look for it, and nowhere else.
+
+    Between hosts, gloo is given the interface that leads to rank 0: by itself it takes the one that
+    the host's own name stands for, which is loopback where /etc/hosts says so.
 
     torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
     but takes a socket that listens already.
     """
+    master = os.environ.get("MASTER_ADDR", ADDRESS)
+    if not is_loopback(master) and (name := interface_to(master)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     make = rendezvous.TCPStore
 
     @functools.wraps(make)
     def store(*args: Any, **options: Any) -> Any:
         host, port = options.get("host_name"), options.get("port")
-        if options.get("is_master") and port and _is_loopback(host):
+        if options.get("is_master") and port and is_loopback(host):
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
@@ -39,7 +47,23 @@ def install() -> None:
     rendezvous.TCPStore = store
 
 
-def _is_loopback(host: Any) -> bool:
+def interface_to(address: str) -> str:
+    """The name of the interface by which this host reaches an address; empty if there is none."""
+    import psutil
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == own for each in addresses):
+            return name
+    return ""
+
+
+def is_loopback(host: Any) -> bool:
     try:
         return ipaddress.ip_address(str(host)).is_loopback
     except ValueError:

@@ -39,7 +39,7 @@ ESTIMATE = "estimate"
 
 # By what users call them, the names that DeepSpeed knows.
 OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
-ENGINES = ("auto", "local", "determined")
+ENGINES = ("auto", "local", "slurm", "determined")
 RAMPED = ("model", "asha", "binary", "random")  # searches of the micro batch without an order
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
@@ -305,8 +305,9 @@ class Settings(Target):
         choices=ENGINES,
         default="auto",
         group=Group.RUNNING,
-        help="where trials run: on this machine, or on a Determined cluster (auto: there if "
-        "DET_MASTER is set or `det user login` was used)",
+        help="where trials run: on this machine, on the nodes of a Slurm allocation, or on a "
+        "Determined cluster (auto: there if DET_MASTER is set or `det user login` was used, else "
+        "on the nodes if dsat runs in an allocation of several)",
     )
     run_dir: Path | None = option(
         "--run-dir",

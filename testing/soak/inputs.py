@@ -16,7 +16,7 @@ from unittest import mock
 
 import yaml
 
-from dsat.app import local, prepare, source
+from dsat.app import hosts, local, source
 from dsat.cli import main, output
 from dsat.inputs.option import options_of
 from dsat.inputs.search_options import SEARCH_OPTIONS
@@ -106,7 +106,7 @@ def _a_folder() -> Iterator[Path]:
                 shutil.copy(path, folder)
         for module in (local, source):
             stack.enter_context(mock.patch.object(module, "LocalEngine", _no_engine))
-        stack.enter_context(mock.patch.object(prepare, "find_machine", return_value=cpu_machine(2)))
+        stack.enter_context(mock.patch.object(hosts, "find_machine", return_value=cpu_machine(2)))
         stack.enter_context(mock.patch.object(output, "report_bug", _raised))
         os.chdir(folder)
         stack.callback(os.chdir, before)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.app import local, prepare, source
+from dsat.app import hosts, local, source
 from dsat.cli import main
 from testing.local import PROGRAMS, cpu_machine
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
         if path.is_file():
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
     for module in (local, source):  # nothing is ever run
         monkeypatch.setattr(module, "LocalEngine", _no_engine)
     return tmp_path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import ScriptFailed
 from dsat.values.outcome import OutcomeKind
 from testing.local import (

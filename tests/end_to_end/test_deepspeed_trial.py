@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.engines.local.running import FULL_RUN_ID
 from dsat.values.outcome import OutcomeKind
 from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json, warnings_of
 

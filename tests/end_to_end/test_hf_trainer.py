@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.engines.local.engine import FULL_RUN_ID
+from dsat.engines.local.running import FULL_RUN_ID
 from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH, OTHER_CHECKPOINTING
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind

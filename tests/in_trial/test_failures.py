@@ -106,7 +106,8 @@ def judge(
             path = folder / f"rank{rank}.json"
             path.write_text(json.dumps(outcome.to_json()))
             os.utime(path, (time_s, time_s))
-    return trial_result.failed(folder, statuses, killed or [False] * len(statuses), 1.5)
+    killed = killed or [False] * len(statuses)
+    return trial_result.failed(folder, statuses, killed, 1.5, ranks_per_host=len(statuses))
 
 
 def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -48,7 +48,7 @@ def engine_on_devices(
     engine = LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),
-        find_machine(),
+        [Host(find_machine())],
         folder,
         LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4)),
         slots_per_trial=slots,

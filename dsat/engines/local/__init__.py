@@ -1,6 +1,7 @@
 """Trials as processes on this machine."""
 
 from dsat.engines.local.engine import LocalEngine, LocalOptions
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine, find_machine, find_machines
 
-__all__ = ["LocalEngine", "LocalOptions", "Machine", "find_machine"]
+__all__ = ["Host", "LocalEngine", "LocalOptions", "Machine", "find_machine", "find_machines"]

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsat.engines.local import trial_result
-from dsat.engines.local.supervisor_client import SupervisorClient
-from dsat.errors import ScriptFailed, UserInputError
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import log_files
+from dsat.engines.local.machine import Machine
+from dsat.engines.local.supervisors import LOST, Supervisors
+from dsat.errors import EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_recorder
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
 
@@ -20,10 +23,11 @@ _POLL_S = 0.1
 _REST_OF_THE_COMMAND_S = 20.0
 _BETWEEN_RANKS_S = 30.0
 _TRIAL = 0
+_HERE = 0
 
 
 def record(
-    command: Sequence[str], cwd: Path, folder: Path, *, accelerator: str, timeout_s: float
+    command: Sequence[str], cwd: Path, folder: Path, *, machine: Machine, timeout_s: float
 ) -> list[RankStart]:
     """How the ranks of a command's training are started. The training itself does not begin.
 
@@ -31,7 +35,7 @@ def record(
         command: with its arguments, as a person types it.
         cwd: where.
         folder: an empty one, for logs and records.
-        accelerator: DeepSpeed's name of it.
+        machine: this one.
         timeout_s: how long the command may take until its ranks are there.
 
     Raises:
@@ -44,11 +48,10 @@ def record(
     hook.mkdir()
     records.mkdir()
     shutil.copyfile(start_recorder.__file__, hook / "sitecustomize.py")
-    supervisor = SupervisorClient(
-        accelerator, folder / "supervisor.log", env={}, trials=folder.resolve()
-    )
+    supervisors = Supervisors([Host(machine)], folder, env={})
     try:
-        supervisor.send(
+        supervisors.send(
+            _HERE,
             {
                 "op": "launch",
                 "trial": _TRIAL,
@@ -57,12 +60,13 @@ def record(
                 "port": 0,
                 "command": [program, *command[1:]],
                 "ranks": [{"env": _environment(hook, records, folder), "cores": []}],
+                "logs": log_files(0),
                 "linger_s": None,
-            }
+            },
         )
-        ranks, status = _watch(supervisor, records, timeout_s)
+        ranks, status = _watch(supervisors, records, timeout_s)
     finally:
-        supervisor.close()
+        supervisors.close()
     if ranks:
         return ranks
     log = trial_result.log_tail(folder)
@@ -81,12 +85,14 @@ def record(
 
 
 def _watch(
-    supervisor: SupervisorClient, records: Path, timeout_s: float
+    supervisors: Supervisors, records: Path, timeout_s: float
 ) -> tuple[list[RankStart], int | None]:
     """The ranks, once they are all there, and the command's exit status, if it ended."""
     heard_at, status, count = time.monotonic(), None, 0
     while status is None:
-        for answer in supervisor.receive(_POLL_S):
+        for _, answer in supervisors.receive(_POLL_S):
+            if answer["event"] == LOST:
+                raise EngineError(answer["reason"])
             status = answer["statuses"][0]
         _check_nodes(records)
         ranks, now = _read(records), time.monotonic()

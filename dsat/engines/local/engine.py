@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
+from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
-from dsat.engines.local.machine import Machine
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.retries import Again, Retries
-from dsat.engines.local.running import Running, Start
+from dsat.engines.local.running import (
+    CAPTURE_ID,
+    FULL_RUN_ID,
+    SIMULATION_ID,
+    Running,
+    Start,
+)
 from dsat.engines.local.slots import Slots
-from dsat.engines.local.supervisor_client import SupervisorClient
+from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
+from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.engines.local.views import VIEW, WorkingFolder
 from dsat.errors import ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
@@ -42,15 +50,16 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _log = logging.getLogger(__name__)
-FULL_RUN_ID = -1
-CAPTURE_ID = -2
-SIMULATION_ID = -3
 _SIMULATION_POLL_S = 0.05
 _AGAIN = {
     Again.FRESH: "%s failed in a forked process (%s); trying it once in a fresh one",
     Again.ALONE: "%s failed beside other trials (%s); it is run again alone",
+    Again.ELSEWHERE: "%s could not go on (%s); it is run again on other slots",
 }
 _LINGER_S = 20.0
+# What ends a host or a rank from outside, such as the end of an allocation, may be about to end
+# other hosts and this process as well: a trial is not to be blamed for that.
+_SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,25 +80,26 @@ class LocalOptions:
 
 
 class LocalEngine:
-    """Runs trials as processes of this machine, several at a time on disjoint slots.
+    """Runs trials as processes of this machine or of several, more than one at a time.
 
     Args:
         experiment: what to run.
         program: its entrypoint, taken apart.
-        machine: the slots.
+        hosts: where, with equally many slots each; simulations run on the first. Several must share
+            the run's folder and the model's.
         folder: of the run.
         trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
 
     Raises:
-        EngineError: the processes that start trials cannot be started.
+        EngineError: the processes that start trials cannot be started, or hosts lack a folder.
     """
 
     def __init__(
         self,
         experiment: Experiment,
         program: Entrypoint,
-        machine: Machine,
+        hosts: Sequence[Host],
         folder: Path,
         options: LocalOptions,
         *,
@@ -98,12 +108,13 @@ class LocalEngine:
     ) -> None:
         self._experiment = experiment
         self._program = program
-        self._machine = machine
+        self._hosts = hosts
+        self._machine = hosts[0].machine
         self._folder = folder
         self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
-        self._slots = Slots(machine, slots_per_trial)
+        self._slots = Slots(hosts, slots_per_trial)
         self._waiting: list[Start] = []
         self._known: set[int] = set()
         self._running: dict[int, Running] = {}
@@ -117,12 +128,9 @@ class LocalEngine:
         self._working = WorkingFolder(working_folder(experiment, folder), folder)
         self._failed_in_view: set[int] = set()
         self._told: set[str] = set()  # of what takes long
-        self._supervisor = SupervisorClient(
-            machine.accelerator,
-            folder / "supervisor.log",
-            env={**experiment.env, **program.env},
-            trials=folder.resolve(),
-        )
+        self._supervisors = Supervisors(hosts, folder, env={**experiment.env, **program.env})
+        if len(hosts) > 1:
+            self._check_folders()
         leftovers.remove_compiler_locks({**os.environ, **experiment.env, **program.env})
         if not self._retries.cold:
             self._warm_up()
@@ -231,15 +239,15 @@ class LocalEngine:
         ended: list[tuple[int, Outcome]] = []
         while not ended:
             # What has ended by now did so in time, however long this process was busy.
-            messages = self._supervisor.receive(0.0)
+            messages = self._supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
                 self._end_overdue(now)
                 self._tell_what_takes_long()
                 wait_s = min([deadline - now, *self._times_left(now)])
-                messages = self._supervisor.receive(max(0.0, wait_s))
-            concluded = [self._conclude(message) for message in messages]
-            ended += [each for each in concluded if each is not None]
+                messages = self._supervisors.receive(max(0.0, wait_s))
+            for host, message in messages:
+                ended += self._hear(host, message)
             if time.monotonic() >= deadline:
                 break
         return ended
@@ -250,12 +258,12 @@ class LocalEngine:
             self._untold.append((trial_id, Outcome(OutcomeKind.CANCELED, message="canceled")))
         if trial_id in self._running:
             self._running[trial_id].canceled = True
-            self._supervisor.send({"op": "kill", "trial": trial_id, "grace_s": 0})
+            self._end(self._running[trial_id], grace_s=0)
 
     def close(self) -> None:
         if not self._closed:
             self._running.clear()
-            self._supervisor.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
             self._closed = True
 
     # -- starting
@@ -280,18 +288,25 @@ class LocalEngine:
             config = ds_config.for_use(self._experiment.base_config, start.trial.overrides)
             # Its optimizer needs the host's cores and memory for itself.
             alone = start.alone or (offloads(config) and not self._machine.is_cpu)
-            needed = 0 if start.simulation_socket is not None else self._slots_per_trial
-            trials = [r for r in self._running.values() if r.trial.id != SIMULATION_ID]
-            if needed and (any(r.alone for r in trials) or (alone and trials)):
-                return
-            if not self._slots.has(needed):
+            shares = self._find_room(start, alone=alone)
+            if shares is None:
                 self._slots.check_enough()
                 return
             del self._waiting[0]
-            self._start_on(start, self._slots.take(needed), config, alone=alone and needed > 0)
+            self._start_on(start, shares, config, alone=alone and bool(shares[0].slots))
+
+    def _find_room(self, start: Start, *, alone: bool) -> tuple[Share, ...] | None:
+        """Slots for a trial; None as long as there are none."""
+        if start.simulation_socket is not None:
+            return (Share(0, self._hosts[0], ()),)
+        trials = [r for r in self._running.values() if r.trial.id != SIMULATION_ID]
+        if any(r.again_alone for r in trials) or (start.alone and trials):
+            return None
+        taken = {host for r in trials if alone or r.alone for host in r.hosts}
+        return self._slots.take(without=taken)
 
     def _start_on(
-        self, start: Start, slots: list[int], config: dict[str, Any], *, alone: bool
+        self, start: Start, shares: tuple[Share, ...], config: dict[str, Any], *, alone: bool
     ) -> None:
         trial, folder, meter = start.trial, start.folder, start.meter
         if folder.exists():  # left when dsat was killed
@@ -309,12 +324,11 @@ class LocalEngine:
         launch = Launch(
             experiment=self._experiment,
             program=program,
-            machine=self._machine,
+            shares=shares,
             trial=trial,
             config=config,
             folder=folder,
             meter=meter,
-            slots=tuple(slots),
             ports=tuple(free_ports(3)),
             seed=self._options.seed,
             cold=self._retries.cold,
@@ -333,7 +347,7 @@ class LocalEngine:
             trial,
             folder,
             meter,
-            slots,
+            shares,
             time.monotonic(),
             self._retries.cold,
             alone,
@@ -345,7 +359,8 @@ class LocalEngine:
             for other in self._running.values():
                 other.beside = running.beside = True
         self._running[trial.id] = running
-        self._supervisor.send(launch.request(cwd))
+        for host, request in launch.requests(cwd).items():
+            self._supervisors.send(host, request)
 
     def _needs_view(self, start: Start, *, alone: bool) -> bool:
         """Whether a trial is not to meet what others write into the working folder."""
@@ -355,24 +370,68 @@ class LocalEngine:
 
     # -- ending
 
-    def _conclude(self, message: Mapping[str, Any]) -> tuple[int, Outcome] | None:
-        """Takes in that a trial has ended; None if it is run again, or was none."""
-        running = self._running.pop(message["trial"])
+    def _hear(self, host: int, message: Mapping[str, Any]) -> list[tuple[int, Outcome]]:
+        """Takes in what a host's supervisor says; returns the trials that ended with it."""
+        if message["event"] == LOST:
+            return self._lose(host, message["reason"])
+        running = self._running[message["trial"]]
+        running.ended[host] = message
+        if not running.hosts_going_on:
+            return self._conclude(running)
+        if any(message["statuses"]):
+            # As among the ranks of one host: they see it fail, and their own report may say more.
+            self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
+        elif running.trial.id != FULL_RUN_ID:
+            self._end(running, grace_s=_LINGER_S)
+        return []
+
+    def _lose(self, host: int, reason: str) -> list[tuple[int, Outcome]]:
+        """Goes on without a host. Trials that had ranks there are ended elsewhere too."""
+        line = self._slots.lose(host, reason)
+        _log.warning("%s", line)
+        self._lost.append(line)
+        told: list[tuple[int, Outcome]] = []
+        for running in list(self._running.values()):
+            if host not in running.hosts_going_on:
+                continue
+            running.lost = line
+            [share] = [share for share in running.shares if share.index == host]
+            statuses = [-signal.SIGKILL] * share.ranks
+            running.ended[host] = {"statuses": statuses, "killed": [True] * share.ranks}
+            if running.hosts_going_on:
+                self._end(running, grace_s=0)
+            else:
+                told += self._conclude(running)
+        return told
+
+    def _end(self, running: Running, *, grace_s: float) -> None:
+        """Has the ranks of a trial killed that do not end by themselves in time."""
+        for host in running.hosts_going_on:
+            request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
+            self._supervisors.send(host, request)
+
+    def _conclude(self, running: Running) -> list[tuple[int, Outcome]]:
+        """Takes in that a trial has ended; tells nothing if it is run again, or was none."""
+        del self._running[running.trial.id]
         leftovers.remove(running.swap)
         if running.trial.id == SIMULATION_ID:
             self._start_waiting()
-            return None
-        outcome = self._outcome(running, message)
-        lost = self._slots.check(running.slots, outcome, stuck=message.get("stuck", False))
+            return []
+        outcome = trial_result.of(running, timeout_s=self._options.trial.timeout_s)
+        lost = self._slots.check(running.shares, outcome, stuck=running.stuck)
         self._lost += lost
-        self._slots.give_back(running.slots)
+        self._slots.give_back(running.shares)
         if not outcome.ok:
             leftovers.remove_compiler_locks(os.environ)
         self._settle_folder(running, outcome)
         again = self._retries.decide(running, outcome, broken=bool(lost))
+        if again is Again.ELSEWHERE and running.trial.id == FULL_RUN_ID:
+            again = None  # its checkpoints would be lost
+        if again is Again.ELSEWHERE:
+            time.sleep(_SETTLE_S)
         if again is not None:
             self._run_again(running, outcome, again)
-            return None
+            return []
         self._start_waiting()
         if running.trial.kind is TrialKind.PROFILE and outcome.ok:
             self._warm_up_for(running.folder)
@@ -380,7 +439,7 @@ class LocalEngine:
         if self._lost:
             outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
             self._lost = []
-        return running.trial.id, outcome
+        return [(running.trial.id, outcome)]
 
     def _settle_folder(self, running: Running, outcome: Outcome) -> None:
         """Learns of the working folder from a trial that ended, and clears its view of it."""
@@ -421,7 +480,7 @@ class LocalEngine:
         for running in self._measured():
             if now - running.began_s >= self._options.trial.timeout_s and not running.timed_out:
                 running.timed_out = True
-                self._supervisor.send({"op": "kill", "trial": running.trial.id, "grace_s": 0})
+                self._end(running, grace_s=0)
 
     def _run_again(self, running: Running, outcome: Outcome, again: Again) -> None:
         if again is not Again.AS_BEFORE:
@@ -429,10 +488,17 @@ class LocalEngine:
         alone = again is Again.ALONE or running.again_alone
         self._start(running.trial, running.folder, running.meter, alone=alone)
 
+    def _check_folders(self) -> None:
+        try:
+            self._supervisors.check_folders([self._working.real])
+        except BaseException:
+            self._supervisors.close()
+            raise
+
     def _warm_up(self, modules: Sequence[str] = ()) -> None:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.told(_log, f"importing {which}, once for all trials"):
-            self._retries.hear_of_warm_up(self._supervisor.warm_up(modules))
+            self._retries.hear_of_warm_up(self._supervisors.warm_up(modules))
 
     def _warm_up_for(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imported."""
@@ -444,24 +510,3 @@ class LocalEngine:
             return
         if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
             self._warm_up(modules)
-
-    def _outcome(self, running: Running, message: Mapping[str, Any]) -> Outcome:
-        folder, statuses = running.folder, message["statuses"]
-        duration_s = round(time.monotonic() - running.began_s, 3)
-        done = running.trial.id == FULL_RUN_ID and not any(statuses)
-        if done or (folder / CAPTURED_FILE).exists():
-            return Outcome(OutcomeKind.OK, duration_s=duration_s)
-        measured = trial_result.measured(folder, duration_s)
-        if measured is not None:
-            return measured
-        if running.canceled:
-            return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
-        if running.timed_out:
-            limit = f"{self._options.trial.timeout_s:g} s"
-            return Outcome(
-                OutcomeKind.TIMEOUT,
-                message=f"no result after {limit}; raise --trial-timeout?",
-                detail=trial_result.log_tail(folder),
-                duration_s=duration_s,
-            )
-        return trial_result.failed(folder, statuses, message["killed"], duration_s)

@@ -13,8 +13,9 @@ from typing import Any
 import wrapt
 
 from dsat.engines.local import cores
+from dsat.engines.local.hosts import Share
 from dsat.engines.local.machine import Machine
-from dsat.in_trial.loopback import INTERFACES
+from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import RankSpec
 from dsat.inputs import ds_config
@@ -45,13 +46,12 @@ class Launch:
     Attributes:
         experiment: what is run.
         program: its entrypoint, with the trial's own configuration.
-        machine: the slots.
+        shares: what it has of each host, in the order of their ranks.
         trial: as the tuner decided it.
         config: its DeepSpeed configuration.
         folder: of the trial.
         meter: what is measured; None in a run that is not.
-        slots: numbers of the slots; none if the script is only run for simulations.
-        ports: on loopback, three of them.
+        ports: of the first host, three of them.
         seed: `trial_seed` of Determined scripts.
         cold: each rank is a fresh Python process.
         cpu_memory_bytes: if given, what a rank may use in a measured run on a CPU.
@@ -62,12 +62,11 @@ class Launch:
 
     experiment: Experiment
     program: Entrypoint
-    machine: Machine
+    shares: tuple[Share, ...]
     trial: Trial
     config: Mapping[str, Any]
     folder: Path
     meter: MeterSpec | None
-    slots: tuple[int, ...]
     ports: tuple[int, ...]
     seed: int
     cold: bool
@@ -86,19 +85,20 @@ class Launch:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(self.meter.longest, config, self.trial.batch)
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
-        is_limited = self.machine.is_cpu and self.meter is not None
+        is_limited = self._machine.is_cpu and self.meter is not None
         return RankSpec(
             trial=self.trial.to_json(),
             program={**asdict(self.program), "env": {}},
             task={
                 "trial_id": max(self.trial.id, 0),
                 "slots": self._ranks,
+                "hosts": self._addresses,
                 "hparams": hparams,
                 "experiment_config": config,
                 "length": length,
                 "seed": self.seed,
                 "ports": list(self.ports[1:]),
-                "devices": [] if self.machine.is_cpu else self._devices,
+                "devices": [] if self._machine.is_cpu else _devices(self.shares[0]),
             },
             meter=None if self.meter is None else self.meter.to_json(),
             capture=self.capture,
@@ -106,28 +106,30 @@ class Launch:
             if self.simulation_socket is None
             else str(self.simulation_socket),
             cpu_memory_bytes=self.cpu_memory_bytes if is_limited else None,
-            threads=1 if self.machine.is_cpu else None,
+            threads=1 if self._machine.is_cpu else None,
         )
 
     def environment(self, rank: int) -> dict[str, str]:
         """All variables of a rank."""
-        size = str(self._ranks)
-        env = {**INTERFACES, **os.environ, **self.experiment.env, **self.program.env}
+        cross_rank, local_rank = divmod(rank, self._ranks_per_host)
+        share, hosts = self.shares[cross_rank], str(len(self.shares))
+        among_themselves = INTERFACES if self.shares[0].host.is_loopback or hosts == "1" else {}
+        env = {**among_themselves, **os.environ, **self.experiment.env, **self.program.env}
         env.update(
             RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=size,
-            LOCAL_SIZE=size,
-            LOCAL_WORLD_SIZE=size,
-            CROSS_RANK="0",
-            CROSS_SIZE="1",
-            GROUP_RANK="0",
-            GROUP_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
+            LOCAL_RANK=str(local_rank),
+            WORLD_SIZE=str(self._ranks),
+            LOCAL_SIZE=str(self._ranks_per_host),
+            LOCAL_WORLD_SIZE=str(self._ranks_per_host),
+            CROSS_RANK=str(cross_rank),
+            CROSS_SIZE=hosts,
+            GROUP_RANK=str(cross_rank),
+            GROUP_WORLD_SIZE=hosts,
+            MASTER_ADDR=self._addresses[0],
             MASTER_PORT=str(self.ports[0]),
             USE_DEEPSPEED="1",
-            DET_CHIEF_IP="127.0.0.1",
-            DS_ACCELERATOR=self.machine.accelerator,
+            DET_CHIEF_IP=self._addresses[0],
+            DS_ACCELERATOR=self._machine.accelerator,
             PYTHONUNBUFFERED="1",
             DSAT_TRIAL_DIR=str(self.folder.resolve()),
         )
@@ -136,16 +138,24 @@ class Launch:
         programs, path = os.path.dirname(self._interpreter), env.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
             env["PATH"] = os.pathsep.join([programs, path])
-        for variable in self.machine.visible_devices:
-            env[variable] = ",".join(self._devices)
-        env.update(settings_of_ranks(self.machine, self.program, self.config, self._ranks, env))
+        for variable in self._machine.visible_devices:
+            env[variable] = ",".join(_devices(share))
+        ranks = self._ranks_per_host
+        env.update(settings_of_ranks(self._machine, self.program, self.config, ranks, env))
         if self.cold:
             found = [env.get("PYTHONPATH"), str(self._packages())]
             env["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         return env
 
-    def request(self, cwd: Path) -> dict[str, Any]:
-        """What the supervisor is asked for, to be run in the folder `cwd`."""
+    def requests(self, cwd: Path) -> dict[int, dict[str, Any]]:
+        """What the supervisors of hosts are asked for, to be run in the folder `cwd`; by host."""
+        return {
+            share.index: self._request(cross_rank, share, cwd)
+            for cross_rank, share in enumerate(self.shares)
+        }
+
+    def _request(self, cross_rank: int, share: Share, cwd: Path) -> dict[str, Any]:
+        first = cross_rank * self._ranks_per_host
         return {
             "op": "launch",
             "trial": self.trial.id,
@@ -154,9 +164,10 @@ class Launch:
             "port": self.ports[0],
             "command": self._cold_command if self.cold else None,
             "ranks": [
-                {"env": self.environment(rank), "cores": self._cores(rank)}
-                for rank in range(self._ranks)
+                {"env": self.environment(first + local), "cores": self._cores(share, local)}
+                for local in range(share.ranks)
             ],
+            "logs": log_files(cross_rank),
             "linger_s": self.linger_s,
         }
 
@@ -174,29 +185,45 @@ class Launch:
                 f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
                 for key, value in sorted(changed.items())
             ]
-            ranks.append(" ".join(["env", *words, shlex.join(self._cold_command)]))
+            line = " ".join(["env", *words, shlex.join(self._cold_command)])
+            host = self.shares[rank // self._ranks_per_host].host.name
+            ranks.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
         words = words_without_secrets(self.program.command())
         lines = [f"# {shlex.join(words)}", f"cd {shlex.quote(str(cwd.resolve()))}"]
         return "\n".join([*lines, " &\n".join(ranks)]) + "\n"
 
-    def _cores(self, rank: int) -> list[int]:
+    def _cores(self, share: Share, local_rank: int) -> list[int]:
         """The processor cores that a rank is bound to; none if it may use all."""
-        if self.machine.is_cpu:
+        machine = share.host.machine
+        if machine.is_cpu:
             # As taskset gives them to a command that is run by hand: to its ranks together.
-            return [int(self.machine.devices[slot]) for slot in self.slots]
-        if not (self.program.binds_cores and self.slots):
+            return [int(machine.devices[slot]) for slot in share.slots]
+        if not (self.program.binds_cores and share.slots):
             return []
         # Beside other trials, each slot has its cores.
-        sharers = _sharers(self.machine, self.config, self._ranks)
-        return cores.share_of(rank if sharers == self._ranks else self.slots[rank], sharers)
+        ranks = self._ranks_per_host
+        sharers = _sharers(machine, self.config, ranks)
+        return cores.share_of(local_rank if sharers == ranks else share.slots[local_rank], sharers)
+
+    @property
+    def _machine(self) -> Machine:
+        """Any of the hosts', for what they have in common."""
+        return self.shares[0].host.machine
+
+    @property
+    def _ranks_per_host(self) -> int:
+        return self.shares[0].ranks
 
     @property
     def _ranks(self) -> int:
-        return len(self.slots) or 1
+        return self._ranks_per_host * len(self.shares)
 
     @property
-    def _devices(self) -> list[str]:
-        return [self.machine.devices[slot] for slot in self.slots or (0,)]
+    def _addresses(self) -> list[str]:
+        """Where ranks of other hosts find those of each; loopback if there are no others."""
+        if len(self.shares) == 1:
+            return [ADDRESS]
+        return [share.host.address for share in self.shares]
 
     @property
     def _cold_command(self) -> list[str]:
@@ -228,6 +255,16 @@ class Launch:
         return together
 
 
+def log_files(cross_rank: int) -> list[str]:
+    """Where the ranks of a trial's host print to: two hosts cannot append to the same file."""
+    part = f"-{cross_rank}" if cross_rank else ""
+    return [f"stdout{part}.log", f"stderr{part}.log"]
+
+
+def _devices(share: Share) -> list[str]:
+    return [share.host.machine.devices[slot] for slot in share.slots or (0,)]
+
+
 def settings_of_ranks(
     machine: Machine,
     program: Entrypoint,
@@ -241,7 +278,7 @@ def settings_of_ranks(
         machine: where the ranks run.
         program: what they run, with its launcher's habits.
         config: their DeepSpeed configuration.
-        ranks: how many there are.
+        ranks: how many there are on a host.
         given: variables that there are already; what the user has set is left alone, but on a CPU,
             whose slots are cores.
     """

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import re
 import select
 import signal
@@ -47,6 +48,7 @@ class Machine:
         expandable_segments: whether torch's allocator can be told to use them.
         left_out: why other devices are no slots, for people.
         warnings: what else people should know of the slots.
+        software: versions of what must be the same on all hosts of a run.
     """
 
     accelerator: str
@@ -58,6 +60,7 @@ class Machine:
     expandable_segments: bool = False
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    software: tuple[str, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
@@ -111,50 +114,105 @@ def find_machine() -> Machine:
     Raises:
         EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
-    found = _ask([], os.environ, _FIND_LIMIT_S)
-    if isinstance(found, str):
-        raise EngineError(
-            f"the accelerators of this machine cannot be found: {found}. Check that "
-            f"`{sys.executable} -c 'import deepspeed'` works."
-        )
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-    return Machine(**values)
+    [machine] = find_machines({"this machine": ()})
+    return machine
 
 
-def problems_with(machine: Machine, slots: Sequence[int]) -> dict[int, str]:
-    """Why fresh processes cannot use slots' devices, by slot; nothing of those that work."""
+def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
+    """The slots of several machines, which are asked at the same time.
+
+    Args:
+        prefixes: what goes before a command so that it runs on a machine, by the machine's name.
+
+    Raises:
+        EngineError: torch or deepspeed cannot be imported on one, or its accelerator does not
+            answer.
+    """
+    begun = [_Question([], os.environ, prefix) for prefix in prefixes.values()]
+    answers = [question.answer(_FIND_LIMIT_S) for question in begun]
+    machines = []
+    for name, found in zip(prefixes, answers, strict=True):
+        if isinstance(found, str):
+            raise EngineError(
+                f"the accelerators of {name} cannot be found: {found}. Check that "
+                f"`{sys.executable} -c 'import deepspeed'` works there."
+            )
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
+        }
+        machines.append(Machine(**values))
+    return machines
+
+
+def problems_with(
+    machine: Machine, slots: Sequence[int], prefix: Sequence[str] = ()
+) -> dict[int, str]:
+    """Why fresh processes cannot use slots' devices, by slot; nothing of those that work.
+
+    Args:
+        prefix: what goes before a command so that it runs on the machine, if that is another one.
+    """
     devices = [machine.devices[slot] for slot in slots]
     variables = ",".join(machine.visible_devices)
-    found = _ask(["--check", machine.accelerator, variables, *devices], os.environ, _FIND_LIMIT_S)
+    options = ["--check", machine.accelerator, variables, *devices]
+    found = _Question(options, os.environ, prefix).answer(_FIND_LIMIT_S)
     if isinstance(found, str):
         return dict.fromkeys(slots, found)
     return {slot: found[machine.devices[slot]] for slot in slots if found[machine.devices[slot]]}
 
 
-def _ask(options: Sequence[str], env: Mapping[str, str], limit_s: float) -> dict[str, Any] | str:
-    """What a process that may use the accelerator answers, or why it does not.
+class _Question:
+    """A process that may use the accelerator, and answers a question.
 
-    It may be stuck in the driver, beyond the reach of signals: it is not waited for any longer.
+    Args:
+        options: the question; none asks for the slots.
+        env: of the process.
+        prefix: what goes before a command so that it runs on the machine in question.
     """
-    command = [sys.executable, "-m", "dsat.engines.local.machine", *options]
-    process = subprocess.Popen(  # noqa: S603
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=1)
-        return f"no answer within {limit_s:g} s: the driver may be stuck"
-    for line in out.splitlines():
-        if line.startswith(_MARK):
-            answer: dict[str, Any] = json.loads(line[len(_MARK) :])
-            return answer
-    lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
-    # torch's errors go on with advice.
-    named = [line for line in lines if _EXCEPTION.match(line)]
-    return (named or lines)[-1]
+
+    def __init__(
+        self, options: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = ()
+    ) -> None:
+        command = [*prefix, sys.executable, "-m", "dsat.engines.local.machine", *options]
+        self._process = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def answer(self, limit_s: float) -> dict[str, Any] | str:
+        """The answer, or why there is none.
+
+        The process may be stuck in the driver, beyond the reach of signals: it is not waited for
+        any longer.
+        """
+        process = self._process
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=1)
+            return f"no answer within {limit_s:g} s: the driver may be stuck"
+        for line in out.splitlines():
+            if line.startswith(_MARK):
+                found: dict[str, Any] = json.loads(line[len(_MARK) :])
+                return found
+        lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
+        # torch's errors go on with advice.
+        named = [line for line in lines if _EXCEPTION.match(line)]
+        return (named or lines)[-1]
+
+
+def _software() -> tuple[str, ...]:
+    import deepspeed
+    import torch
+
+    python = platform.python_version()
+    return (f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}")
 
 
 def _inspect() -> Machine:
@@ -173,6 +231,7 @@ def _inspect() -> Machine:
             devices=tuple(str(core) for core in cores),
             visible_devices=(),
             memory_bytes=int(psutil.virtual_memory().total),
+            software=_software(),
         )
     variables = _visible_devices_variables(accelerator)
     ids = visible_ids(accelerator.device_count(), variables)
@@ -207,6 +266,7 @@ def _inspect() -> Machine:
             for device, text in used.items()
             if device in kept
         ),
+        software=_software(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ports of this machine for ranks that meet on loopback."""
+"""Ports on which the ranks of a trial meet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nothing listens on now.
+    """Ports on this machine's loopback that nothing listens on now.
+
+    On other hosts something may: whoever wanted one of them then is started again with others.
 
     They lie below the range from which the kernel takes the ports of outgoing connections: one of
     those could be in use by the time that a cold rank, seconds later, begins to listen.

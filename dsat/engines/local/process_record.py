@@ -10,9 +10,10 @@ import contextlib
 import glob
 import json
 import os
+import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dsat.values.files import PRIVATE_FILE
 FILE_NAME = "processes.jsonl"
 RUN_VARIABLE = "DSAT_RUN_DIR"
 _TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
-_LOGS = ("stdout.log", "stderr.log")
+_LOG = re.compile(r"std(out|err)(-\d+)?\.log")
 _ROUNDS, _PAUSE_S = 200, 0.02
 _CLOCK_SLACK_S = 1.0
 
@@ -43,16 +44,20 @@ class ProcessRecord:
         """A supervisor began, the leader of a session of its own."""
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended at once
             started = psutil.Process(pid).create_time()
-            self._append({"session": pid, "started": started, **_where()})
+            self._append({"session": pid, "started": started, **where()})
 
     def uses(self, port: int) -> None:
         """A trial is about to use a port, whose number is in the names of its shared memory."""
         self._append({"port": port})
 
-    def sweep(self) -> list[int]:
+    def sweep(self, spare: Collection[int] = ()) -> list[int]:
         """Ends what is left of all that was recorded, and forgets it.
 
-        Only for whoever holds the run's lock, and has ended its own supervisor.
+        Only for whoever holds the run's lock, and has ended its own supervisors.
+
+        Args:
+            spare: supervisors that go on, with all that they have started; then nothing is
+                forgotten yet.
 
         Returns:
             The processes that it ended.
@@ -61,7 +66,7 @@ class ProcessRecord:
         sessions = [entry for entry in recorded if "session" in entry]
         ended: set[int] = set()
         for _ in range(_ROUNDS):
-            found = self._left_of(sessions)
+            found = self._left_of(sessions, spare)
             if not found:
                 break
             for pid in found:
@@ -69,6 +74,8 @@ class ProcessRecord:
                     os.kill(pid, signal.SIGKILL)
             ended |= found
             time.sleep(_PAUSE_S)
+        if spare:
+            return sorted(ended)
         for entry in recorded:
             if isinstance(entry.get("port"), int):
                 unlink_shared_memory(entry["port"])
@@ -76,15 +83,17 @@ class ProcessRecord:
             self._path.unlink()
         return sorted(ended)
 
-    def _left_of(self, sessions: list[dict[str, Any]]) -> set[int]:
-        here = _where()
+    def _left_of(self, sessions: list[dict[str, Any]], spare: Collection[int]) -> set[int]:
+        here = where()
         alive = [entry for entry in sessions if here.items() <= entry.items()]
         known = {entry["session"]: entry["started"] for entry in alive if _is_same(entry)}
-        own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+        own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents()), *spare}
         return {
             process.pid
             for process in psutil.process_iter()
-            if process.pid not in own and self._is_ours(process, known)
+            if process.pid not in own
+            and self._is_ours(process, known)
+            and not (spare and _is_below(process, spare))
         }
 
     def _is_ours(self, process: psutil.Process, sessions: Mapping[int, float]) -> bool:
@@ -103,7 +112,7 @@ class ProcessRecord:
         if variables.get(RUN_VARIABLE) == str(self._folder):
             return True
         trial = variables.get(_TRIAL_VARIABLE, "")
-        logs = [path for path in outputs if os.path.basename(path) in _LOGS]
+        logs = [path for path in outputs if _LOG.fullmatch(os.path.basename(path))]
         return any(path.startswith(f"{self._folder}{os.sep}") for path in (trial, *logs))
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -129,13 +138,19 @@ class ProcessRecord:
         return found
 
 
-def _where() -> dict[str, str]:
+def where() -> dict[str, str]:
     """Where numbers of processes mean the same: this boot of this host, or of this container."""
     found = {}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         found["namespace"] = os.readlink("/proc/self/ns/pid")
     return found
+
+
+def _is_below(process: psutil.Process, pids: Collection[int]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(parent.pid in pids for parent in process.parents())
+    return False
 
 
 def _is_same(entry: Mapping[str, Any]) -> bool:

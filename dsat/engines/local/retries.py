@@ -28,6 +28,7 @@ _NEVER_OF_FORK = tuple(
     TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
     """.split()
 )
+_ENDED_FROM_OUTSIDE = "was killed by SIGTERM"
 _MOST_STARTS = 3
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
@@ -38,6 +39,7 @@ class Again(enum.Enum):
     FRESH = "in fresh processes"
     AS_BEFORE = "as before"
     ALONE = "alone"
+    ELSEWHERE = "on other hosts"
 
 
 class Retries:
@@ -56,6 +58,7 @@ class Retries:
         self._aborts_by_itself = False
         self._cannot_fork = ""
         self._starts: dict[int, int] = {}  # by trial, where one did not do
+        self._moved: set[int] = set()
 
     def hear_of_warm_up(self, cannot_fork: str) -> None:
         """Takes in why ranks cannot be forked, or that they can: empty."""
@@ -70,6 +73,8 @@ class Retries:
             outcome: of it.
             broken: one of its devices no longer works.
         """
+        if running.lost or _ENDED_FROM_OUTSIDE in outcome.message:
+            return self._elsewhere(running, outcome)
         if self._may_be_the_fork(running, outcome) and not broken:
             self.cold = self._fell_back = True
             return Again.FRESH
@@ -112,6 +117,14 @@ class Retries:
         if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
             return no_fork
         return running.trial.kind is TrialKind.PROFILE or no_fork
+
+    def _elsewhere(self, running: Running, outcome: Outcome) -> Again | None:
+        """A trial that lost a host is no worse for it, unless it was the trial that killed it: one
+        that loses another host is not run a third time. So with what else ended it from outside."""
+        moved = running.trial.id in self._moved
+        self._moved.add(running.trial.id)
+        stays = outcome.ok or running.canceled or running.timed_out or moved
+        return None if stays else Again.ELSEWHERE
 
     def _deserves_another_start(self, running: Running, outcome: Outcome, *, broken: bool) -> bool:
         """Whether a trial failed for what its surroundings did.

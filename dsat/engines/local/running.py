@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from dsat.engines.local.hosts import Share
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.trial import Trial
+
+# Of what is no trial of the search.
+FULL_RUN_ID = -1
+CAPTURE_ID = -2
+SIMULATION_ID = -3
 
 
 @dataclass
 class Running:
+    """A trial that runs.
+
+    Attributes:
+        shares: what it has of each host.
+        alone: no other trial may run on its hosts.
+        again_alone: no other trial may run at all.
+        beside: another trial ran at the same time.
+        ended: what the supervisors of hosts have said of its ranks' end, by host.
+        lost: which host it lost, and how; empty if it has all.
+    """
+
     trial: Trial
     folder: Path
     meter: MeterSpec | None
-    slots: list[int]
+    shares: tuple[Share, ...]
     began_s: float
     cold: bool
     alone: bool = False
     again_alone: bool = False
-    beside: bool = False  # whether another trial ran at the same time
+    beside: bool = False
     swap: list[Path] = field(default_factory=list)
     in_view: bool = False  # in a view of the working folder
     canceled: bool = False
     timed_out: bool = False
+    ended: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    lost: str = ""
+
+    @property
+    def hosts(self) -> set[int]:
+        return {share.index for share in self.shares}
+
+    @property
+    def hosts_going_on(self) -> set[int]:
+        """Where ranks of it run."""
+        return self.hosts - self.ended.keys()
+
+    @property
+    def stuck(self) -> set[int]:
+        """Hosts on which a rank of it cannot be ended."""
+        return {host for host, message in self.ended.items() if message.get("stuck")}
+
+    def by_rank(self, what: str) -> list[Any]:
+        """What was said of each rank's end: its exit status (`statuses`), or whether the supervisor
+        killed it (`killed`)."""
+        return [each for share in self.shares for each in self.ended[share.index][what]]
 
 
 @dataclass(frozen=True)

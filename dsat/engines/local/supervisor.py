@@ -14,10 +14,14 @@ Requests:
     {"op": "warm", "modules": [...]}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
+     "logs": [name, name] of what they print to standard output and standard error,
      "linger_s": how long ranks may go on after one has ended well, or null}
-    {"op": "kill", "trial": id, "grace_s": seconds}
+    {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
+    {"op": "look", "path": path}
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
+    {"event": "look", "text": what is in the file, or null, "is_folder": bool,
+     "pid": of this process, "where": the host on which that is its number}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
      "stuck": whether a rank could not be killed: it waits in the kernel, for a driver perhaps}
@@ -40,12 +44,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsat.engines.local.process_record import unlink_shared_memory
+from dsat.engines.local.process_record import unlink_shared_memory, where
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # A rank that sees another one fail ends by itself soon; its own report may say more.
-_GRACE_AFTER_FAILURE_S = 0.3
+GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
 # jemalloc's own handlers see to it (`background_thread_prefork0`); pyarrow, which pandas imports,
@@ -96,8 +100,10 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The terminal's Ctrl-C is for whoever started this process.
+        # The terminal's Ctrl-C, and the SIGTERM at the end of a Slurm allocation, are for whoever
+        # started this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._selector.register(self._requests, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -144,6 +150,10 @@ class Supervisor:
             group = self._groups.get(request["trial"])
             if group is not None and not group.ended:
                 self._end(group, request.get("grace_s", 0.0))
+        elif op == "look":
+            path = Path(request["path"])
+            seen = {"text": _text(path), "is_folder": path.is_dir()}
+            self._answer({"event": "look", **seen, "pid": os.getpid(), "where": where()})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         # Whoever reads the answers is gone: the requests end as well, and with them this process.
@@ -182,7 +192,7 @@ class Supervisor:
             for descriptor in (self._requests, self._answers, self._wakeup):
                 os.close(descriptor)
             folder = Path(request["folder"])
-            for descriptor, name in ((1, "stdout.log"), (2, "stderr.log")):
+            for descriptor, name in zip((1, 2), request["logs"], strict=True):
                 log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.dup2(log, descriptor)
                 os.close(log)
@@ -224,9 +234,9 @@ class Supervisor:
     def _note_end(self, group: _Group, rank: int, status: int) -> None:
         group.statuses[rank] = status
         if not group.ended:
-            grace_s = group.linger_s if status == 0 else _GRACE_AFTER_FAILURE_S
+            grace_s = group.linger_s if status == 0 else GRACE_AFTER_FAILURE_S
             if grace_s is not None:
-                self._end(group, grace_s, signal_first=False)
+                self._end(group, grace_s)
             return
         self._finish(group)
 
@@ -248,14 +258,11 @@ class Supervisor:
         if not self._groups and not stuck:
             _kill_everything_below()
 
-    def _end(self, group: _Group, grace_s: float, *, signal_first: bool = True) -> None:
+    def _end(self, group: _Group, grace_s: float) -> None:
         """Kills a trial after a grace, in which it may end by itself."""
         if grace_s <= 0:
             self._kill(group)
             return
-        if signal_first:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group.pids[0], signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         if group.kill_at is None or deadline < group.kill_at:
             group.kill_at = deadline
@@ -408,6 +415,13 @@ def _num_threads() -> int:
             name = (task / "comm").read_text().strip()
             count += name not in _THREADS_THAT_MAY_FORK
     return max(1, count)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
 
 
 def _descendants(pids: Any, *, recursive: bool = True) -> set[int]:

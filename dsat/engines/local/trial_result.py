@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsat.in_trial.rank import METRICS_FILE, result_file
+from dsat.engines.local.launch import log_files
+from dsat.engines.local.running import FULL_RUN_ID, Running
+from dsat.in_trial.rank import CAPTURED_FILE, METRICS_FILE, result_file
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 64 * 2**10
+
+
+def of(running: Running, *, timeout_s: float) -> Outcome:
+    """The outcome of a run whose ranks have all ended.
+
+    Args:
+        timeout_s: what it was allowed to take.
+    """
+    folder, statuses = running.folder, running.by_rank("statuses")
+    duration_s = round(time.monotonic() - running.began_s, 3)
+    done = running.trial.id == FULL_RUN_ID and not any(statuses)
+    if done or (folder / CAPTURED_FILE).exists():
+        return Outcome(OutcomeKind.OK, duration_s=duration_s)
+    found = measured(folder, duration_s)
+    if found is not None:
+        return found
+    if running.canceled:
+        return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
+    if running.timed_out:
+        return Outcome(
+            OutcomeKind.TIMEOUT,
+            message=f"no result after {timeout_s:g} s; raise --trial-timeout?",
+            detail=log_tail(folder),
+            duration_s=duration_s,
+        )
+    if running.lost:
+        return Outcome(OutcomeKind.ERROR, message=running.lost, duration_s=duration_s)
+    ranks_per_host = running.shares[0].ranks
+    killed = running.by_rank("killed")
+    return failed(folder, statuses, killed, duration_s, ranks_per_host=ranks_per_host)
 
 
 def measured(folder: Path, duration_s: float) -> Outcome | None:
@@ -32,7 +65,12 @@ def measured(folder: Path, duration_s: float) -> Outcome | None:
 
 
 def failed(
-    folder: Path, statuses: Sequence[int], killed: Sequence[bool], duration_s: float
+    folder: Path,
+    statuses: Sequence[int],
+    killed: Sequence[bool],
+    duration_s: float,
+    *,
+    ranks_per_host: int,
 ) -> Outcome:
     """The outcome of a trial that did not measure everything and was not ended from outside.
 
@@ -41,14 +79,15 @@ def failed(
     Args:
         statuses: exit status, or minus the signal, by rank.
         killed: whether the supervisor killed it because of another rank, by rank.
+        ranks_per_host: ranks that print to the same log.
     """
     told = _told(folder, len(statuses), duration_s)
     for outcome in told:
         if outcome.kind is OutcomeKind.OOM:
             return outcome
-    log = log_tail(folder)
 
-    def untold(kind: OutcomeKind, message: str) -> Outcome:
+    def untold(kind: OutcomeKind, message: str, rank: int = 0) -> Outcome:
+        log = log_tail(folder, rank // ranks_per_host)
         return Outcome(kind, message=message, detail=log, duration_s=duration_s)
 
     died = [
@@ -58,16 +97,17 @@ def failed(
     ]
     for rank, number in died:
         if number == signal.SIGKILL:
-            return untold(OutcomeKind.HOST_OOM, _host_out_of_memory(rank))
+            return untold(OutcomeKind.HOST_OOM, _host_out_of_memory(rank), rank)
     if told:
         return told[0]
     for rank, number in died:
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name
-        return untold(OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}")
+        return untold(OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}", rank)
     for rank, status in enumerate(statuses):
         if status > 0:
-            return untold(OutcomeKind.ERROR, f"rank {rank} ended with exit status {status}")
+            message = f"rank {rank} ended with exit status {status}"
+            return untold(OutcomeKind.ERROR, message, rank)
     return untold(OutcomeKind.ERROR, "the ranks ended without a result")
 
 
@@ -94,9 +134,13 @@ def _read(path: Path) -> Outcome | None:
         return None
 
 
-def log_tail(folder: Path) -> str:
-    """The end of what a trial wrote to its standard error."""
-    path = folder / "stderr.log"
+def log_tail(folder: Path, cross_rank: int = 0) -> str:
+    """The end of what a trial's ranks on a host wrote to their standard error.
+
+    Args:
+        cross_rank: the host's number among those of the trial.
+    """
+    path = folder / log_files(cross_rank)[1]
     if not path.exists():
         return ""
     with open(path, "rb") as file:

@@ -234,6 +234,13 @@ def main() -> None:
     elif behaviour == "fails beside others":
         fail_beside_others()
         train(config)
+    elif behaviour == "hangs at first":
+        mark = FOLDER.parent / f"{FOLDER.name}.began{rank}"
+        if not mark.exists():
+            train(config, steps=1)
+            mark.touch()
+            time.sleep(10_000)
+        train(config)
     elif behaviour == "is a pipeline":
         as_pipeline(config)
     elif on_1_only and rank == 0:

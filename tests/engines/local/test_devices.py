@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import LocalEngine, LocalOptions, Machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -38,16 +38,16 @@ class Scripted:
         self.launched: dict[int, list[str]] = {}
         self._requests: list[Mapping[str, Any]] = []
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, host: int, request: Mapping[str, Any]) -> None:
         if request["op"] == "launch":
             devices = request["ranks"][0]["env"]["CUDA_VISIBLE_DEVICES"]
             self.launched.setdefault(request["trial"], []).append(devices)
             self._requests.append(request)
 
-    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         if self.holds:
             return []
-        answers, self._requests = [self._answer(r) for r in self._requests], []
+        answers, self._requests = [(0, self._answer(r)) for r in self._requests], []
         return answers
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,9 +74,7 @@ class Scripted:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     scripted = Scripted()
-    monkeypatch.setattr(
-        "dsat.engines.local.engine.SupervisorClient", lambda *args, **more: scripted
-    )
+    monkeypatch.setattr("dsat.engines.local.engine.Supervisors", lambda *args, **more: scripted)
     return scripted
 
 
@@ -85,7 +83,7 @@ def engine(supervisor: Scripted, tmp_path: Path) -> Iterator[LocalEngine]:
     user = experiment.read(PROGRAMS / "tiny" / "deepspeed.yaml", PROGRAMS / "tiny")
     program = entrypoint.parse(user.entrypoint, user.model_dir)
     options = LocalOptions(TrialOptions(timeout_s=60))
-    engine = LocalEngine(user, program, GPUS, tmp_path, options, slots_per_trial=1)
+    engine = LocalEngine(user, program, [Host(GPUS)], tmp_path, options, slots_per_trial=1)
     yield engine
     engine.close()
 
@@ -158,8 +156,9 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> No
 
     def launch(number: int, *command: str) -> None:
         ranks = [{"env": {"PATH": "/usr/bin:/bin"}, "cores": []}]
-        where = {"folder": str(tmp_path), "cwd": str(tmp_path), "port": 1, "linger_s": 1}
-        send({"op": "launch", "trial": number, "command": command, "ranks": ranks, **where})
+        where = {"folder": str(tmp_path), "cwd": str(tmp_path), "logs": ["out", "err"]}
+        more = {"command": command, "ranks": ranks, "port": 1, "linger_s": 1}
+        send({"op": "launch", "trial": number, **where, **more})
 
     def send(request: Mapping[str, Any]) -> None:
         process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]

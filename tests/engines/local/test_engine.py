@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from dsat.engines import Engine
-from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local import Host, LocalEngine, LocalOptions
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.retries import BESIDE_OTHERS
 from dsat.errors import EngineError
@@ -544,7 +544,8 @@ def test_a_module_with_an_include(tmp_path: Path) -> None:
         "python3 -m package.main --deepspeed_config ds_config.json", user.model_dir
     )
     options = LocalOptions(TrialOptions(timeout_s=60))
-    engine = LocalEngine(user, program, cpu_machine(1), tmp_path, options, slots_per_trial=1)
+    hosts = [Host(cpu_machine(1))]
+    engine = LocalEngine(user, program, hosts, tmp_path, options, slots_per_trial=1)
     try:
         bench = Bench(engine, tmp_path)
         trial = bench.trial()

@@ -1,0 +1,114 @@
+"""On which hosts trials run: this machine, or all nodes of the Slurm allocation around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dsat.engines.local import Host, find_machine, find_machines
+from dsat.engines.slurm import Allocation
+from dsat.errors import UserInputError
+
+_log = logging.getLogger(__name__)
+# Of memory, in which two devices of one kind differ by what their firmware keeps.
+_EQUAL_WITHIN = 0.02
+
+
+def find_hosts(engine: str) -> tuple[Host, ...]:
+    """The hosts where trials run.
+
+    Args:
+        engine: `slurm` for the nodes of the allocation; `auto` for these if there is more than one.
+
+    Raises:
+        UserInputError: there is no allocation, or its nodes are not equal.
+        EngineError: the accelerators of a host cannot be found.
+    """
+    allocation = Allocation.of(os.environ) if engine in ("auto", "slurm") else None
+    if engine == "slurm" and allocation is None:
+        raise UserInputError(
+            "is for the inside of a Slurm allocation, and SLURM_JOB_ID and SLURM_JOB_NODELIST are "
+            "not set",
+            where="--engine slurm",
+            hint="Start dsat in a job script (sbatch), or after salloc.",
+        )
+    if allocation is None or (allocation.count == 1 and allocation.node):
+        return (Host(find_machine()),)
+    why = "--engine slurm" if engine == "slurm" else "--engine local takes this machine alone"
+    _log.info(
+        "tuning on the %d nodes of Slurm job %s, %s (%s)",
+        allocation.count,
+        allocation.job,
+        allocation.nodes,
+        why,
+    )
+    nodes = allocation.find_nodes()
+    machines = find_machines({node.name: node.prefix for node in nodes})
+    hosts = [
+        Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
+        for node, machine in zip(nodes, machines, strict=True)
+    ]
+    check_equal(hosts)
+    return tuple(hosts)
+
+
+def check_equal(hosts: Sequence[Host]) -> None:
+    """Raises UserInputError unless a trial is the same on any of the hosts."""
+    first = hosts[0]
+    for other in hosts[1:]:
+        one, two = first.machine, other.machine
+        alike = min(one.memory_bytes, two.memory_bytes) >= (1 - _EQUAL_WITHIN) * max(
+            one.memory_bytes, two.memory_bytes
+        )
+        slots_differ = (one.accelerator, one.num_slots, one.device_name) != (
+            two.accelerator,
+            two.num_slots,
+            two.device_name,
+        )
+        if slots_differ or not alike:
+            has, differs = one.describe(), two.describe()
+        elif one.software != two.software:
+            has, differs = ", ".join(one.software), ", ".join(two.software)
+        else:
+            continue
+        raise UserInputError(
+            f"host {first.name} has {has}, and host {other.name} has {differs}",
+            where="hosts",
+            hint="Trials on unequal hosts cannot be compared: take equal ones, or --engine local.",
+        )
+
+
+def describe(hosts: Sequence[Host]) -> str:
+    """What the hosts have, for people."""
+    machine = hosts[0].machine
+    if len(hosts) == 1:
+        return machine.describe()
+    names = ", ".join(host.name for host in hosts)
+    return f"{len(hosts)} hosts ({names}), each with {machine.describe()}"
+
+
+def only(hosts: Sequence[Host], wanted: Sequence[int], without: Sequence[int]) -> tuple[Host, ...]:
+    """The hosts with some of their devices alone; see `Machine.only`."""
+    return tuple(replace(host, machine=host.machine.only(wanted, without)) for host in hosts)
+
+
+def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
+    """Raises UserInputError if there is no place for a trial of so many slots."""
+    each = hosts[0].machine.num_slots
+    most = each * len(hosts)
+    if slots <= each or (slots <= most and slots % each == 0):
+        return
+    if len(hosts) == 1:
+        raise UserInputError(
+            f"a trial needs {slots} slots, and this machine has {describe(hosts)}",
+            where=where,
+            hint=f"Use --slots {most} or another machine.",
+        )
+    raise UserInputError(
+        f"a trial needs {slots} slots, and there are {describe(hosts)}",
+        where=where,
+        hint=f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "
+        f"to {most}.",
+    )

@@ -1,0 +1,223 @@
+"""The supervisors of all hosts, and the engine's end of their protocol."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.process_record import ProcessRecord, where
+from dsat.engines.local.supervisor_client import SupervisorClient
+from dsat.errors import EngineError
+
+# What `deepspeed.initialize` and the first steps import by and by (deepspeed 0.19.8: 1,512 modules,
+# 2.2 s); imported once here instead of in every rank.
+WARM_MODULES = (
+    "psutil",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.data",
+    "torch.utils.flop_counter",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.fp16.fused_optimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.op_builder",
+    "dsat.in_trial.rank",
+)
+LOST = "lost"
+_WARM_UP_LIMIT_S = 300.0
+_LOOK_LIMIT_S = 60.0
+
+
+class Supervisors:
+    """Starts a supervisor on each host, and talks with all of them.
+
+    Args:
+        hosts: where.
+        folder: of the run.
+        env: the user's own variables, for what is imported in advance.
+    """
+
+    def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
+        self._hosts = hosts
+        self._folder = folder.resolve()
+        self._env = env
+        self._record = ProcessRecord(self._folder)
+        self._unheard: list[tuple[int, dict[str, Any]]] = []
+        self._start()
+
+    def send(self, host: int, request: Mapping[str, Any]) -> None:
+        """Sends a request to a host; on one that is lost, what is launched has ended at once."""
+        is_launch = request["op"] == "launch"
+        if host in self._clients:
+            if is_launch:
+                self._record.uses(request["port"])
+            self._clients[host].send(request)
+        elif is_launch:
+            ranks = len(request["ranks"])
+            ended = {"statuses": [-signal.SIGKILL] * ranks, "killed": [True] * ranks}
+            self._unheard.append((host, {"event": "ended", "trial": request["trial"], **ended}))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """Answers that came, each with its host, after waiting for one at most so long.
+
+        The last of a host whose supervisor is gone is {"event": "lost", "reason": text}.
+        """
+        if self._unheard:
+            unheard, self._unheard = self._unheard, []
+            return unheard
+        found: list[tuple[int, dict[str, Any]]] = []
+        for key, _ in self._selector.select(timeout_s):
+            host: int = key.data
+            answers = self._clients[host].read()
+            found += [(host, answer) for answer in answers or ()]
+            if answers is None:
+                found.append((host, {"event": LOST, "reason": self._lose(host)}))
+        return found
+
+    def check_folders(self, folders: Sequence[Path]) -> None:
+        """Checks that all hosts have the same run folder, and folders that trials need.
+
+        Raises:
+            EngineError: a host has not.
+        """
+        token, proof = secrets.token_hex(), self._folder / f".seen-{secrets.token_hex(4)}"
+        proof.write_text(token)
+        try:
+            for host, answer in self._look(proof).items():
+                if answer["text"] != token:
+                    raise EngineError(
+                        f"host {self._hosts[host].name} does not share the run's folder "
+                        f"{self._folder} with this one: put it on a file system that all hosts "
+                        "have (--run-dir)"
+                    )
+        finally:
+            proof.unlink()
+        for folder in folders:
+            for host, answer in self._look(folder).items():
+                if not answer["is_folder"]:
+                    raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
+
+    def warm_up(self, modules: Sequence[str] = ()) -> str:
+        """Has the supervisors import what ranks need, or more modules later on.
+
+        If one can no longer fork afterwards, all are started again without them. Nothing may be
+        running.
+
+        Returns:
+            Why no ranks can be forked even with only torch and DeepSpeed imported: they must be
+            fresh processes. Empty if they can be.
+
+        Raises:
+            EngineError: the imports take too long.
+        """
+        reason = self._warm(modules or WARM_MODULES)
+        if not reason:
+            return ""
+        self._restart()
+        if modules:
+            reason = self._warm(WARM_MODULES)
+            if not reason:
+                return ""
+            self._restart()
+        return reason
+
+    def close(self) -> None:
+        """Ends the supervisors, and with them everything that they started; does nothing twice."""
+        self._selector.close()
+        for client in self._clients.values():
+            client.ask_to_end()
+        try:
+            for client in self._clients.values():
+                client.wait_for_end()
+        except KeyboardInterrupt:  # whoever does not want to wait
+            for client in self._clients.values():
+                client.kill()
+            self._record.sweep()
+            raise
+        self._clients.clear()
+        self._record.sweep()
+
+    def _start(self, hosts: Sequence[int] | None = None) -> None:
+        log = self._folder / "supervisor.log"
+        self._selector = selectors.DefaultSelector()
+        self._clients: dict[int, SupervisorClient] = {}
+        self._pids: dict[int, set[int]] = {}  # of this machine, by host
+        for number in range(len(self._hosts)) if hosts is None else hosts:
+            host = self._hosts[number]
+            client = SupervisorClient(host, log, env=self._env, folder=self._folder)
+            self._record.began(client.pid)
+            self._clients[number] = client
+            self._pids[number] = {client.pid}
+            self._selector.register(client, selectors.EVENT_READ, number)
+
+    def _restart(self) -> None:
+        hosts = list(self._clients)
+        self.close()
+        self._start(hosts)
+        if len(hosts) > 1:
+            self._look(self._folder)
+
+    def _look(self, path: Path) -> dict[int, dict[str, Any]]:
+        """What the hosts see at a path; notes which supervisors turn out to be on this machine."""
+        answers = self._ask({"op": "look", "path": str(path)}, "look")
+        for host, answer in answers.items():
+            if answer["where"] == where():
+                self._pids[host].add(answer["pid"])
+        return answers
+
+    def _lose(self, host: int) -> str:
+        """Ends what a host has left behind here; says what became of it."""
+        client = self._clients.pop(host)
+        self._selector.unregister(client)
+        reason = client.reason_of_end()
+        del self._pids[host]
+        self._record.sweep(spare={pid for pids in self._pids.values() for pid in pids})
+        return reason
+
+    def _warm(self, modules: Sequence[str]) -> str:
+        """Why one of the supervisors cannot fork after it has imported modules."""
+        answers = self._ask({"op": "warm", "modules": list(modules)}, "warm", _WARM_UP_LIMIT_S)
+        return next((answer["reason"] for answer in answers.values() if not answer["ok"]), "")
+
+    def _ask(
+        self, request: Mapping[str, Any], event: str, limit_s: float = _LOOK_LIMIT_S
+    ) -> dict[int, dict[str, Any]]:
+        """The answers of all hosts to a request; what else is said meanwhile is kept.
+
+        A host that is lost meanwhile gives none.
+
+        Raises:
+            EngineError: one takes too long.
+        """
+        kept: list[tuple[int, dict[str, Any]]] = []
+        answers: dict[int, dict[str, Any]] = {}
+        for host in self._clients:
+            self.send(host, request)
+        deadline = time.monotonic() + limit_s
+        while missing := self._clients.keys() - answers.keys():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(self._hosts[host].name for host in sorted(missing))
+                on_hosts = f" on {names}" if any(names) else ""
+                what = "importing torch and deepspeed" if event == "warm" else "an answer"
+                raise EngineError(f"{what} took longer than {limit_s:g} s{on_hosts}")
+            for host, answer in self.receive(left_s):
+                if answer["event"] == event:
+                    answers[host] = answer
+                else:
+                    kept.append((host, answer))
+        self._unheard += kept
+        return answers

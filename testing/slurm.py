@@ -1,0 +1,162 @@
+"""Slurm's own daemons, several nodes of them on this machine, without a service manager."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.engines.local.ports import free_ports
+from testing.local import wait_until
+
+PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "srun", "sbatch", "salloc", "scancel", "scontrol")
+_PATIENCE_S = 60.0
+_KILL_WAIT_S = 20
+_CONFIG = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+ReturnToService=2
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+KillWait={kill_wait_s}
+InactiveLimit=0
+SlurmdParameters=config_overrides
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A cluster whose daemons run.
+
+    Attributes:
+        folder: of its configuration, state and logs.
+        nodes: names of the nodes, one processor core each.
+        env: what programs need to find it.
+    """
+
+    folder: Path
+    nodes: Sequence[str]
+    env: Mapping[str, str]
+
+    def ask(self, *command: str) -> str:
+        """What one of Slurm's commands prints."""
+        return subprocess.run(
+            command,
+            env=self.env,
+            check=True,
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=_PATIENCE_S,
+        ).stdout
+
+    def submit(self, command: str, log: Path, *options: str) -> str:
+        """Submits a job script of one command; returns its number."""
+        script = log.with_suffix(".sh")
+        script.write_text(f"#!/bin/sh\nexec {command}\n")
+        words = ["--parsable", f"--output={log}", *options, str(script)]
+        return self.ask("sbatch", *words).strip()
+
+    def state(self, job: str) -> str:
+        """Of a job: PENDING, RUNNING, COMPLETED, CANCELLED, FAILED, ..."""
+        shown = self.ask("scontrol", "--oneliner", "show", "job", job)
+        [state] = [word[9:] for word in shown.split() if word.startswith("JobState=")]
+        return state
+
+    def wait_for(self, job: str, timeout_s: float) -> str:
+        """Waits until a job has ended and its nodes are free; returns its state."""
+        going_on = ("PENDING", "RUNNING", "COMPLETING")
+        wait_until(lambda: self.state(job) not in going_on, f"the end of job {job}", timeout_s)
+        wait_until(lambda: self._idle() == len(self.nodes), "idle nodes", timeout_s)
+        return self.state(job)
+
+    def _idle(self) -> int:
+        return self.ask("sinfo", "--noheader", "--Node", "--format=%t").split().count("idle")
+
+
+def missing() -> list[str]:
+    """Programs of Slurm's that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+
+
+@contextlib.contextmanager
+def running(folder: Path, nodes: int) -> Iterator[Slurm]:
+    """A cluster of so many nodes; all of it has ended afterwards."""
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    controller_port, *ports = free_ports(nodes + 1)
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
+    given = {"folder": folder, "controller_port": controller_port, "kill_wait_s": _KILL_WAIT_S}
+    lines = [_CONFIG.format(**given, user=user.stdout.strip())]
+    for name, port in zip(names, ports, strict=True):
+        where = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={port}"
+        lines.append(f"NodeName={name} {where} CPUs=1 State=UNKNOWN")
+        (folder / f"spool-{name}").mkdir()
+    lines.append(f"PartitionName=main Nodes={','.join(names)} Default=YES State=UP\n")
+    config = folder / "slurm.conf"
+    config.write_text("\n".join(lines))
+    (folder / "state").mkdir()
+    # This may itself run in a job of another cluster.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env |= {"SLURM_CONF": str(config), "PATH": _path()}
+    cluster = Slurm(folder, names, env)
+    cores = sorted(os.sched_getaffinity(0))
+    stepd = shutil.which("slurmstepd", path=_path())
+    assert stepd is not None
+    with contextlib.ExitStack() as daemons:
+        daemons.enter_context(_daemon(["slurmctld", "-D"], env, folder / "slurmctld.out"))
+        for number, name in enumerate(names):
+            # A node's jobs have one core, as those of a node that is a machine would have theirs.
+            core = str(cores[number % len(cores)])
+            command = ["taskset", "--cpu-list", core, "slurmd", "-D", "-N", name, "-d", stepd]
+            daemons.enter_context(_daemon(command, env, folder / f"{name}.out"))
+        wait_until(lambda: cluster._idle() == nodes, "idle nodes", _PATIENCE_S)
+        try:
+            yield cluster
+        finally:
+            cluster.ask("scancel", "--state=RUNNING")
+            wait_until(lambda: cluster._idle() == nodes, "the end of all jobs", _PATIENCE_S)
+
+
+@contextlib.contextmanager
+def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _path() -> str:
+    """Where daemons are, and the Python of this environment."""
+    given = os.environ.get("PATH", os.defpath)
+    return os.pathsep.join([os.path.dirname(sys.executable), given, "/usr/sbin", "/usr/local/sbin"])

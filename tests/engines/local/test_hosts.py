@@ -1,0 +1,263 @@
+"""The engine over several hosts: children of this machine, real processes, and hosts that die."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsat.engines import Engine
+from dsat.engines.local import Host, LocalEngine, Machine
+from dsat.engines.local.slots import Slots
+from dsat.errors import EngineError
+from dsat.in_trial import loopback
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
+from testing.engine_contract import Behaviour, EngineContract
+from testing.local import (
+    PATIENCE_S,
+    Bench,
+    bench_of,
+    buffers_of,
+    engine_of,
+    hosts_here,
+    is_alive,
+    processes_of,
+    read_json,
+    wait_until,
+)
+
+GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
+FAILED = Outcome(OutcomeKind.ERROR, message="it failed")
+
+
+# -- where trials are placed
+
+
+def gpu_hosts(count: int) -> list[Host]:
+    return [Host(GPUS, name) for name in "abcdefgh"[:count]]
+
+
+def placed(slots: Slots) -> dict[str, tuple[int, ...]] | None:
+    shares = slots.take()
+    return None if shares is None else {share.host.name: share.slots for share in shares}
+
+
+def test_trials_leave_hosts_whole_as_long_as_others_have_room() -> None:
+    slots = Slots(gpu_hosts(2), 2)
+    assert slots.usable == 8
+    first = slots.take()
+    assert first is not None
+    assert placed(slots) == {"a": (2, 3)}
+    assert placed(slots) == {"b": (0, 1)}
+    slots.give_back(first)
+    assert placed(slots) == {"a": (0, 1)}
+    assert placed(slots) == {"b": (2, 3)}
+    assert placed(slots) is None
+
+
+def test_a_trial_that_needs_more_than_a_host_gets_whole_hosts() -> None:
+    slots = Slots(gpu_hosts(5), 8)
+    assert slots.usable == 16, "the fifth host is of no use"
+    assert placed(slots) == {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}
+    assert placed(slots) == {"c": (0, 1, 2, 3), "d": (0, 1, 2, 3)}
+    assert placed(slots) is None
+    with pytest.raises(EngineError, match="a trial needs 8 slots and 0 are free"):
+        slots.check_free(waiting=0)
+
+
+def test_slots_that_no_trial_can_use_are_not_counted() -> None:
+    slots = Slots(gpu_hosts(2), 3)
+    assert slots.usable == 6, "two trials of three, though there are eight"
+
+
+def test_a_host_that_is_lost_takes_its_slots_along() -> None:
+    slots = Slots(gpu_hosts(3), 8)
+    shares = slots.take()
+    assert shares is not None
+    assert slots.lose(1, "it burnt") == "host b is not used any more: it burnt"
+    slots.give_back(shares)
+    assert slots.usable == 8
+    assert placed(slots) == {"a": (0, 1, 2, 3), "c": (0, 1, 2, 3)}
+    slots.check_enough()
+    slots.lose(2, "it drowned")
+    told = r"8 slots, and 4 of 12 still work \(host b: it burnt; host c: it drowned\).*--resume"
+    with pytest.raises(EngineError, match=told):
+        slots.check_enough()
+
+
+def test_a_stuck_device_is_taken_out_on_its_host_alone() -> None:
+    slots = Slots(gpu_hosts(2), 8)
+    shares = slots.take()
+    assert shares is not None
+    said = slots.check(shares, FAILED, stuck={1})
+    assert [line.partition(" is not")[0] for line in said] == [
+        f"cuda {number} of host b" for number in range(4)
+    ]
+    with pytest.raises(EngineError, match=r"4 of 8 still work .*cuda 0 of host b: a rank waits"):
+        slots.check_enough()
+
+
+def test_the_interface_to_an_address_is_found() -> None:
+    assert loopback.interface_to("127.0.0.1") == "lo"
+    assert loopback.interface_to("256.1.1.1") == ""
+
+
+# -- trials
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalEngine]]:
+    """Engines that tests of the contract use one after the other."""
+    engines: list[LocalEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.slow
+class TestEngineOverTwoHosts(EngineContract):
+    """With a slot each; one engine for all tests that do not close it."""
+
+    _tests = itertools.count(1)
+
+    @pytest.fixture(autouse=True)
+    def _in_a_folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.mktemp("hosts")
+        self.first_id = 100 * next(self._tests)
+
+    def make(self, num_slots: int) -> Engine:
+        return engine_of("behaviours", self.folder, hosts=hosts_here(num_slots))
+
+    @pytest.fixture
+    def engine(self, shared: list[LocalEngine]) -> Iterator[Engine]:
+        if not shared or shared[-1]._closed:
+            made = self.make(2)
+            assert isinstance(made, LocalEngine)
+            shared.append(made)
+        engine = shared[-1]
+        yield engine
+        for trial_id in list(engine._running):
+            engine.cancel(trial_id)
+        while engine._running:
+            engine.poll(self.patience_s)
+
+    def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
+        plain = super().trial(trial_id, behaviour)
+        zero = {"zero_optimization": {"stage": plain.stage}}
+        return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})
+
+
+@pytest.fixture(scope="module")
+def across(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Trials of two ranks on two hosts that have one slot each."""
+    folder = tmp_path_factory.mktemp("across")
+    with bench_of("behaviours", folder, slots_per_trial=2, hosts=hosts_here(2)) as bench:
+        yield bench
+
+
+@pytest.mark.slow
+def test_a_trial_over_two_hosts(across: Bench) -> None:
+    trial = across.trial(stage=2)
+    outcome = across.run(trial)
+    assert outcome.ok, across.log(trial)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "GROUP_RANK")
+    for rank, expected in enumerate(("0 0 2 1 0 0", "1 0 2 1 1 1")):
+        env = read_json(across.path(trial) / f"facts{rank}.json")["environment"]
+        assert [env[name] for name in names] == expected.split()
+        assert (env["GROUP_WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "127.0.0.1")
+    assert "rank 0 runs" in across.read(trial, "stdout.log")
+    assert "rank 1 runs" in across.read(trial, "stdout-1.log")
+    assert "# on host1\n" in across.read(trial, "cmd.txt")
+    assert processes_of(across.path(trial)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("behaviour", "kind", "message"),
+    [
+        ("crashes on 1", "ERROR", "rank 1: ValueError: the data set has no labels"),
+        ("exit on 1", "ERROR", "rank 1 ended with exit status 3"),
+        ("exhausts memory on 1", "OOM", "rank 1: out of memory"),
+    ],
+)
+def test_a_failure_on_one_host_ends_the_trial_on_the_other(
+    across: Bench, behaviour: str, kind: str, message: str
+) -> None:
+    trial = across.trial(behaviour)
+    outcome = across.run(trial)
+    assert outcome.kind is OutcomeKind(kind), outcome
+    assert message in outcome.message
+    assert outcome.duration_s < 30
+    wait_until(lambda: not processes_of(across.path(trial)), "the end of both ranks", 5)
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_leaves_the_run_and_its_trial_runs_elsewhere(tmp_path: Path) -> None:
+    with bench_of("behaviours", tmp_path, slots_per_trial=2, hosts=hosts_here(3)) as bench:
+        trial = bench.trial("hangs at first")
+        bench.engine.launch(trial)
+        mark = tmp_path / "trials" / f"{trial.name}.began1"
+        wait_until(mark.exists, "the ranks", PATIENCE_S)
+        others = [bench.supervisor(host).pid for host in (0, 2)]
+        first = [read_json(bench.path(trial) / f"facts{rank}.json")["pid"] for rank in (0, 1)]
+        bench.supervisor(1).kill()
+        [(_, outcome)] = bench.engine.poll(PATIENCE_S)
+        assert outcome.ok, (outcome, bench.log(trial))
+        [warning] = [line for line in outcome.warnings if "host" in line]
+        assert warning.startswith("host host1 is not used any more: the process that runs trials")
+        assert not any(map(is_alive, first))
+        assert all(map(is_alive, others)), "what the lost host left behind was ended, and no more"
+        assert "# on host2\n" in bench.read(trial, "cmd.txt")
+        assert bench.engine.num_slots == 2
+        again = bench.trial("hangs")
+        bench.engine.launch(again)
+        wait_until((bench.path(again) / "facts1.json").exists, "the ranks", PATIENCE_S)
+        bench.supervisor(2).kill()
+        with pytest.raises(EngineError, match=r"host host2: the process .* Continue with --resume"):
+            bench.engine.poll(PATIENCE_S)
+    assert processes_of(tmp_path) == []
+    assert buffers_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from testing.local import bench_of, hosts_here\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "with bench_of('behaviours', folder, slots_per_trial=2, hosts=hosts_here(2)) as bench:\n"
+        "    bench.engine.launch(bench.trial('leaves and hangs: daemon'))\n"
+        "    time.sleep(1000)\n"
+    )
+    owner = psutil.Popen([sys.executable, "-c", code, str(tmp_path)])
+    wait_until(lambda: len(list(tmp_path.glob("trials/*/left?.json"))) == 2, "both ranks")
+    pids = [pid for path in tmp_path.glob("trials/*/left?.json") for pid in read_json(path)]
+    below = owner.children(recursive=True)
+    owner.kill()
+    owner.wait(10)
+    wait_until(lambda: not any(is_alive(process.pid) for process in below), "the end of all", 10)
+    assert not any(map(is_alive, pids))
+    assert processes_of(tmp_path) == []
+    assert buffers_of(tmp_path) == []
+
+
+SEES_NOTHING = """
+import json, sys
+for line in sys.stdin:
+    seen = {"text": None, "is_folder": False, "pid": 1, "where": {}}
+    print(json.dumps({"event": "look", **seen}), flush=True)
+"""
+
+
+def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path: Path) -> None:
+    here, there = hosts_here(2)
+    there = replace(there, prefix=(sys.executable, "-c", SEES_NOTHING))
+    with pytest.raises(EngineError, match=r"host1 does not share the run's folder .*--run-dir"):
+        engine_of("behaviours", tmp_path, hosts=[here, there])
+    assert processes_of(tmp_path) == []

@@ -1,0 +1,173 @@
+"""Slurm: what an allocation says of itself, and real daemons of three nodes on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsat.app import hosts
+from dsat.app.hosts import check_equal, check_slots, describe, find_hosts
+from dsat.engines import slurm
+from dsat.engines.local import Host
+from dsat.engines.slurm import Allocation
+from dsat.errors import EngineError, UserInputError
+from testing import slurm as cluster
+from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of
+from testing.local import buffers_of, cpu_machine, processes_of, wait_until
+from testing.slurm import Slurm
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "16(x2)",
+}
+ENDS_WITHIN_S = 240.0
+SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+
+def test_an_allocation_is_known_by_its_variables() -> None:
+    assert Allocation.of({}) is None
+    assert Allocation.of(JOB) == Allocation("7", "n[1-2]", 2, "16(x2)", node="")
+    inside = Allocation.of({**JOB, "SLURMD_NODENAME": "n1", "SLURM_STEP_NUM_TASKS": "1"})
+    assert inside is not None and inside.node == "n1"
+    with pytest.raises(EngineError, match="srun has started dsat 2 times: start it once"):
+        Allocation.of({**JOB, "SLURM_STEP_NUM_TASKS": "2"})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "by_node"), [("32(x2),16", [32, 32, 16]), ("8", [8]), ("4,2(x3)", [4, 2, 2, 2])]
+)
+def test_processors_of_nodes(cpus: str, by_node: list[int]) -> None:
+    assert slurm._expanded(cpus) == by_node
+
+
+def test_slurm_is_asked_for_only_where_there_is_an_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(UserInputError, match=r"SLURM_JOB_ID .* not set. .*sbatch"):
+        find_hosts("slurm")
+
+
+def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
+    assert find_hosts("auto") == find_hosts("slurm") == (Host(cpu_machine(2)),)
+
+
+def test_hosts_must_be_equal() -> None:
+    machine = replace(cpu_machine(2), software=("torch 2.9", "deepspeed 0.19"))
+    a = Host(machine, "a")
+    check_equal([a, Host(replace(machine, memory_bytes=machine.memory_bytes + 1), "b")])
+    for other, told in (
+        (replace(machine, devices=("0",)), "host a has 2 cpu slots .* host b has 1 cpu slot"),
+        (replace(machine, memory_bytes=2**30), "host b has 2 cpu slots .*1 GiB"),
+        (replace(machine, software=("torch 2.8",)), "host a has torch 2.9.* b has torch 2.8"),
+    ):
+        with pytest.raises(UserInputError, match=told):
+            check_equal([a, Host(other, "b")])
+
+
+def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
+    several = [Host(cpu_machine(4), name) for name in "abc"]
+    assert describe(several).startswith("3 hosts (a, b, c), each with 4 cpu slots")
+    for slots in (1, 3, 4, 8, 12):
+        check_slots(several, slots, where="--slots")
+    for slots in (6, 16):
+        with pytest.raises(UserInputError, match="up to 4, or a multiple of it up to 12"):
+            check_slots(several, slots, where="--slots")
+
+
+def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with pytest.raises(EngineError, match="there is no scontrol here"):
+        Allocation("7", "n[1-2]", 2, "16(x2)", "").find_nodes()
+
+
+# -- real daemons
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A cluster of three nodes with a processor core each."""
+    if lacks := cluster.missing():
+        pytest.skip(f"{', '.join(lacks)} not found: make test-cluster installs Slurm")
+    with cluster.running(tmp_path_factory.mktemp("slurm"), 3) as found:
+        yield found
+
+
+def job_of(run_dir: Path, *options: object) -> str:
+    folder = run_dir.parent
+    config = experiment_of(folder, "tiny", hyperparameters=inline(zero_optimization=SMALL_BUCKETS))
+    words = command_of("random", "tiny", run_dir, "--slots", 2, *FAST, *options, config=config)
+    return shlex.join(words)
+
+
+def assert_nothing_is_left(run_dir: Path) -> None:
+    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 10)
+    assert buffers_of(run_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_search_in_a_job_of_two_nodes(three: Slurm, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "job.log"
+    job = three.submit(job_of(run_dir, "--max-trials", 2), log, "--nodes=2")
+    state = three.wait_for(job, ENDS_WITHIN_S)
+    said = log.read_text()
+    assert state == "COMPLETED", said
+    assert f"tuning on the 2 nodes of Slurm job {job}, n[1-2] (--engine local takes" in said
+    assert "2 hosts (n1, n2), each with 1 cpu slot" in said
+    run = run_of(run_dir)
+    assert run.best is not None and run.stop_reason is not None
+    folder = run_dir / "trials" / run.best.name
+    started = (folder / "cmd.txt").read_text()
+    second = started.partition("# on n2\n")[2].split()
+    assert {"RANK=1", "LOCAL_RANK=0", "CROSS_RANK=1", "LOCAL_WORLD_SIZE=1"} <= set(second)
+    assert (folder / "stdout-1.log").exists()
+    assert_nothing_is_left(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_job_that_is_ended_leaves_a_run_that_goes_on(three: Slurm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    search = ("--max-trials", 12)
+    job = three.submit(job_of(run_dir, *search), first, "--nodes=2")
+    wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
+    three.ask("scancel", job)
+    assert three.wait_for(job, 60) == "CANCELLED"
+    assert_nothing_is_left(run_dir)
+    known = len(run_of(run_dir).outcomes)
+    assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
+    assert run_of(run_dir).stop_reason is None
+    job = three.submit(job_of(run_dir, *search, "--resume"), second, "--nodes=2")
+    assert three.wait_for(job, ENDS_WITHIN_S) == "COMPLETED", second.read_text()
+    assert len(run_of(run_dir).outcomes) > known
+    assert "Traceback" not in first.read_text() + second.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_node_whose_step_is_killed_leaves_the_run(three: Slurm, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "job.log"
+    job = three.submit(job_of(run_dir, "--max-trials", 200), log, "--nodes=3")
+    wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
+    steps = three.ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %N")
+    [step] = [line.split()[0] for line in steps.splitlines() if line.split()[-1] == "n2"]
+    three.ask("scancel", step)
+    wait_until(lambda: "host n2 is not used any more" in log.read_text(), "the loss of n2", 60)
+    known = len(run_of(run_dir).outcomes)
+    wait_until(lambda: len(run_of(run_dir).outcomes) > known + 1, "more trials", ENDS_WITHIN_S)
+    three.ask("scancel", job)
+    three.wait_for(job, 60)
+    assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
+    assert_nothing_is_left(run_dir)
