@@ -104,8 +104,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def job_of(run_dir: Path, *options: object) -> str:
-    folder = run_dir.parent
-    config = experiment_of(folder, "tiny", hyperparameters=inline(zero_optimization=SMALL_BUCKETS))
+    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
+    config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
     words = command_of("random", "tiny", run_dir, "--slots", 2, *FAST, *options, config=config)
     return shlex.join(words)
 
