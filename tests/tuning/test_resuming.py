@@ -1,0 +1,155 @@
+"""A run that was cut off goes on, and one that was decided otherwise is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from dsat.errors import JournalMismatch
+from dsat.search import SEARCHES
+from dsat.tuning.journal import MemoryJournal
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.trial import BatchTriple
+from testing.helpers import (
+    Event,
+    FakeClock,
+    World,
+    drive,
+    plan_of,
+    profiled,
+    ran,
+    weightless,
+)
+from testing.tuners import ONE_LINEAGE, begun, events_of, tuner_of
+
+
+@pytest.mark.slow  # replays a run once for every event of it
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("twins", [False, True])
+def test_a_run_cut_off_after_any_event_continues_as_if_it_were_not(
+    method: str, slots: int, twins: bool
+) -> None:
+    changes: dict[str, Any] = {"max_trials": 12 if method == "model" else 25}
+    if twins:
+        changes |= {**ONE_LINEAGE, "zero_stages": (1, 2), "own_batch": BatchTriple(20, 20, 1)}
+    plan = plan_of(method, **changes)
+    whole = events_of(plan, World(), slots=slots)
+    assert len(whole) > 10
+    for count in range(len(whole) + 1):
+        tuner, journal = tuner_of(plan, whole[:count])
+        drive(tuner, World(), slots=slots)
+        assert journal.events == whole
+
+
+def test_a_resumed_run_knows_what_ran_when_it_was_cut_off() -> None:
+    plan = plan_of()
+    tuner, journal = begun(plan)
+    started = tuner.next_trials(3)
+    tuner.record(started[1].id, ran())
+    resumed, _ = tuner_of(plan, journal.events)
+    assert resumed.run.running == [started[0], started[2]]
+    assert len(resumed.next_trials(1)) == 1
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_finished_run_continues_with_more_trials(method: str) -> None:
+    short = events_of(plan_of(method, max_trials=8), World(), slots=1)
+    long = events_of(plan_of(method, max_trials=15), World(), slots=1)
+    tuner, journal = tuner_of(plan_of(method, max_trials=15), short)
+    assert not tuner.finished
+    drive(tuner, World(), slots=1)
+
+    def essence(events: list[Event]) -> list[tuple[Any, Any]]:
+        return [
+            (event.get("trial"), event.get("outcome"))
+            for event in events
+            if event["event"] in ("proposed", "finished")
+        ]
+
+    assert len(tuner.run.trials) == 15
+    assert essence(journal.events) == essence(long)
+    assert [e["reason"] for e in journal.events if e["event"] == "stopped"] == [
+        "all 8 trials are done",
+        "all 15 trials are done",
+    ]
+    first_stop = [event["event"] for event in journal.events].index("stopped")
+    assert Run(journal.events[: first_stop + 1]).stop_reason == "all 8 trials are done"
+    assert Run(journal.events[: first_stop + 2]).stop_reason is None
+    assert Run(journal.events).stop_reason == "all 15 trials are done"
+    plan = Run(journal.events).plan
+    assert plan is not None
+    assert plan.max_trials == 15
+
+
+def test_a_run_continued_with_fewer_trials_than_it_had_is_over() -> None:
+    events = events_of(plan_of(max_trials=12), World(), slots=1)
+    tuner, _ = tuner_of(plan_of(max_trials=5), events)
+    assert len(tuner.run.trials) == 12
+    assert tuner.next_trials(1) == []
+    assert tuner.finished
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("seed", 8, "random seed was 7, now 8"),
+        ("method", "asha", "method was binary, now asha"),
+        ("metric", "latency", "metric was throughput, now latency"),
+        ("zero_stages", (1, 2), "ZeRO stages was"),
+        ("slots_per_trial", 2, "slots per trial was 1, now 2"),
+        ("base_config", {}, "DeepSpeed configuration"),
+        ("own_batch", BatchTriple(8, 8, 1), "own train_batch_size was"),
+        ("search_options", {"divisor": 4}, "option of the search divisor was not given, now 4"),
+        ("train_batch_size", 4, "train batch size was not given, now 4"),
+        ("divisible_by", 2, "divisible by was 1, now 2"),
+        ("slot_memory_bytes", 2**30, "slot memory was not given, now 1GiB"),
+        ("measured", {"program": "another"}, "now another"),
+    ],
+)
+def test_another_plan_cannot_continue_a_run(field: str, value: Any, said: str) -> None:
+    events = events_of(plan_of(max_trials=3), World(), slots=1)
+    with pytest.raises(JournalMismatch, match=re.escape("Cannot resume: ")) as found:
+        tuner_of(plan_of(**{"max_trials": 3, field: value}), events)
+    assert said in str(found.value)
+
+
+def test_a_proposal_that_would_not_be_made_today_is_a_mismatch() -> None:
+    events = events_of(plan_of(max_trials=6), World(), slots=1)
+    position = max(n for n, event in enumerate(events) if event["event"] == "proposed")
+    events[position]["trial"]["batch"]["micro_batch"] += 1
+    name = events[position]["trial"]["name"]
+    with pytest.raises(JournalMismatch, match=f"trial 5 was {name}"):
+        tuner_of(plan_of(max_trials=6), events)
+
+
+def test_a_proposal_where_there_is_nothing_to_try_is_a_mismatch() -> None:
+    events = events_of(plan_of(max_trials=6), World(), slots=1)
+    premature = [event for event in events if event["event"] != "finished"]
+    with pytest.raises(JournalMismatch, match="decides nothing"):
+        tuner_of(plan_of(max_trials=6), premature)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_pause_where_there_was_something_to_try_is_a_mismatch(last: bool) -> None:
+    events = events_of(plan_of(max_trials=6), World(), slots=1)
+    position = [event["event"] for event in events].index("finished") + 1
+    events.insert(position, {"event": "waiting", "elapsed_s": 0.0})
+    with pytest.raises(JournalMismatch, match="waited"):
+        tuner_of(plan_of(max_trials=6), events[: position + 1] if last else events)
+
+
+def test_the_pause_between_two_sessions_is_no_running_time() -> None:
+    plan = plan_of(max_trials=2)
+    clock = FakeClock()
+    first = MemoryJournal([])
+    tuner = Tuner(plan, first, clock=clock)
+    tuner.next_trials(1)
+    clock.now_s += 10_000
+    resumed = Tuner(plan, MemoryJournal([]), events=first.events, clock=clock)
+    resumed.record(0, profiled(weightless(15)))
+    assert [event["elapsed_s"] for event in first.events] == [1.0, 1.0]
+    assert resumed.run.running_s == 3.0
