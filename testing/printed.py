@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsat.app import prepare as preparation
-from dsat.app import train_command
-from dsat.app.prepare import Prepared
+from dsat.app import hosts, train_command
+from dsat.app.prepare import Prepared, prepare
 from dsat.inputs.settings import Settings
 from dsat.report import summary
 from dsat.tuning.run import Run
@@ -26,9 +25,9 @@ def prepared(
     """What `dsat random -- COMMAND` makes of a command in a folder, on the cores that there are."""
     monkeypatch.chdir(folder)
     machine = cpu_machine(len(os.sched_getaffinity(0)))
-    monkeypatch.setattr(preparation, "find_machine", lambda: machine)
+    monkeypatch.setattr(hosts, "find_machine", lambda: machine)
     words = tuple(shlex.split(command))
-    [ready] = preparation.prepare(Settings(method="random", command=words, **settings))
+    [ready] = prepare(Settings(method="random", command=words, **settings))
     return ready
 
 
