@@ -106,7 +106,9 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
     found: dict[int, Outcome] = {}
     looks: list[Sequence[int]] = []
 
-    def all_work(machine: Machine, slots: Sequence[int]) -> dict[int, str]:
+    def all_work(
+        machine: Machine, slots: Sequence[int], prefix: Sequence[str] = ()
+    ) -> dict[int, str]:
         """A real look takes seconds; the next test has some."""
         looks.append(slots)
         return {}
@@ -181,7 +183,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     (spoilt / "sitecustomize.py").write_text("")
     (spoilt / "determined_spoilt.py").write_text("import torch; torch.cuda.device_count()")
     monkeypatch.setattr(
-        "dsat.engines.local.supervisor_client.WARM_MODULES",
+        "dsat.engines.local.supervisors.WARM_MODULES",
         ("torch", "deepspeed", "determined_spoilt"),
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
