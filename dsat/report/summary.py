@@ -97,7 +97,7 @@ def _knee_lines(run: Run) -> list[str]:
         (
             str(size),
             fmt.metric(run.plan.metric, value),
-            f"{part:.1%}" + (" (knee)" if size == where else ""),
+            fmt.percent(part) + (" (knee)" if size == where else ""),
         )
         for size, value, part in rows
     ]

@@ -122,8 +122,8 @@ def _of_the_pick(run: Run, finals: Finals) -> list[str]:
             f"batch sizes that you demanded: {said} it; {evidence}."
         ]
     lines.append(
-        f"Run again, a configuration differed from itself by {comparison.noise:.1%} (standard "
-        "deviation)."
+        f"Run again, a configuration differed from itself by {fmt.percent(comparison.noise)} "
+        "(standard deviation)."
     )
     if run.best is pick:
         finding = run.compare_training(pick)

@@ -74,7 +74,7 @@ def compare(
     if own_apart[start] > first:
         return _unknown(
             "the script is not seeded: two runs of your own configuration begin with losses that "
-            f"differ by {own_apart[start]:.2%}"
+            f"differ by {100 * own_apart[start]:.2f} %"
         )
     noise = _TIMES_OWN * max(own_apart.values())
     for step in sorted(set(its) & set(reference)):
@@ -87,8 +87,8 @@ def compare(
             return _unknown(f"it begins with other data, weights or random numbers: loss {said}")
         return Finding(
             Agreement.DIFFERENT,
-            f"its loss in step {step} is {said}, {apart:.2%} off where rounding explains "
-            f"{allowed:.2%}",
+            f"its loss in step {step} is {said}, {100 * apart:.2f} % off where rounding explains "
+            f"{100 * allowed:.2f} %",
         )
     return Finding(Agreement.SAME)
 

@@ -83,7 +83,7 @@ def test_where_a_comparison_is_impossible_that_is_said() -> None:
     assert "another global batch" in reason(OWN, same_batch=False)
     assert "too few losses of your own" in reason(OWN[:1])
     unseeded = (curve(start=5.0), curve(start=5.2))
-    assert "not seeded" in reason(unseeded) and "3.85%" in reason(unseeded)
+    assert "not seeded" in reason(unseeded) and "3.85 %" in reason(unseeded)
     found = compare(OWN, curve(start=5.3), precision="fp32", same_batch=True)
     assert (
         "begins with other data, weights or random numbers: loss 5.3 instead of 5" in found.reason
