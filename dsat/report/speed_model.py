@@ -59,7 +59,10 @@ class SpeedModel:
             slots=run.plan.slots_per_trial,
             reference_micro_batch=max(trial.batch.micro_batch for trial in trials),
             knobs=step_time.KnobPrior(
-                np.zeros(count), np.full(count, _SETTING_SD), np.full(count, -1)
+                np.zeros(count),
+                np.full(count, _SETTING_SD),
+                np.full(count, -1),
+                np.zeros(count, bool),
             ),
         )
         points = step_time.Points(

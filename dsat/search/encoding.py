@@ -12,7 +12,7 @@ import numpy as np
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.search.normal import Array
 from dsat.search.step_time import KnobPrior
-from dsat.space.overrides import GAS
+from dsat.space.overrides import GAS, SCRIPT_SWITCHES
 from dsat.space.space import Space
 
 # Effects on the logarithm of the step time: of a value wherever it is used, of the same value in
@@ -78,11 +78,13 @@ class Encoding:
         mean = np.where(kinds == 0, _TREND, 0.0) + 0.05 * sd * rng.standard_normal(self.count)
         keys = list(dict.fromkeys(key[0] for key in self._columns))
         group = np.array([keys.index(key[0]) for key in self._columns], int)
+        # DeepSpeed's own settings; the script's switches change what is done with each sample.
+        diluted = np.array([key[0] not in SCRIPT_SWITCHES for key in self._columns], bool)
         switch = self._columns.get((CHECKPOINTING, _text(True)))
         if switch is not None:
             mean[switch], sd[switch] = _RECOMPUTE_TIME
             group[switch] = -1
-        return KnobPrior(mean, sd, group)
+        return KnobPrior(mean, sd, group, diluted)
 
     def memory_prior(self, *, predicted: bool) -> tuple[Array, Array]:
         """Mean and standard deviation of effects on the largest micro batch, in octaves.

@@ -14,15 +14,20 @@ from dsat.search import step_time
 from dsat.search.base import Outlook, Search
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
-from dsat.search.normal import Array, log_cdf, log_expected_gain
+from dsat.search.normal import (
+    MOST_DRAWS,
+    Array,
+    expected_largest_gain,
+    log_cdf,
+    log_expected_gain,
+)
 from dsat.search.surrogate import Configuration, Surrogate, points_of
 from dsat.space.overrides import GAS
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
-NEXT_S = 180.0  # what a search may gain in its next three minutes decides whether to go on,
-_NEXT_TRIALS = 16  # but what it does in so many trials: they tell of each other
+NEXT_S = 180.0  # what a search may gain in its next three minutes decides whether to go on
 _KNOWN_ENOUGH = 3  # micro batches that were measured before the search begins
 _LEAST_MEASURED = 3  # before that question is asked
 _SAFE = math.log(0.8)  # and with a chance like this to fit
@@ -57,8 +62,8 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search when its next three minutes are expected to gain less than this,
-            as a fraction; 0 for never. Their trials are expected to gain no more than so many times
-            the most that one does in its time (expected improvement, a bound from above).
+            as a fraction; 0 for never. Their trials are expected to gain what the best of as many
+            does that promise as much as the most promising one, and know nothing of each other.
         early_stopping: end the search after so many trials without a new best.
 
     Attributes:
@@ -302,8 +307,9 @@ class ModelSearch(Search):
                 score = expected + runs - np.log(cost)
                 better = log_cdf((gain - _WORTHWHILE) / sd) + fits + log_sound
                 chance = math.exp(float(better[is_open].max()))
-                trials = np.minimum(_NEXT_TRIALS, NEXT_S / cost) if self._knows_costs else 1.0
-                worth = float((np.exp(expected + fits + log_sound) * trials)[is_open].max())
+                trials = np.minimum(MOST_DRAWS, NEXT_S / cost) if self._knows_costs else np.ones(1)
+                best_of = expected_largest_gain(gain, fit.learnable(sd), trials)
+                worth = float((best_of * np.exp(fits + log_sound))[is_open].max())
             score = np.where(is_open, score, -np.inf)
             row, column = divmod(int(np.argmax(score)), len(indexes))
             index = int(indexes[column]) + offset

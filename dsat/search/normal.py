@@ -17,6 +17,13 @@ _CDF = np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in _Z])
 _LOG_CDF = np.log(_CDF)
 _LOG_GAIN = np.log(_Z * _CDF + _PDF)
 
+MOST_DRAWS = 16
+_NEAR, _PER_UNIT = 10.0, 100
+_U = np.linspace(-_NEAR, _NEAR, 2 * int(_NEAR) * _PER_UNIT + 1)
+# E[max(0, z + largest of n)] is the integral of 1 - cdf^n from -z on; by n, then by z.
+_ABOVE = 1 - np.interp(-_U, _Z, _CDF) ** np.arange(1, MOST_DRAWS + 1)[:, None]
+_LARGEST_GAIN = (np.cumsum(_ABOVE, axis=1) - (_ABOVE + _ABOVE[:, :1]) / 2) / _PER_UNIT
+
 
 def log_cdf(z: Array) -> Array:
     """The logarithm of the probability to lie below `z`."""
@@ -32,6 +39,25 @@ def log_expected_gain(mean: Array, sd: Array) -> Array:
     z = mean / sd
     gain = np.interp(z, _Z, _LOG_GAIN)
     return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain + _beyond(z))
+
+
+def expected_largest_gain(mean: Array, sd: Array, draws: Array) -> Array:
+    """E[max(0, x_1, ..., x_n)] for independent normal x_i that are distributed alike.
+
+    Of draws that depend on each other positively it is a bound from above (Slepian's lemma).
+
+    Args:
+        mean, sd: of each.
+        draws: n, at most `MOST_DRAWS`; linear between whole numbers, and below 1 a part of what one
+            gains.
+    """
+    z = mean / sd
+    column = np.clip(((z + _NEAR) * _PER_UNIT).round().astype(int), 0, len(_U) - 1)
+    fewer = np.clip(np.floor(draws).astype(int), 1, MOST_DRAWS - 1)
+    least, next_ = _LARGEST_GAIN[fewer - 1, column], _LARGEST_GAIN[fewer, column]
+    found: Array = least + np.maximum(0.0, draws - fewer) * (next_ - least)
+    found = np.minimum(draws, 1.0) * (found + np.maximum(0.0, z - _NEAR))
+    return sd * found
 
 
 def inverse_mills_ratio(z: float) -> float:

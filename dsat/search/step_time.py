@@ -1,14 +1,15 @@
 """The time of an optimizer step, predicted for any configuration from those that were measured.
 
-    t = (gas * (max(L, a + b * micro batch) + c_s) + o_s) * exp(knobs + rest)
+    t = (gas * (max(L, a + b * micro batch) + c_s) + o_s) * exp(knobs * dilution + rest)
 
 L is the launch floor; a and b are what a micro step costs by itself and per sample; c_s is what
 strategy s adds to every micro step (reductions and gathers, hooks, copies to the host), o_s what it
 needs at the end of a step (optimizer, reductions and gathers at the boundary). L, a and b belong to
 the model and are shared by all strategies; c_s and o_s are drawn to a common cost per unit of
 traffic. Each of these terms is the exponential of a parameter, so that none can be negative. Knobs
-change the time by a few percent; the rest is a smooth function of the micro batch, for what the
-formula does not know.
+change the time by a few percent, most of them what does not grow with the micro batch (reductions
+and gathers, the optimizer's step), which is diluted where samples outweigh it; the rest is a smooth
+function of the micro batch, for what the formula does not know.
 
 All parameters have normal priors; the fit is regularised least squares on the logarithm of the
 time (Gauss-Newton), the uncertainty its Laplace approximation. How much measurements vary from run
@@ -31,8 +32,10 @@ _SCALE, _FIXED, _FLOOR, _MICRO_UNIT, _BOUNDARY_UNIT = range(5)
 _SHARED_MEAN = (0.0, math.log(0.1), math.log(0.1), math.log(0.02), math.log(0.02))
 _SHARED_SD = (5.0, 2.0, 2.0, 1.2, 1.2)
 # Then for each strategy: both terms' deviation from the common cost of a unit, the deviation of the
-# whole, and of its growth with each octave of the micro batch.
+# whole, and of its growth with each octave of the micro batch, up to so many above the reference:
+# where samples outweigh all else, strategies are alike.
 _STRATEGY_SD = (0.8, 0.8, 0.02, 0.01)
+_GROWING_OCTAVES = 1.0
 _PER_STRATEGY = len(_STRATEGY_SD)
 # Then the rest: piecewise linear between powers of two.
 _OCTAVES = 21
@@ -78,11 +81,13 @@ class KnobPrior:
     Attributes:
         mean, sd: of the logarithm of the factor on time, by feature.
         group: features whose measured effects correct `sd` together, from 0 on; -1 for none.
+        diluted: whether it changes only what does not grow with the micro batch, by feature.
     """
 
     mean: Array
     sd: Array
     group: Array
+    diluted: Array
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Layout:
 
     Attributes:
         slots: data-parallel slots.
-        reference_micro_batch: one at which the samples are likely to outweigh all else.
+        reference_micro_batch: one at which the samples are likely to outweigh all else; beyond it
+            what does not grow with them is diluted.
     """
 
     strategies: Sequence[Strategy]
@@ -147,7 +153,8 @@ class Layout:
         gradient[rows, own + 1] = gradient[:, _BOUNDARY_UNIT] = at_boundary / total
         gradient[rows, own + 2] = 1.0
         octave = np.log2(micro_batch)
-        gradient[rows, own + 3] = octave - math.log2(self.reference_micro_batch)
+        beyond = octave - math.log2(self.reference_micro_batch)
+        gradient[rows, own + 3] = np.minimum(beyond, _GROWING_OCTAVES)
         rest = self.first_knob - _OCTAVES
         left = np.clip(octave.astype(int), 0, _OCTAVES - 2)
         share = np.clip(octave - left, 0.0, 1.0)
@@ -162,7 +169,14 @@ class Layout:
     def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
         """The logarithm of the time, (n,), and its gradient by all parameters."""
         value, gradient = self.base(theta, points.strategy, points.micro_batch, points.gas)
-        return value + points.knobs @ theta[self.first_knob :], np.hstack((gradient, points.knobs))
+        share = np.where(self.knobs.diluted, self.dilution(points.micro_batch)[:, None], 1.0)
+        knobs = points.knobs * share
+        return value + knobs @ theta[self.first_knob :], np.hstack((gradient, knobs))
+
+    def dilution(self, micro_batch: Array) -> Array:
+        """What is left of a diluted effect, by the micro batch."""
+        left: Array = np.minimum(1.0, self.reference_micro_batch / micro_batch)
+        return left
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ class Fit:
     Attributes:
         covariance: of `theta`.
         run_sd: standard deviation of a measured time from run to run, as a fraction.
+        own_sd: that of one by its own interval, in the middle.
         knob_scales: how much larger the knobs' effects are than was believed, by group.
     """
 
@@ -179,6 +194,7 @@ class Fit:
     theta: Array
     covariance: Array
     run_sd: float
+    own_sd: float
     knob_scales: Array
 
     def predict(self, points: Points) -> tuple[Array, Array]:
@@ -206,19 +222,43 @@ class Fit:
         layout, first = self.layout, self.layout.first_knob
         at = np.full(len(micro_batch), strategy)
         value, gradient = layout.base(self.theta, at, micro_batch, gas)
-        mean = value[:, None] + (knobs @ self.theta[first:])[None, :]
+        left = layout.dilution(micro_batch)[:, None]
+        diluted, others = knobs * layout.knobs.diluted, knobs * ~layout.knobs.diluted
+        effects = self.theta[first:]
+        mean = value[:, None] + left * (diluted @ effects)[None, :] + (others @ effects)[None, :]
         if reference is not None:
             _, other = layout.predict(self.theta, reference)
-            gradient, knobs = gradient - other[:, :first], knobs - other[:, first:]
+            gradient, others = gradient - other[:, :first], others - other[:, first:]
         gradient[:, _FLOOR] = 0.0
-        covariance = self.covariance
-        variance = ((gradient @ covariance[:first, :first]) * gradient).sum(axis=1)[:, None]
-        variance = variance + 2 * (gradient @ covariance[:first, first:]) @ knobs.T
-        variance += ((knobs @ covariance[first:, first:]) * knobs).sum(axis=1)[None, :]
+        shared, between = self.covariance[:first, :first], self.covariance[:first, first:]
+        of_knobs = self.covariance[first:, first:]
+        variance = ((gradient @ shared) * gradient).sum(axis=1)[:, None]
+        crossed = gradient @ between
+        variance = variance + 2 * (left * (crossed @ diluted.T) + crossed @ others.T)
+        variance += left**2 * ((diluted @ of_knobs) * diluted).sum(axis=1)[None, :]
+        variance += 2 * left * ((diluted @ of_knobs) * others).sum(axis=1)[None, :]
+        variance += ((others @ of_knobs) * others).sum(axis=1)[None, :]
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
+    def learnable(self, sd: Array) -> Array:
+        """By how much a prediction will move when its configuration is measured.
+
+        A measurement is as uncertain as those before it, so it tells little of what is known better
+        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
+        Control Optim. 47 (2008)).
+
+        Args:
+            sd: standard deviations of predictions.
+
+        Returns:
+            That of what they will be, of the same shape.
+        """
+        moved: Array = sd**2 / np.sqrt(sd**2 + self.run_sd**2 + self.own_sd**2)
+        return moved
+
     def knob_effects(self, knobs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of what rows of features add to the logarithm of the time."""
+        """Mean and standard deviation of what rows of features add to the logarithm of the time,
+        where nothing is diluted."""
         first = self.layout.first_knob
         covariance = self.covariance[first:, first:]
         variance = ((knobs @ covariance) * knobs).sum(axis=1)
@@ -280,7 +320,8 @@ def fit(
         scales = _knob_scales(layout.knobs, theta[first:], covariance[first:, first:], scales)
         if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
             break
-    return Fit(layout, theta, covariance, run_sd, scales)
+    own_sd = float(np.median(ci95)) / 1.96 if len(ci95) else 0.0
+    return Fit(layout, theta, covariance, run_sd, own_sd, scales)
 
 
 def posterior(gradient: Array, weight: Array, variance: Array) -> Array:

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from dsat.search import step_time
-from dsat.search.normal import Array, inverse_mills_ratio, log_cdf, log_expected_gain
+from dsat.search.normal import (
+    Array,
+    expected_largest_gain,
+    inverse_mills_ratio,
+    log_cdf,
+    log_expected_gain,
+)
 from dsat.values.zero_strategy import CPU, NVME, Strategy, plain
 
 KNOBS = 6
+DILUTED = np.arange(KNOBS) < 4  # beyond a micro batch of 32, the reference
 STRATEGIES = plain(0, 1, 2, 3)
 
 
@@ -19,7 +26,8 @@ def layout_of(
     strategies: Sequence[Strategy] = STRATEGIES, *, slots: int = 8, reference: float = 32.0
 ) -> step_time.Layout:
     """Three knobs with two values besides the default each."""
-    prior = step_time.KnobPrior(np.zeros(KNOBS), np.full(KNOBS, 0.02), np.arange(KNOBS) // 2)
+    groups = np.arange(KNOBS) // 2
+    prior = step_time.KnobPrior(np.zeros(KNOBS), np.full(KNOBS, 0.02), groups, DILUTED)
     return step_time.Layout(strategies, slots, reference, prior)
 
 
@@ -42,7 +50,8 @@ class Truth:
         at = points.strategy.astype(int)
         work = np.maximum(self.floor, self.fixed + self.sample * points.micro_batch)
         total = points.gas * (work + self.every[at]) + self.once[at]
-        result: Array = np.log(total) + points.knobs @ self.knobs
+        left = np.minimum(1.0, 32 / points.micro_batch)[:, None]
+        result: Array = np.log(total) + (points.knobs * np.where(DILUTED, left, 1)) @ self.knobs
         return result
 
     def measure(self, points: step_time.Points) -> Array:
@@ -229,14 +238,59 @@ def test_the_grid_is_what_predict_says_of_each() -> None:
     table = points_of(truth.rng, 20)
     fit = step_time.fit(layout_of(), table, truth.measure(table), np.zeros(20))
     sizes, gas = np.array([3.0, 40.0]), np.array([1.0, 2.0])
-    knobs = np.vstack((np.zeros(KNOBS), np.eye(KNOBS)[2]))
-    mean, _ = fit.grid(3, sizes, gas, knobs, None)
+    knobs = np.vstack((np.zeros(KNOBS), np.eye(KNOBS)[2], np.eye(KNOBS)[2] + np.eye(KNOBS)[4]))
+    mean, sd = fit.grid(3, sizes, gas, knobs, None)
     _, to_itself = fit.grid(3, sizes[:1], gas[:1], knobs[:1], single(3, 3.0))
     for m in range(2):
-        for s in range(2):
+        for s in range(3):
             at = step_time.Points(np.array([3]), sizes[m : m + 1], gas[m : m + 1], knobs[s : s + 1])
-            assert mean[m, s] == pytest.approx(float(fit.predict(at)[0][0]))
+            expected, its_sd = fit.predict(at)
+            assert mean[m, s] == pytest.approx(float(expected[0]))
+            assert sd[m, s] == pytest.approx(float(its_sd[0]), rel=0.02)  # but for the floor
     assert float(to_itself[0, 0]) < 1e-5
+
+
+def test_settings_that_samples_outweigh_promise_nothing() -> None:
+    fit = step_time.fit(
+        layout_of(), points_of(np.random.default_rng(0), 0), np.zeros(0), np.zeros(0)
+    )
+    sizes, ones = np.array([16.0, 32.0, 1024.0]), np.ones(3)
+    plain_and_set = np.vstack((np.zeros(KNOBS), np.eye(KNOBS)[0], np.eye(KNOBS)[5]))
+    _, sd = fit.grid(1, sizes, ones, plain_and_set, None)
+    diluted, other = (np.sqrt(sd[:, n] ** 2 - sd[:, 0] ** 2) for n in (1, 2))
+    assert diluted == pytest.approx([0.02, 0.02, 0.02 / 32], rel=0.2)
+    assert other == pytest.approx([0.02] * 3, rel=0.01)
+
+
+def test_what_noise_hides_cannot_be_learned() -> None:
+    truth = Truth(0, 0.0)
+    table = points_of(truth.rng, 30)
+    moves = [
+        float(
+            step_time.fit(layout_of(), table, truth.measure(table), np.full(30, ci95)).learnable(
+                np.array([0.02])
+            )[0]
+        )
+        for ci95 in (0.0, 0.1, 0.5)
+    ]
+    assert 0.014 < moves[0] < 0.02
+    assert moves[1] == pytest.approx(0.02**2 / math.hypot(0.02, 0.1 / 1.96), rel=0.1)
+    assert moves[2] < 0.002
+
+
+def test_the_best_of_several_gains_less_than_their_sum() -> None:
+    mean, sd = np.array([0.0, -0.05, 0.02, -1.0, 12.0]), np.array([1.0, 0.03, 0.01, 0.5, 1.0])
+    draws = np.array([9.0, 9, 4, 16, 3])
+    drawn = np.random.default_rng(0).normal(size=(16, 100_000))
+    for number, count in enumerate(draws.astype(int)):
+        best = (mean[number] + sd[number] * drawn[:count]).max(axis=0)
+        found = expected_largest_gain(mean, sd, draws)[number]
+        assert found == pytest.approx(np.maximum(best, 0).mean(), rel=0.05)
+        assert found < count * math.exp(log_expected_gain(mean, sd)[number])
+    one = np.exp(log_expected_gain(mean[:3], sd[:3]))
+    assert expected_largest_gain(mean[:3], sd[:3], np.ones(3)) == pytest.approx(one, rel=0.02)
+    half = expected_largest_gain(mean[:3], sd[:3], np.full(3, 0.5))
+    assert half == pytest.approx(one / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("count", [10, 400])
