@@ -71,6 +71,8 @@ def check_equal(hosts: Sequence[Host]) -> None:
             has, differs = one.describe(), two.describe()
         elif one.software != two.software:
             has, differs = ", ".join(one.software), ", ".join(two.software)
+        elif len(one.cores) != len(two.cores):
+            has, differs = (f"{len(each.cores)} processor cores" for each in (one, two))
         else:
             continue
         raise UserInputError(

@@ -70,6 +70,7 @@ def test_hosts_must_be_equal() -> None:
         (replace(machine, devices=("0",)), "host a has 2 cpu slots .* host b has 1 cpu slot"),
         (replace(machine, memory_bytes=2**30), "host b has 2 cpu slots .*1 GiB"),
         (replace(machine, software=("torch 2.8",)), "host a has torch 2.9.* b has torch 2.8"),
+        (replace(machine, cores=(0, 1)), "host a has 0 processor cores.* b has 2 processor cores"),
     ):
         with pytest.raises(UserInputError, match=told):
             check_equal([a, Host(other, "b")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -22,13 +23,16 @@ def physical_cores() -> list[int]:
     return sorted(first_of.values())
 
 
-def share_of(place: int, sharers: int) -> list[int]:
+def share_of(cores: Sequence[int], place: int, sharers: int) -> list[int]:
     """The cores of one of several ranks; those of neighbours follow each other.
 
     So a rank's cores are in one NUMA node if there are as many ranks in each, and its memory is
     there as well, since Linux takes it from the node that first touches it.
+
+    Args:
+        cores: of the rank's host.
+        place: of the rank among those who share them.
     """
-    cores = physical_cores()
     share = max(1, len(cores) // sharers)
     place %= max(1, len(cores) // share)  # more ranks than cores: some share one
-    return cores[place * share : (place + 1) * share]
+    return list(cores[place * share : (place + 1) * share])

@@ -203,7 +203,8 @@ class Launch:
         # Beside other trials, each slot has its cores.
         ranks = self._ranks_per_host
         sharers = _sharers(machine, self.config, ranks)
-        return cores.share_of(local_rank if sharers == ranks else share.slots[local_rank], sharers)
+        place = local_rank if sharers == ranks else share.slots[local_rank]
+        return cores.share_of(machine.cores, place, sharers)
 
     @property
     def _machine(self) -> Machine:
@@ -288,7 +289,7 @@ def settings_of_ranks(
     if machine.is_cpu:
         settings["OMP_NUM_THREADS"] = "1"
     elif program.binds_cores:  # the launcher sets it, whatever it was
-        share = cores.share_of(0, _sharers(machine, config, ranks))
+        share = cores.share_of(machine.cores, 0, _sharers(machine, config, ranks))
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         sharers = _sharers(machine, config, ranks)
@@ -296,7 +297,7 @@ def settings_of_ranks(
         if as_torchrun and ranks > 1 and not offloads(config):
             settings["OMP_NUM_THREADS"] = "1"
         elif sharers > 1:
-            settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+            settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
     return settings
 
 
@@ -305,7 +306,11 @@ def binding_options(machine: Machine, config: Mapping[str, Any], ranks: int) -> 
     options = ["--bind_cores_to_rank"]
     sharers = _sharers(machine, config, ranks)
     if sharers > ranks:
-        own = [str(core) for rank in range(ranks) for core in cores.share_of(rank, sharers)]
+        own = [
+            str(core)
+            for rank in range(ranks)
+            for core in cores.share_of(machine.cores, rank, sharers)
+        ]
         options += ["--bind_core_list", ",".join(own)]
     return options
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
+from dsat.engines.local.cores import physical_cores
 from dsat.errors import EngineError, UserInputError
 from dsat.values.memory_size import readable
 
@@ -49,6 +50,8 @@ class Machine:
         left_out: why other devices are no slots, for people.
         warnings: what else people should know of the slots.
         software: versions of what must be the same on all hosts of a run.
+        cores: processor cores that its processes may use, the first hardware thread of each.
+        threads: hardware threads that they may use.
     """
 
     accelerator: str
@@ -61,6 +64,8 @@ class Machine:
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     software: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    threads: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -232,6 +237,8 @@ def _inspect() -> Machine:
             visible_devices=(),
             memory_bytes=int(psutil.virtual_memory().total),
             software=_software(),
+            cores=tuple(physical_cores()),
+            threads=len(cores),
         )
     variables = _visible_devices_variables(accelerator)
     ids = visible_ids(accelerator.device_count(), variables)
@@ -248,6 +255,8 @@ def _inspect() -> Machine:
     idle = found if chosen else [device for device in found if not device.is_busy] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
+    threads = len(os.sched_getaffinity(0))
+    few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
     return Machine(
         accelerator=name,
         device_name=", ".join(dict.fromkeys(device.name for device in idle)),
@@ -261,12 +270,17 @@ def _inspect() -> Machine:
             *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
             *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
         ),
-        warnings=tuple(
-            f"{text}: trials there may run out of memory"
-            for device, text in used.items()
-            if device in kept
+        warnings=(
+            *(
+                f"{text}: trials there may run out of memory"
+                for device, text in used.items()
+                if device in kept
+            ),
+            *([few] if threads < len(kept) else []),
         ),
         software=_software(),
+        cores=tuple(physical_cores()),
+        threads=threads,
     )
 
 

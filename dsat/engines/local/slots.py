@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.machine import problems_with
@@ -34,7 +37,8 @@ _STUCK = "a rank waits for the device's driver and cannot be ended"
 class Slots:
     """The slots of hosts that have equally many.
 
-    A trial has slots of one host, or, if it needs more than a host has, whole hosts.
+    A trial has slots of one host, or, if it needs more than a host has, whole hosts. To find them
+    takes no longer if there are more hosts.
 
     Args:
         hosts: what there is.
@@ -46,13 +50,17 @@ class Slots:
         self._needed = needed
         self._per_host = hosts[0].machine.num_slots
         self._free = [set(range(self._per_host)) for _ in hosts]
+        # Hosts by how many slots they have free, in order.
+        self._by_free: list[list[int]] = [[] for _ in range(self._per_host)]
+        self._by_free.append(list(range(len(hosts))))
         self._broken: list[dict[int, str]] = [{} for _ in hosts]
         self._lost: dict[int, str] = {}
+        self._usable = self._room({self._per_host: len(hosts)})
 
     @property
     def usable(self) -> int:
         """How many trials can use at once, of those that are not broken."""
-        return self._room([self._working(host) for host in range(len(self._hosts))])
+        return self._usable
 
     def check_free(self, *, waiting: int) -> None:
         """Raises EngineError if there is no room for one more trial.
@@ -62,8 +70,8 @@ class Slots:
         Args:
             waiting: trials that will have slots first.
         """
-        free = self._room([len(free) for free in self._free])
-        if not self._any_broken and free < self._needed * (waiting + 1):
+        free = self._room({slots: len(hosts) for slots, hosts in enumerate(self._by_free)})
+        if free < self._needed * (waiting + 1) and not self._any_broken:
             raise EngineError(f"a trial needs {self._needed} slots and {free} are free")
 
     def take(self, *, without: Collection[int] = ()) -> tuple[Share, ...] | None:
@@ -75,28 +83,29 @@ class Slots:
             without: hosts that other trials have for themselves.
         """
         count = min(self._needed, self._per_host)
-        fits = [
-            host
-            for host, free in enumerate(self._free)
-            if len(free) >= count and host not in without
-        ]
         hosts = -(-self._needed // self._per_host)
-        if len(fits) < hosts:
+        fits = (
+            host
+            for free in range(count, self._per_host + 1)
+            for host in self._by_free[free]
+            if host not in without
+        )
+        chosen = sorted(itertools.islice(fits, hosts))
+        if len(chosen) < hosts:
             return None
-        fits.sort(key=lambda host: len(self._free[host]))
         shares = tuple(
             Share(host, self._hosts[host], tuple(sorted(self._free[host])[:count]))
-            for host in sorted(fits[:hosts])
+            for host in chosen
         )
         for share in shares:
-            self._free[share.index].difference_update(share.slots)
+            self._set_free(share.index, self._free[share.index].difference(share.slots))
         return shares
 
     def give_back(self, shares: Sequence[Share]) -> None:
         for share in shares:
             if share.index not in self._lost:
                 own = set(share.slots) - self._broken[share.index].keys()
-                self._free[share.index].update(own)
+                self._set_free(share.index, self._free[share.index] | own)
 
     def check(
         self, shares: Sequence[Share], outcome: Outcome, *, stuck: Collection[int]
@@ -128,11 +137,13 @@ class Slots:
             else:
                 problems = {}
             self._broken[share.index].update(problems)
-            self._free[share.index].difference_update(problems)
+            self._set_free(share.index, self._free[share.index].difference(problems))
             said += [
                 f"{self._name(share.index, slot)} is not used any more: {problem}"
                 for slot, problem in problems.items()
             ]
+        if said:
+            self._count_usable()
         return said
 
     def lose(self, host: int, reason: str) -> str:
@@ -145,7 +156,8 @@ class Slots:
             A line for people.
         """
         self._lost[host] = reason
-        self._free[host].clear()
+        self._set_free(host, set())
+        self._count_usable()
         name = self._hosts[host].name
         return f"host {name} is not used any more: {reason}" if name else reason
 
@@ -175,12 +187,24 @@ class Slots:
     def _working(self, host: int) -> int:
         return 0 if host in self._lost else self._per_host - len(self._broken[host])
 
-    def _room(self, slots: Sequence[int]) -> int:
-        """How many of the slots that hosts have are of use to trials at the same time."""
+    def _set_free(self, host: int, free: set[int]) -> None:
+        alike = self._by_free[len(self._free[host])]
+        del alike[bisect.bisect_left(alike, host)]
+        self._free[host] = free
+        bisect.insort(self._by_free[len(free)], host)
+
+    def _count_usable(self) -> None:
+        self._usable = self._room(Counter(map(self._working, range(len(self._hosts)))))
+
+    def _room(self, hosts: Mapping[int, int]) -> int:
+        """How many slots are of use to trials at the same time.
+
+        Args:
+            hosts: how many there are, by how many slots they have.
+        """
         if self._needed > self._per_host:
-            slots = [count for count in slots if count == self._per_host]
-            return sum(slots) // self._needed * self._needed
-        return sum(count // self._needed * self._needed for count in slots)
+            return hosts.get(self._per_host, 0) * self._per_host // self._needed * self._needed
+        return sum(count * (slots // self._needed * self._needed) for slots, count in hosts.items())
 
     def _name(self, host: int, slot: int) -> str:
         machine, name = self._hosts[host].machine, self._hosts[host].name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,21 @@ def test_a_stuck_device_is_taken_out_on_its_host_alone() -> None:
     ]
     with pytest.raises(EngineError, match=r"4 of 8 still work .*cuda 0 of host b: a rank waits"):
         slots.check_enough()
+
+
+def test_placing_trials_on_a_thousand_hosts_takes_less_than_a_millisecond() -> None:
+    slots = Slots([Host(GPUS, f"host{number}") for number in range(1000)], 2)
+    taken, times_s = [slots.take() for _ in range(1999)], []
+    for shares in taken[::10]:
+        assert shares is not None
+        began_s = time.perf_counter()
+        slots.give_back(shares)
+        assert slots.usable == 4000
+        slots.check_enough()
+        slots.check_free(waiting=0)
+        assert slots.take() is not None
+        times_s.append(time.perf_counter() - began_s)
+    assert statistics.median(times_s) < 1e-3
 
 
 def test_the_interface_to_an_address_is_found() -> None:

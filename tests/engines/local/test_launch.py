@@ -13,17 +13,18 @@ from dsat.engines.local.launch import binding_options, offloads, settings_of_ran
 from dsat.inputs.entrypoint import Entrypoint
 from testing.local import cpu_machine
 
-GPUS = replace(cpu_machine(4), accelerator="cuda", expandable_segments=True)
+# Eight cores of two hardware threads each: 0 and 8, 1 and 9, ...
+GPUS = replace(
+    cpu_machine(4),
+    accelerator="cuda",
+    expandable_segments=True,
+    cores=tuple(range(8)),
+    threads=16,
+)
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 PROGRAM = Entrypoint(script="train.py", passes_local_rank=True)
 
 
-@pytest.fixture
-def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-
-
-@pytest.mark.usefixtures("sixteen_cores")
 def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
     threads = {
         (ranks, bool(config)): settings_of_ranks(GPUS, PROGRAM, config, ranks, {})
@@ -42,18 +43,22 @@ def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
     assert settings_of_ranks(GPUS, torchrun, {}, 2, {})["OMP_NUM_THREADS"] == "1"
 
 
-@pytest.mark.usefixtures("sixteen_cores")
-def test_bound_ranks_have_whole_cores_and_training_has_the_same(
+def test_of_each_core_the_first_hardware_thread_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Eight cores of two hardware threads each: 0 and 8, 1 and 9, ..."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     for core in range(16):
         folder = tmp_path / f"cpu{core}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
     monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
-    assert [cores.share_of(place, 4) for place in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert cores.share_of(9, 16) == [1], "there are fewer cores than ranks"
+    assert cores.physical_cores() == list(GPUS.cores)
+
+
+def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
+    shares = [cores.share_of(GPUS.cores, place, 4) for place in range(4)]
+    assert shares == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cores.share_of(GPUS.cores, 9, 16) == [1], "there are fewer cores than ranks"
     binds = replace(PROGRAM, binds_cores=True)
     for ranks, config, threads, listed in (
         (4, {}, "2", None),
