@@ -57,6 +57,8 @@ _AGAIN = {
     Again.ELSEWHERE: "%s could not go on (%s); it is run again on other slots",
 }
 _LINGER_S = 20.0
+# Of the folder of a trial that runs again because it has lost a host.
+_ANEW = "-again"
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _SETTLE_S = 1.0
@@ -435,6 +437,7 @@ class LocalEngine:
         self._start_waiting()
         if running.trial.kind is TrialKind.PROFILE and outcome.ok:
             self._warm_up_for(running.folder)
+        _bring_home(running.folder)
         outcome = self._retries.settle(running, outcome)
         if self._lost:
             outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
@@ -486,7 +489,10 @@ class LocalEngine:
         if again is not Again.AS_BEFORE:
             _log.info(_AGAIN[again], running.trial.name, outcome.message)
         alone = again is Again.ALONE or running.again_alone
-        self._start(running.trial, running.folder, running.meter, alone=alone)
+        folder = running.folder
+        if running.lost:  # where its ranks may still write, on a host that is only cut off
+            folder = folder.with_name(folder.name + _ANEW)
+        self._start(running.trial, folder, running.meter, alone=alone)
 
     def _check_folders(self) -> None:
         try:
@@ -510,3 +516,13 @@ class LocalEngine:
             return
         if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
             self._warm_up(modules)
+
+
+def _bring_home(folder: Path) -> None:
+    """Gives the folder of a trial that ran elsewhere the name that trials' folders have."""
+    home = folder.with_name(folder.name.removesuffix(_ANEW))
+    if home != folder:
+        left = home.with_name(f"{home.name}-lost")
+        home.rename(left)
+        folder.rename(home)
+        shutil.rmtree(left, ignore_errors=True)  # of which one that is cut off may hold files open

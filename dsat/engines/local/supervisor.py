@@ -18,10 +18,13 @@ Requests:
      "linger_s": how long ranks may go on after one has ended well, or null}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "path": path}
+    {"op": "ping", "limit_s": if given, this process ends with all that it started when trials run
+     and no further ping comes for so long: it is cut off}
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
     {"event": "look", "text": what is in the file, or null, "is_folder": bool,
      "pid": of this process, "where": the host on which that is its number}
+    {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
      "stuck": whether a rank could not be killed: it waits in the kernel, for a driver perhaps}
@@ -44,6 +47,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.engines.local.heartbeats import ListeningClock
 from dsat.engines.local.process_record import unlink_shared_memory, where
 
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +62,7 @@ _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
 _CANARY_LIMIT_S = 60.0
 _THREADS_END_WITHIN_S = 2.0
 _CANARY_IS_FULL = 3
+_LOOK_AROUND_EVERY_S = 30.0
 
 
 @dataclass
@@ -88,6 +93,8 @@ class Supervisor:
         self._groups: dict[int, _Group] = {}
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
+        self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
+        self._forsaken_at_s: float | None = None
         # The protocol gets descriptors of its own, so that nothing a library prints can break it.
         self._requests = os.dup(0)
         self._answers = os.dup(1)
@@ -109,7 +116,7 @@ class Supervisor:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serves until the standard input ends; then kills what runs."""
+        """Serves until the standard input ends, or is cut off; then kills what runs."""
         try:
             while True:
                 for key, _ in self._selector.select(self._timeout_s()):
@@ -120,6 +127,8 @@ class Supervisor:
                         return
                 self._reap()
                 self._kill_overdue()
+                if self._is_forsaken():
+                    return
         finally:
             for group in list(self._groups.values()):
                 self._kill(group)
@@ -154,6 +163,10 @@ class Supervisor:
             path = Path(request["path"])
             seen = {"text": _text(path), "is_folder": path.is_dir()}
             self._answer({"event": "look", **seen, "pid": os.getpid(), "where": where()})
+        elif op == "ping":
+            limit_s = request["limit_s"]
+            self._forsaken_at_s = None if limit_s is None else self._clock.now_s() + limit_s
+            self._answer({"event": "pong"})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         # Whoever reads the answers is gone: the requests end as well, and with them this process.
@@ -290,11 +303,20 @@ class Supervisor:
         strays = {pid for pid in adopted if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
 
+    def _is_forsaken(self) -> bool:
+        """Whether trials run that nobody seems to wait for any more."""
+        now_s, at_s = self._clock.now_s(), self._forsaken_at_s
+        return bool(self._groups) and at_s is not None and now_s >= at_s
+
     def _timeout_s(self) -> float | None:
         groups = self._groups.values()
         deadlines = [g.kill_at for g in groups if g.kill_at and not g.killed]
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
+        if self._groups and self._forsaken_at_s is not None:
+            left_s = max(0.0, self._forsaken_at_s - self._clock.now_s())
+            left.append(min(left_s, _LOOK_AROUND_EVERY_S))
+        return min(left, default=None)
 
 
 def _warm_up(modules: Sequence[str]) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.process_record import RUN_VARIABLE
@@ -32,6 +31,7 @@ class SupervisorClient:
     def __init__(self, host: Host, log: Path, *, env: Mapping[str, str], folder: Path) -> None:
         self._log = log
         self._buffer = b""
+        self._unsent = bytearray()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
             self._process = subprocess.Popen(  # noqa: S603
@@ -39,9 +39,11 @@ class SupervisorClient:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
+                bufsize=0,
                 env=_environment(host.machine.accelerator, env, folder),
                 start_new_session=True,
             )
+        os.set_blocking(self.requests.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -53,12 +55,34 @@ class SupervisorClient:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Sends a request. If the supervisor is gone, nothing happens: `read` tells that."""
+    @property
+    def requests(self) -> IO[bytes]:
+        """Writable when `flush` can send more."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        return self._process.stdin
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is something that the supervisor has not taken yet."""
+        return bool(self._unsent)
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Sends a request, or as much of it as can be sent without waiting; `flush` sends the rest.
+
+        If the supervisor is gone, nothing happens: `read` tells that.
+        """
+        self._unsent += json.dumps(request).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what can be sent without waiting."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self.requests.fileno(), self._unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent.clear()
 
     def read(self) -> list[dict[str, Any]] | None:
         """Answers that came; None if the supervisor is gone."""
@@ -66,7 +90,8 @@ class SupervisorClient:
         if not chunk:
             return None
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-        return [json.loads(line) for line in lines]
+        # A login shell on another host may say something first.
+        return [json.loads(line) for line in lines if line.startswith(b"{")]
 
     def reason_of_end(self) -> str:
         """How a supervisor ended that is gone."""
@@ -76,9 +101,7 @@ class SupervisorClient:
 
     def ask_to_end(self) -> None:
         """Has the supervisor end, and with it everything that it started; does nothing twice."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.requests.close()
 
     def wait_for_end(self) -> int:
         """Waits for the end of a supervisor that was asked to end, and insists if need be.

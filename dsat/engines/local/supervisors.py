@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsat.engines.local import heartbeats
+from dsat.engines.local.heartbeats import Heartbeats
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.process_record import ProcessRecord, where
 from dsat.engines.local.supervisor_client import SupervisorClient
@@ -39,6 +41,8 @@ WARM_MODULES = (
 LOST = "lost"
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
+# A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
+_FORSAKEN_AFTER_S = 600.0
 
 
 class Supervisors:
@@ -64,7 +68,10 @@ class Supervisors:
         if host in self._clients:
             if is_launch:
                 self._record.uses(request["port"])
-            self._clients[host].send(request)
+            client = self._clients[host]
+            client.send(request)
+            if client.has_unsent and not self._waits_to_send(client):
+                self._selector.register(client.requests, selectors.EVENT_WRITE, host)
         elif is_launch:
             ranks = len(request["ranks"])
             ended = {"statuses": [-signal.SIGKILL] * ranks, "killed": [True] * ranks}
@@ -73,16 +80,41 @@ class Supervisors:
     def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Answers that came, each with its host, after waiting for one at most so long.
 
-        The last of a host whose supervisor is gone is {"event": "lost", "reason": text}.
+        The last of a host whose supervisor is gone is {"event": "lost", "reason": text}. So it is
+        of one of several hosts that gives no sign of life: what that has is ended when it does.
         """
         if self._unheard:
             unheard, self._unheard = self._unheard, []
             return unheard
+        if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
+            return self._hear(timeout_s)
+        found = self._hear(min(timeout_s, self._heartbeats.left_s()))
+        asked = self._heartbeats.to_ask()
+        for host in self._heartbeats.silent(asked):
+            reason = f"nothing was heard of it for {heartbeats.SILENT_AFTER_S:g} s"
+            found.append(self._abandon(host, reason))
+        for host in asked:
+            if host in self._clients and not self._clients[host].has_unsent:
+                limit_s = None if self._hosts[host].is_here else _FORSAKEN_AFTER_S
+                self.send(host, {"op": "ping", "limit_s": limit_s})
+        return found
+
+    def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """Answers that came, as `receive` returns them; sends what could not be sent before."""
         found: list[tuple[int, dict[str, Any]]] = []
         for key, _ in self._selector.select(timeout_s):
             host: int = key.data
-            answers = self._clients[host].read()
-            found += [(host, answer) for answer in answers or ()]
+            client = self._clients.get(host)
+            if client is None:  # lost a moment ago
+                continue
+            if key.fileobj is client.requests:
+                client.flush()
+                if not client.has_unsent:
+                    self._selector.unregister(client.requests)
+                continue
+            answers = client.read()
+            self._heartbeats.heard(host)
+            found += [(host, answer) for answer in answers or () if answer["event"] != "pong"]
             if answers is None:
                 found.append((host, {"event": LOST, "reason": self._lose(host)}))
         return found
@@ -162,6 +194,7 @@ class Supervisors:
             self._clients[number] = client
             self._pids[number] = {client.pid}
             self._selector.register(client, selectors.EVENT_READ, number)
+        self._heartbeats = Heartbeats(self._clients)
 
     def _restart(self) -> None:
         hosts = list(self._clients)
@@ -178,14 +211,29 @@ class Supervisors:
                 self._pids[host].add(answer["pid"])
         return answers
 
+    def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
+        """Does without a host that does not answer; returns what is told of it.
+
+        Its supervisor ends what it has as soon as it sees that its requests have ended.
+        """
+        self._clients[host].kill()
+        self._lose(host)
+        return host, {"event": LOST, "reason": reason}
+
     def _lose(self, host: int) -> str:
         """Ends what a host has left behind here; says what became of it."""
         client = self._clients.pop(host)
+        self._heartbeats.forget(host)
         self._selector.unregister(client)
+        if self._waits_to_send(client):
+            self._selector.unregister(client.requests)
         reason = client.reason_of_end()
         del self._pids[host]
         self._record.sweep(spare={pid for pids in self._pids.values() for pid in pids})
         return reason
+
+    def _waits_to_send(self, client: SupervisorClient) -> bool:
+        return client.requests in self._selector.get_map()
 
     def _warm(self, modules: Sequence[str]) -> str:
         """Why one of the supervisors cannot fork after it has imported modules."""
@@ -197,10 +245,11 @@ class Supervisors:
     ) -> dict[int, dict[str, Any]]:
         """The answers of all hosts to a request; what else is said meanwhile is kept.
 
-        A host that is lost meanwhile gives none.
+        A host that is lost meanwhile gives none; nor does one that takes too long if others do
+        not, which is lost with that.
 
         Raises:
-            EngineError: one takes too long.
+            EngineError: all take too long.
         """
         kept: list[tuple[int, dict[str, Any]]] = []
         answers: dict[int, dict[str, Any]] = {}
@@ -210,14 +259,17 @@ class Supervisors:
         while missing := self._clients.keys() - answers.keys():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                names = ", ".join(self._hosts[host].name for host in sorted(missing))
-                on_hosts = f" on {names}" if any(names) else ""
                 what = "importing torch and deepspeed" if event == "warm" else "an answer"
-                raise EngineError(f"{what} took longer than {limit_s:g} s{on_hosts}")
-            for host, answer in self.receive(left_s):
+                reason = f"{what} took longer than {limit_s:g} s"
+                if not answers:
+                    raise EngineError(reason)
+                kept += [self._abandon(host, reason) for host in sorted(missing)]
+                continue
+            for host, answer in self._hear(left_s):
                 if answer["event"] == event:
                     answers[host] = answer
                 else:
                     kept.append((host, answer))
+        self._heartbeats.restart()
         self._unheard += kept
         return answers

@@ -1,0 +1,281 @@
+"""Hosts that fall silent, and supervisors that are cut off: made-up ones, and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from dsat.engines.local import Host, heartbeats, supervisors
+from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
+from dsat.engines.local.process_record import ProcessRecord
+from dsat.engines.local.supervisors import LOST, Supervisors
+from testing.local import cpu_machine, is_alive, wait_until
+
+ANSWERS = """
+import json, sys
+print("Welcome to this host!")
+for line in sys.stdin:
+    op = json.loads(line)["op"]
+    seen = {"text": None, "is_folder": True, "pid": 1, "where": {}}
+    print(json.dumps({"event": "pong" if op == "ping" else op, **seen}), flush=True)
+"""
+FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(99)")
+TAKES_NOTHING = "import time; time.sleep(99)"
+# What a step of a cluster is: it starts the supervisor, and hands on what both ends say.
+RELAY = """
+import os, subprocess, sys, threading
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
+while chunk := os.read(0, 65536):
+    os.write(child.stdin.fileno(), chunk)
+"""
+
+
+class Clock:
+    """A monotonic clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# -- by the clock
+
+
+def test_a_host_is_silent_that_says_nothing_between_questions_for_a_minute(clock: Clock) -> None:
+    beats = Heartbeats([0, 1])
+    silent: list[tuple[int, int]] = []
+    asked: list[int] = []
+    for second in range(100):
+        clock.now_s = 1000.0 + second
+        beats.heard(0)
+        now_asked = beats.to_ask()
+        asked += [second] * bool(now_asked)
+        silent += [(second, host) for host in beats.silent(now_asked)]
+        for _, host in silent:
+            beats.forget(host)
+    assert asked == list(range(0, 100, 10))
+    assert silent == [(70, 1)]
+
+
+def test_time_in_which_nobody_listened_is_nobodys_silence(clock: Clock) -> None:
+    beats = Heartbeats([0])
+    beats.to_ask()
+    clock.now_s += 3600.0  # as after Ctrl-Z and fg
+    assert beats.silent(beats.to_ask()) == []
+    listening = ListeningClock(10.0)
+    for _ in range(3):
+        clock.now_s += 7.0
+        listening.now_s()
+    clock.now_s += 500.0
+    assert listening.now_s() == 31.0
+
+
+# -- made-up hosts
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 1.5)
+
+
+def made_up(*codes: str) -> list[Host]:
+    return [
+        Host(cpu_machine(1), f"host{number}", (sys.executable, "-S", "-c", code))
+        for number, code in enumerate(codes)
+    ]
+
+
+def settle(talk: Supervisors, *hosts: int) -> None:
+    """Waits until hosts have begun to answer."""
+    for host in hosts:
+        talk.send(host, {"op": "look", "path": "x"})
+    heard: set[int] = set()
+    while heard < set(hosts):
+        heard |= {host for host, _ in talk._hear(10.0)}
+    talk._heartbeats.restart()
+
+
+def until_lost(talk: Supervisors, host: int, limit_s: float = 10.0) -> str:
+    """Why a host is lost, and no other."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for number, answer in talk.receive(1.0):
+            if answer["event"] == LOST:
+                assert number == host
+                return str(answer["reason"])
+    raise AssertionError(f"host {host} was not lost within {limit_s:g} s")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
+    talk = Supervisors(made_up(ANSWERS, FALLS_SILENT, ANSWERS), tmp_path, env={})
+    try:
+        settle(talk, 0, 1, 2)
+        assert until_lost(talk, 1) == "nothing was heard of it for 1.5 s"
+        launch = {"op": "launch", "trial": 7, "port": 1, "ranks": [{}, {}]}
+        talk.send(1, launch)
+        [(host, ended)] = talk.receive(0.0)
+        assert (host, ended["event"], ended["statuses"]) == (1, "ended", [-9, -9])
+        for _ in range(20):  # the others answer on
+            assert talk.receive(0.1) == []
+    finally:
+        talk.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_nobody_waits_for_a_host_that_takes_nothing(tmp_path: Path) -> None:
+    talk = Supervisors(made_up(ANSWERS, TAKES_NOTHING), tmp_path, env={})
+    try:
+        settle(talk, 0)
+        began_s = time.monotonic()
+        talk.send(1, {"op": "look", "path": "x" * 2**22})  # far more than a pipe holds
+        assert time.monotonic() - began_s < 1
+        assert "nothing was heard" in until_lost(talk, 1)
+    finally:
+        talk.close()
+
+
+def test_a_host_that_does_not_answer_a_question_is_lost_if_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "_WARM_UP_LIMIT_S", 1.5)
+    says_ok = ANSWERS.replace('"pid": 1', '"pid": 1, "ok": True, "reason": ""')
+    talk = Supervisors(made_up(says_ok, TAKES_NOTHING), tmp_path, env={})
+    try:
+        settle(talk, 0)
+        assert talk.warm_up() == ""
+        [(host, answer)] = talk.receive(0.0)
+        assert (host, answer["event"]) == (1, LOST)
+        assert answer["reason"] == "importing torch and deepspeed took longer than 1.5 s"
+    finally:
+        talk.close()
+
+
+# -- real supervisors
+
+
+def sleeper(folder: Path, limit_s: float | None = None) -> list[dict[str, Any]]:
+    """Requests: for a trial that sleeps, and for a sign of life."""
+    return [
+        {
+            "op": "launch",
+            "trial": 0,
+            "folder": str(folder),
+            "cwd": str(folder),
+            "port": 1,
+            "command": ["/bin/sleep", "99"],
+            "ranks": [{"env": dict(os.environ), "cores": []}],
+            "logs": ["out", "err"],
+            "linger_s": None,
+        },
+        {"op": "ping", "limit_s": limit_s},
+    ]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_host_that_comes_back_ends_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it is on this machine stays alone, as if it were on another one."""
+    monkeypatch.setattr(ProcessRecord, "sweep", lambda self, spare=(): [])
+    [lone] = made_up(ANSWERS)
+    far = Host(cpu_machine(1), "far", (sys.executable, "-c", RELAY), is_here=False)
+    talk = Supervisors([lone, far], tmp_path, env={})
+    try:
+        settle(talk, 0, 1)
+        relay = psutil.Process(talk._clients[1].pid)
+        [supervisor] = relay.children()
+        for request in sleeper(tmp_path):
+            talk.send(1, request)
+        [trial] = wait_until(supervisor.children, "the trial")
+        supervisor.suspend()
+        try:
+            assert "nothing was heard" in until_lost(talk, 1)
+            assert [is_alive(each.pid) for each in (relay, supervisor, trial)] == [
+                False,
+                True,
+                True,
+            ]
+        finally:
+            supervisor.resume()
+        wait_until(lambda: not is_alive(supervisor.pid), "the supervisor's end", 10)
+        assert not is_alive(trial.pid)
+    finally:
+        talk.close()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dsat.engines.local.supervisor"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_supervisor_that_is_cut_off_ends_with_its_trials(
+    tmp_path: Path, supervisor: subprocess.Popen[str]
+) -> None:
+    assert supervisor.stdin is not None
+    for request in sleeper(tmp_path, limit_s=2.0):
+        supervisor.stdin.write(json.dumps(request) + "\n")
+    supervisor.stdin.flush()
+    me = psutil.Process(supervisor.pid)
+    [trial] = wait_until(me.children, "the trial")
+    began_s = time.monotonic()
+    assert supervisor.wait(10) == 0
+    assert time.monotonic() - began_s > 0.5
+    assert not is_alive(trial.pid)
+
+
+def test_one_that_was_stopped_itself_is_not_cut_off(
+    tmp_path: Path, supervisor: subprocess.Popen[str]
+) -> None:
+    assert supervisor.stdin is not None
+    for request in sleeper(tmp_path, limit_s=1.5):
+        supervisor.stdin.write(json.dumps(request) + "\n")
+    supervisor.stdin.flush()
+    wait_until(psutil.Process(supervisor.pid).children, "the trial")
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    supervisor.stdin.write(json.dumps({"op": "ping", "limit_s": 99.0}) + "\n")
+    supervisor.stdin.flush()
+    time.sleep(1.8)
+    os.kill(supervisor.pid, signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        supervisor.wait(0.5)
+
+
+# -- many
+
+
+def test_a_thousand_hosts_cost_nothing_between_two_questions() -> None:
+    beats = Heartbeats(range(1000))
+    times_s: list[float] = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        beats.heard(7)
+        beats.silent(beats.to_ask())
+        times_s.append(time.perf_counter() - began_s)
+    assert statistics.median(times_s) < 1e-4
