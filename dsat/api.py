@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsat.app import keywords, local, train_command
+from dsat.app import keywords, local, slurm_submission, train_command
 from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
@@ -150,6 +150,8 @@ def tune(
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
+        if slurm_submission.is_wanted(settings):
+            return _tune_in_job(settings)
         return _tune_here(prepare(settings), list(callbacks))
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
@@ -250,6 +252,17 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
         url=submitted.url,
         verdict="\n".join(told.get("verdict", ())),
     )
+
+
+def _tune_in_job(settings: Settings) -> Result:
+    job = slurm_submission.submit(slurm_submission.prepare(settings))
+    if not settings.detach:
+        job = slurm_submission.follow(job)
+    if job.failure is not None:
+        raise job.failure
+    if job.state is None:
+        return Result(job.folder, settings.metric, interrupted=job.interrupted)
+    return load_run(job.folder)
 
 
 def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Result:

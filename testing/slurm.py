@@ -24,6 +24,7 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire=15
 CredType=cred/none
 MpiDefault=none
 ProctrackType=proctrack/linuxproc

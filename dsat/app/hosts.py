@@ -16,11 +16,12 @@ _log = logging.getLogger(__name__)
 _EQUAL_WITHIN = 0.02
 
 
-def find_hosts(engine: str) -> tuple[Host, ...]:
+def find_hosts(engine: str, nodes: int | None = None) -> tuple[Host, ...]:
     """The hosts where trials run.
 
     Args:
         engine: `slurm` for the nodes of the allocation; `auto` for these if there is more than one.
+        nodes: so many are expected in the allocation, if anything is.
 
     Raises:
         UserInputError: there is no allocation, or its nodes are not equal.
@@ -33,6 +34,12 @@ def find_hosts(engine: str) -> tuple[Host, ...]:
             "not set",
             where="--engine slurm",
             hint="Start dsat in a job script (sbatch), or after salloc.",
+        )
+    if allocation is not None and nodes not in (None, allocation.count):
+        raise UserInputError(
+            f"the Slurm allocation around dsat has {allocation.count} nodes",
+            where=f"--nodes {nodes}",
+            hint="Leave it out there: it is for a job that dsat submits.",
         )
     if allocation is None or (allocation.count == 1 and allocation.node):
         return (Host(find_machine()),)

@@ -84,7 +84,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     with slow.told(_log, "looking at the accelerators"):
-        hosts = find_hosts(settings.engine)
+        hosts = find_hosts(settings.engine, settings.nodes)
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
     source = source.with_known_start(machine, settings.trial_timeout_s)

@@ -56,7 +56,8 @@ class Allocation:
         """The allocation that environment variables tell of; None if there is none.
 
         Raises:
-            EngineError: this is one of several processes in it that do the same.
+            EngineError: this is one of several processes in it that do the same, or its parts are
+                not equal.
         """
         job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
         if not (job and nodes):
@@ -65,6 +66,12 @@ class Allocation:
             raise EngineError(
                 f"srun has started dsat {env['SLURM_STEP_NUM_TASKS']} times: start it once in the "
                 "job, without srun, and it starts what it needs on all nodes"
+            )
+        if int(env.get("SLURM_HET_SIZE", "1")) > 1:
+            raise EngineError(
+                f"Slurm job {job} is a heterogeneous one of {env['SLURM_HET_SIZE']} components, "
+                "whose trials could not be compared: start dsat in a job of equal nodes, or with "
+                "--engine local"
             )
         count = int(env.get("SLURM_JOB_NUM_NODES", "1"))
         cpus = env.get("SLURM_JOB_CPUS_PER_NODE", "1")
@@ -76,8 +83,8 @@ class Allocation:
         Raises:
             EngineError: Slurm's commands are missing, or say nothing.
         """
-        names = _ask("scontrol", "show", "hostnames", self.nodes).split()
-        described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
+        names = ask("scontrol", "show", "hostnames", self.nodes).split()
+        described = ask("scontrol", "--oneliner", "show", "node", self.nodes)
         addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", described, re.M))
         cpus = _expanded(self.cpus)
         if len(cpus) != len(names):
@@ -108,18 +115,32 @@ class Allocation:
         )
 
 
-def _ask(*command: str) -> str:
-    """What one of Slurm's commands prints."""
-    if shutil.which(command[0]) is None:
-        raise EngineError(f"there is no {command[0]} here, which tells of the Slurm allocation")
+def ask(*command: str) -> str:
+    """What one of Slurm's commands prints.
+
+    Raises:
+        EngineError: there is no such command, or it fails; the message is what it says, in one
+            line.
+    """
+    name = command[0]
+    if shutil.which(name) is None:
+        raise EngineError(f"there is no {name} here, which is a command of Slurm's")
     try:
         found = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=_ANSWER_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{command[0]} gave no answer within {_ANSWER_LIMIT_S:g} s") from None
+        raise EngineError(f"{name} gave no answer within {_ANSWER_LIMIT_S:g} s") from None
     except subprocess.CalledProcessError as error:
-        raise EngineError(f"{' '.join(command)}: {error.stderr.strip()}") from None
+        lines = [re.sub(rf"^{name}: (error: )?", "", line) for line in error.stderr.splitlines()]
+        said = "; ".join(filter(None, map(str.strip, lines)))
+        raise EngineError(f"{name}: {said or f'exit status {error.returncode}'}") from None
     return found.stdout
 
 

@@ -21,6 +21,7 @@ from dsat.inputs.option import (
     LORA,
     MEMORY_SIZE,
     PATH,
+    SHELL_WORDS,
     WHOLE_NUMBER,
     WORD,
     Group,
@@ -39,7 +40,10 @@ ESTIMATE = "estimate"
 
 # By what users call them, the names that DeepSpeed knows.
 OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
-ENGINES = ("auto", "local", "slurm", "determined")
+SLURM = "slurm"
+ENGINES = ("auto", "local", SLURM, "determined")
+# Settings of a job that is submitted to Slurm.
+OF_SLURM_JOB = ("nodes", "gpus_per_node", "time", "sbatch_options")
 RAMPED = ("model", "asha", "binary", "random")  # searches of the micro batch without an order
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
@@ -307,7 +311,8 @@ class Settings(Target):
         group=Group.RUNNING,
         help="where trials run: on this machine, on the nodes of a Slurm allocation, or on a "
         "Determined cluster (auto: there if DET_MASTER is set or `det user login` was used, else "
-        "on the nodes if dsat runs in an allocation of several)",
+        "on the nodes if dsat runs in an allocation of several). In front of an allocation, slurm "
+        "submits a job and follows it",
     )
     run_dir: Path | None = option(
         "--run-dir",
@@ -406,7 +411,36 @@ class Settings(Target):
         help="restarts of the search runner",
     )
     detach: bool = option(
-        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
+        "--detach", group=Group.JOB, help="return as soon as the search is submitted"
+    )
+    nodes: int | None = option(
+        "--nodes",
+        kind=at_least(1),
+        metavar="N",
+        group=Group.JOB,
+        help="with --engine slurm: nodes of the job",
+    )
+    gpus_per_node: str | None = option(
+        "--gpus-per-node",
+        kind=WORD,
+        metavar="[TYPE:]N",
+        group=Group.JOB,
+        help="with --engine slurm: GPUs of each node",
+    )
+    time: str | None = option(
+        "--time",
+        kind=WORD,
+        metavar="TIME",
+        group=Group.JOB,
+        help="with --engine slurm: the job's time limit, as Slurm writes it (2:00:00, or minutes)",
+    )
+    sbatch_options: tuple[str, ...] | None = option(
+        "--sbatch-options",
+        kind=SHELL_WORDS,
+        metavar="OPTIONS",
+        group=Group.JOB,
+        help="with --engine slurm: further options of sbatch, in one word "
+        "('--partition=a100 --exclusive')",
     )
 
     def __post_init__(self) -> None:
@@ -422,6 +456,10 @@ class Settings(Target):
                 f"--max-profile-steps {self.max_profile_steps} is less than the {end - start + 1} "
                 "steps from --start-profile-step to --end-profile-step"
             )
+        for own in options_of(Settings):
+            of_slurm = own.name in OF_SLURM_JOB and getattr(self, own.name) is not None
+            if of_slurm and self.engine != SLURM:
+                raise UserInputError(f"{own.flags[-1]} goes with --engine slurm")
         both = set(self.tune) & set(self.fix)
         if both:
             raise UserInputError(

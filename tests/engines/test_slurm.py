@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dsat.app import hosts
@@ -28,6 +32,14 @@ JOB = {
     "SLURM_JOB_CPUS_PER_NODE": "16(x2)",
 }
 ENDS_WITHIN_S = 240.0
+# dsat, which gives up silent hosts soon.
+IMPATIENT = """
+import sys
+from dsat.cli.main import main
+from dsat.engines.local import heartbeats
+heartbeats.PING_EVERY_S, heartbeats.SILENT_AFTER_S = 1.0, 8.0
+sys.exit(main(sys.argv[1:]))
+"""
 SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
@@ -38,6 +50,8 @@ def test_an_allocation_is_known_by_its_variables() -> None:
     assert inside is not None and inside.node == "n1"
     with pytest.raises(EngineError, match="srun has started dsat 2 times: start it once"):
         Allocation.of({**JOB, "SLURM_STEP_NUM_TASKS": "2"})
+    with pytest.raises(EngineError, match="job 7 is a heterogeneous one of 3 components"):
+        Allocation.of({**JOB, "SLURM_HET_SIZE": "3"})
 
 
 @pytest.mark.parametrize(
@@ -104,11 +118,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield found
 
 
-def job_of(run_dir: Path, *options: object) -> str:
+def words_of(run_dir: Path, *options: object) -> list[str]:
     own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
-    words = command_of("random", "tiny", run_dir, "--slots", 2, *FAST, *options, config=config)
-    return shlex.join(words)
+    return command_of("random", "tiny", run_dir, "--slots", 2, *FAST, *options, config=config)
+
+
+def job_of(run_dir: Path, *options: object) -> str:
+    return shlex.join(words_of(run_dir, *options))
 
 
 def assert_nothing_is_left(run_dir: Path) -> None:
@@ -158,9 +175,11 @@ def test_a_job_that_is_ended_leaves_a_run_that_goes_on(three: Slurm, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_node_whose_step_is_killed_leaves_the_run(three: Slurm, tmp_path: Path) -> None:
+def test_nodes_that_end_or_fall_silent_leave_the_run(three: Slurm, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
-    job = three.submit(job_of(run_dir, "--max-trials", 200), log, "--nodes=3")
+    words = words_of(run_dir, "--max-trials", 200)
+    words = [words[0], "-c", IMPATIENT, *words[3:]]
+    job = three.submit(shlex.join(words), log, "--nodes=3")
     wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
     steps = three.ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %N")
     [step] = [line.split()[0] for line in steps.splitlines() if line.split()[-1] == "n2"]
@@ -168,7 +187,51 @@ def test_a_node_whose_step_is_killed_leaves_the_run(three: Slurm, tmp_path: Path
     wait_until(lambda: "host n2 is not used any more" in log.read_text(), "the loss of n2", 60)
     known = len(run_of(run_dir).outcomes)
     wait_until(lambda: len(run_of(run_dir).outcomes) > known + 1, "more trials", ENDS_WITHIN_S)
-    three.ask("scancel", job)
-    three.wait_for(job, 60)
+    srun_of("n3").suspend()
+    assert three.wait_for(job, 60) == "FAILED"
+    assert re.search("2 slots, and 1 of 3 .*n3: nothing was heard of it for 8 s", log.read_text())
     assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
+    assert_nothing_is_left(run_dir)
+
+
+def srun_of(node: str) -> psutil.Process:
+    """The one that holds the supervisor of a node."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            is_first = process.name() == "srun" and parent is not None and parent.name() != "srun"
+            if is_first and f"--nodelist={node}" in process.cmdline():
+                return process
+    raise AssertionError(f"no srun of {node}")
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_search_submits_itself_and_goes_on_when_its_job_is_requeued(
+    three: Slurm, tmp_path: Path
+) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "told.log"
+    job = ("--engine", "slurm", "--nodes", 2, "--time", "10", "--sbatch-options=--exclusive")
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            words_of(run_dir, "--max-trials", 6, *job),
+            env=three.env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
+        [number] = re.findall(r"submitted Slurm job (\d+)", log.read_text())
+        three.ask("scontrol", "requeue", number)
+        assert process.wait(ENDS_WITHIN_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    said = log.read_text()
+    for told in ("was requeued, and goes on", f"job {number} is COMPLETED", "Train with it:"):
+        assert told in said
+    assert "Traceback" not in said
+    starts = [event for event in events_of(run_dir) if event["event"] == "start"]
+    assert len(starts) == 1, "the second start of the job went on with the run of the first"
+    assert run_of(run_dir).stop_reason is not None
     assert_nothing_is_left(run_dir)
