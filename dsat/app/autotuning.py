@@ -8,7 +8,6 @@ from typing import Any
 
 from dsat.app.plans import check_micro_batches
 from dsat.app.source import Source
-from dsat.engines.local import Machine
 from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section, script_args
 from dsat.inputs.autotuning_section import Autotuning
@@ -44,8 +43,11 @@ def arg_mappings(source: Source, section: Autotuning) -> Mapping[str, str]:
     return script_args.checked(section.arg_mappings, source.program.args, where=where)
 
 
-def slot_counts(source: Source, machine: Machine) -> Sequence[int]:
+def slot_counts(source: Source, available: int) -> Sequence[int]:
     """The numbers of slots, each of which gets a search.
+
+    Args:
+        available: if the command names no number.
 
     Raises:
         UserInputError: there are not so many.
@@ -53,7 +55,7 @@ def slot_counts(source: Source, machine: Machine) -> Sequence[int]:
     return autotuning_section.slots(
         source.experiment.ds_config,
         where=str(source.program.config_path),
-        available=source.program.slots or machine.num_slots,
+        available=source.program.slots or available,
     )
 
 

@@ -1,32 +1,41 @@
-"""On which hosts trials run: this machine, or all nodes of the Slurm allocation around it."""
+"""On which hosts trials run: this machine, those of a hostfile, or all nodes of the Slurm
+allocation around it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dsat.engines import ssh
 from dsat.engines.local import Host, find_machine, find_machines
 from dsat.engines.slurm import Allocation
 from dsat.errors import UserInputError
+from dsat.inputs.entrypoint import Entrypoint
 
 _log = logging.getLogger(__name__)
 # Of memory, in which two devices of one kind differ by what their firmware keeps.
 _EQUAL_WITHIN = 0.02
 
 
-def find_hosts(engine: str, nodes: int | None = None) -> tuple[Host, ...]:
+def find_hosts(
+    engine: str, num_nodes: int | None = None, program: Entrypoint | None = None
+) -> tuple[Host, ...]:
     """The hosts where trials run.
 
     Args:
-        engine: `slurm` for the nodes of the allocation; `auto` for these if there is more than one.
-        nodes: so many are expected in the allocation, if anything is.
+        engine: `slurm` for the nodes of the allocation; `auto` for the machines that the program's
+            launcher is given, or else for these nodes if there is more than one.
+        num_nodes: so many are expected in the allocation, if anything is.
+        program: what is run.
 
     Raises:
-        UserInputError: there is no allocation, or its nodes are not equal.
+        UserInputError: there is no allocation, or hosts are not equal, or cannot be reached.
         EngineError: the accelerators of a host cannot be found.
     """
+    if engine == "auto" and program is not None and program.hosts:
+        return _of_hostfile(dict(program.hosts), program.ssh_port)
     allocation = Allocation.of(os.environ) if engine in ("auto", "slurm") else None
     if engine == "slurm" and allocation is None:
         raise UserInputError(
@@ -35,10 +44,10 @@ def find_hosts(engine: str, nodes: int | None = None) -> tuple[Host, ...]:
             where="--engine slurm",
             hint="Start dsat in a job script (sbatch), or after salloc.",
         )
-    if allocation is not None and nodes not in (None, allocation.count):
+    if allocation is not None and num_nodes not in (None, allocation.count):
         raise UserInputError(
             f"the Slurm allocation around dsat has {allocation.count} nodes",
-            where=f"--nodes {nodes}",
+            where=f"--nodes {num_nodes}",
             hint="Leave it out there: it is for a job that dsat submits.",
         )
     if allocation is None or (allocation.count == 1 and allocation.node):
@@ -56,6 +65,28 @@ def find_hosts(engine: str, nodes: int | None = None) -> tuple[Host, ...]:
     hosts = [
         Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
         for node, machine in zip(nodes, machines, strict=True)
+    ]
+    check_equal(hosts)
+    return tuple(hosts)
+
+
+def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> tuple[Host, ...]:
+    """Hosts by their names, with the positions of the devices that are used there; none for all."""
+    _log.info(
+        "tuning on the machines of the hostfile, %s (--engine local takes this machine alone)",
+        ", ".join(positions),
+    )
+    reached = ssh.reach(list(positions), port)
+    machines = find_machines({host.name: host.prefix for host in reached})
+    hosts = [
+        Host(
+            machine.only(positions[host.name], ()),
+            host.name,
+            host.prefix,
+            host.address,
+            is_here=host.is_here,
+        )
+        for host, machine in zip(reached, machines, strict=True)
     ]
     check_equal(hosts)
     return tuple(hosts)
@@ -96,6 +127,12 @@ def describe(hosts: Sequence[Host]) -> str:
         return machine.describe()
     names = ", ".join(host.name for host in hosts)
     return f"{len(hosts)} hosts ({names}), each with {machine.describe()}"
+
+
+def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
+    """Slots that a launcher starts ranks on which is told no number: of the machines that it is
+    given, or of one."""
+    return hosts[0].machine.num_slots * (len(hosts) if program.hosts else 1)
 
 
 def only(hosts: Sequence[Host], wanted: Sequence[int], without: Sequence[int]) -> tuple[Host, ...]:

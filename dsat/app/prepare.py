@@ -10,7 +10,7 @@ from typing import Any
 from dsat import __version__
 from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
-from dsat.app.hosts import check_slots, describe, find_hosts, only
+from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only
 from dsat.engines.local import Host, Machine
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
@@ -84,7 +84,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     with slow.told(_log, "looking at the accelerators"):
-        hosts = find_hosts(settings.engine, settings.nodes)
+        hosts = find_hosts(settings.engine, settings.nodes, source.program)
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
     source = source.with_known_start(machine, settings.trial_timeout_s)
@@ -93,12 +93,12 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         section = autotuning.read(source, settings.method)
         _check_slots(settings, hosts, source.program.slots or 1)
         mappings = autotuning.arg_mappings(source, section)
-        counts = autotuning.slot_counts(source, machine)
+        counts = autotuning.slot_counts(source, all_slots(hosts, source.program))
         settings = autotuning.settings_of(settings, section, source.experiment)
     else:
         if settings.run_full_experiment and source.program.trial_class and not source.is_command:
             _check_full_length(source.experiment)
-        counts = [source.slots_per_trial(settings.slots, machine)]
+        counts = [source.slots_per_trial(settings.slots, all_slots(hosts, source.program))]
         _check_slots(settings, hosts, counts[0])
         given, args = settings.arg_mappings, source.program.args
         mappings = script_args.checked(given, args, where="--arg-mapping")

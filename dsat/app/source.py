@@ -70,8 +70,11 @@ class Source:
         _log.info("%s", _recognised(program))
         return _of_start(self, ranks, program)
 
-    def slots_per_trial(self, given: int | None, machine: Machine) -> int:
+    def slots_per_trial(self, given: int | None, available: int) -> int:
         """The slots of a trial: as many as are given, or as the user's files say.
+
+        Args:
+            available: to a launcher that takes all.
 
         Raises:
             UserInputError: the entrypoint starts another number of ranks.
@@ -80,7 +83,7 @@ class Source:
         if not self.is_command:
             slots = given or self.experiment.slots_per_trial
         else:
-            slots = given or program.slots or (machine.num_slots if program.takes_all_slots else 1)
+            slots = given or program.slots or (available if program.takes_all_slots else 1)
         check_ranks(program, slots)
         return slots
 

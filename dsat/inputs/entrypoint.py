@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs import accelerate_env
+from dsat.inputs import accelerate_env, hostfiles
 from dsat.inputs import script_args as arguments
 
 _WHERE = "entrypoint"
@@ -67,6 +67,9 @@ class Entrypoint:
         takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
         devices, not_devices: positions of the machine's devices that the launcher is told to use,
             or not to use; all where neither is given.
+        hosts: names of the machines that a hostfile gives the command, with the positions of the
+            devices that it may use there, all where none are given; none where it gives one.
+        ssh_port: of these machines, if the command names one.
         interpreter: another one than that which runs dsat, if its ranks need another.
         lacks_wrapt: whether a package is missing there that ranks need.
         started_by: the user's command, if it had to be run to see what it starts.
@@ -86,6 +89,8 @@ class Entrypoint:
     takes_hf_flags: bool = False
     devices: tuple[int, ...] = ()
     not_devices: tuple[int, ...] = ()
+    hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ssh_port: int | None = None
     interpreter: str = ""
     lacks_wrapt: bool = False
     started_by: tuple[str, ...] = ()
@@ -351,7 +356,6 @@ def _deepspeed(words: list[str]) -> Entrypoint:
             where=_WHERE,
             hint="Leave it out.",
         )
-    _check_one_machine(options)
     if not rest:
         raise UserInputError("deepspeed is given no script", where=_WHERE, hint=_FORMS)
     if "--no_python" in options:
@@ -360,13 +364,25 @@ def _deepspeed(words: list[str]) -> Entrypoint:
         found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
     else:
         found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
-    devices = _devices(options, "--include", "-i")
-    hosts = _hosts(Path(options.get("--hostfile") or options.get("-H") or ""))
-    slots = _count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
-    return replace(
+    found = replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
         binds_cores="--bind_cores_to_rank" in options,
+    )
+    hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
+    hosts = hostfiles.read(hostfile)
+    if len(hosts) > 1:
+        return replace(
+            found,
+            hosts=tuple(hostfiles.chosen(hostfile, hosts, options).items()),
+            ssh_port=_count(options, "--ssh_port"),
+            takes_all_slots=True,
+        )
+    _check_one_machine(options)
+    devices = _devices(options, "--include", "-i")
+    slots = _count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
+    return replace(
+        found,
         slots=slots or next(iter(hosts.values()), None),
         takes_all_slots=slots is None and not any(hosts.values()),
         devices=devices,
@@ -395,11 +411,10 @@ def _check_one_machine(options: dict[str, str]) -> None:
     for name in ("--num_nodes", "--nnodes"):
         if options.get(name, "1") not in ("1", "1:1"):
             raise UserInputError(
-                f"{name} {options[name]}: trials run on this machine only", where=_WHERE
+                f"{name} {options[name]}: trials run on this machine only",
+                where=_WHERE,
+                hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
             )
-    for name in ("--hostfile", "-H"):
-        if name in options and len(hosts := _hosts(Path(options[name]))) > 1:
-            raise _several_machines(f"{name} {options[name]}", hosts)
 
 
 def _several_machines(option: str, hosts: Collection[str]) -> UserInputError:
@@ -410,19 +425,6 @@ def _several_machines(option: str, hosts: Collection[str]) -> UserInputError:
     )
 
 
-def _hosts(path: Path) -> dict[str, int | None]:
-    """The machines of a hostfile (`NAME slots=N`) and their slots; none if there is no such file,
-    which DeepSpeed takes for this machine."""
-    found: dict[str, int | None] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            words = line.partition("#")[0].split()
-            if words:
-                slots = [word[6:] for word in words[1:] if word.startswith("slots=")]
-                found[words[0]] = int(slots[0]) if slots and slots[0].isdigit() else None
-    return found
-
-
 def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
     """The devices of this machine that `NAME[:SLOT[,SLOT ..]]` names (deepspeed/launcher/runner.py,
     `parse_resource_filter`); none if it names the machine alone."""
@@ -430,14 +432,8 @@ def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
         given = options.get(name, "")
         if "@" in given:
             raise _several_machines(f"{name} {given}", given.split("@"))
-        _, colon, slots = given.partition(":")
-        numbers = [number.strip() for number in slots.split(",")] if colon else []
-        if not all(number.isdigit() for number in numbers):
-            raise UserInputError(
-                f"{name} {given}: expected NAME:SLOT,SLOT", where=_WHERE, hint="As localhost:0,1"
-            )
-        if numbers:
-            return tuple(sorted({int(number) for number in numbers}))
+        if given and (positions := hostfiles.positions(name, given)[1]):
+            return positions
     return ()
 
 
@@ -458,6 +454,6 @@ def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str
 
 def _count(options: dict[str, str], *names: str) -> int | None:
     for name in names:
-        if options.get(name, "").isdigit() and int(options[name]) > 0:
+        if re.fullmatch("[0-9]{1,18}", options.get(name, "")) and int(options[name]) > 0:
             return int(options[name])
     return None

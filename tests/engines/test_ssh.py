@@ -1,0 +1,276 @@
+"""Hosts that are reached with ssh: a scripted one, and a real sshd on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsat.app import hosts, local, source
+from dsat.cli.main import main
+from dsat.engines import ssh
+from dsat.engines.local import Machine
+from dsat.engines.local.ports import free_ports
+from dsat.errors import UserInputError
+from testing.command import FAST, run_of
+from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
+
+# Runs the command here, in another folder, without variables.
+SSH = """#!/bin/sh
+echo "$@" >> {folder}/given
+if [ "$1" = -G ]; then
+    case $3 in head | localhost) echo hostname 127.0.0.1;; *) echo hostname 127.0.0.2;; esac
+    exit
+fi
+while [ "$1" != -- ]; do shift; done
+host=$2
+shift 2
+case $host in
+    locked) echo 'eve@locked: Permission denied (publickey,password).' >&2; exit 255;;
+    gone) echo 'ssh: connect to host gone port 22: Connection timed out' >&2; exit 255;;
+    unknown) echo 'Host key verification failed.' >&2; exit 255;;
+esac
+cd /
+exec env -i sh -c "$*"
+"""
+SHOWS = """
+import os, sys
+print([os.getcwd(), os.environ["OWN"], *sys.argv[1:], sys.stdin.read()])
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ssh, which is found first; it notes in the file `given` what it is given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(SSH.format(folder=folder))
+    (folder / "ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def started(*command: str) -> subprocess.Popen[bytes]:
+    [host] = ssh.reach(["far"], None)
+    return subprocess.Popen([*host.prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+# -- a command on a host
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_command_has_our_pipes_our_folder_and_our_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "it's $HOME"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("OWN", "a 'b'\n$c")
+    monkeypatch.chdir(folder)
+    with started(sys.executable, "-c", SHOWS, "x y", "`z`\n") as process:
+        out, _ = process.communicate(b"input\n" * 50_000, timeout=30)
+    expected = [str(folder), "a 'b'\n$c", "x y", "`z`\n", "input\n" * 50_000]
+    assert out.decode() == f"{expected}\n"
+    assert process.returncode == 3
+
+
+def test_variables_are_not_among_the_arguments(
+    scripted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN", "hunter2")
+    with started(sys.executable, "-c", SHOWS) as process:
+        assert b"hunter2" in process.communicate(timeout=30)[0]
+    assert "hunter2" not in (scripted / "given").read_text()
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_end_of_a_command_is_seen_although_nothing_is_said_to_it_any_more() -> None:
+    with started("/bin/echo", "done") as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.read() == b"done\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(10) == 0
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_command_hears_of_our_end(tmp_path: Path) -> None:
+    wait_for_end = (
+        "import sys; print('there', flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"
+    )
+    with started(sys.executable, "-c", wait_for_end, str(tmp_path / "ended")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        process.kill()
+        wait_until((tmp_path / "ended").exists, "the command's end", 10)
+
+
+# -- which hosts
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("locked", r"eve@locked: Permission denied \(publickey,password\)"),
+        ("gone", "ssh: connect to host gone port 22: Connection timed out"),
+        ("unknown", "Host key verification failed"),
+    ],
+)
+def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str) -> None:
+    with pytest.raises(UserInputError, match=f"does not reach host {name} .*: {told}") as raised:
+        ssh.reach(["far", name, "head"], None)
+    assert f"`ssh -o BatchMode=yes {name} true` must work" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_this_machine_comes_first_and_is_named_once() -> None:
+    found = ssh.reach(["far", "head"], 2222)
+    assert [(host.name, host.is_here) for host in found] == [("head", True), ("far", False)]
+    assert found[0].prefix == ()
+    assert found[1].prefix[1:] == ("-m", "dsat.engines.ssh", "--port", "2222", "far")
+    assert found[0].address == "127.0.0.1", "by which the other one reaches it"
+    with pytest.raises(UserInputError, match="names this machine twice: head, localhost"):
+        ssh.reach(["head", "localhost"], None)
+
+
+def test_without_ssh_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with pytest.raises(UserInputError, match="needs ssh, which is not installed"):
+        ssh.reach(["far"], None)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_hostfiles_machines_are_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path / "tiny")
+    Path("hosts").write_text("far slots=2\nhead slots=2\n")
+
+    def find_machines(prefixes: dict[str, tuple[str, ...]]) -> list[Machine]:
+        assert list(prefixes) == ["head", "far"]
+        return [cpu_machine(4)] * 2
+
+    monkeypatch.setattr(hosts, "find_machines", find_machines)
+    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(3))
+    for module in (local, source):
+        monkeypatch.setattr(module, "LocalEngine", None)  # nothing is ever run
+    script = ("train.py", "--deepspeed_config", "ds_config.json")
+    command = ("deepspeed", "--hostfile", "hosts", *script)
+    for options, told in (
+        ((), "on 2 hosts (head, far), each with 2 cpu slots (test, 8 GiB), 4 per trial"),
+        (("--slots", "2"), "each with 2 cpu slots (test, 8 GiB), 2 per trial"),
+        (("--engine", "local"), "on 3 cpu slots (test, 8 GiB), 3 per trial"),
+    ):
+        assert main(["model", "--dry-run", *options, "--", *command]) == 0
+        assert told in capsys.readouterr().out
+    assert main(["model", "--slots", "3", "--dry-run", "--", *command]) == 2
+    assert "up to 2, or a multiple of it up to 4" in capsys.readouterr().err
+    Path("hosts").write_text("far slots=2\nlocked slots=2\n")
+    assert main(["model", "--dry-run", "--", *command]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# -- a real server
+
+
+CLIENT = """
+Host n2
+    HostName 127.0.0.2
+Host n3
+    HostName 127.0.0.3
+Host locked
+    HostName 127.0.0.2
+    IdentityFile none
+Host *
+    Port {port}
+    IdentityFile {folder}/key
+    IdentitiesOnly yes
+    IdentityAgent none
+    UserKnownHostsFile {folder}/known
+    StrictHostKeyChecking accept-new
+"""
+SERVER = """
+Port {port}
+ListenAddress 127.0.0.2
+ListenAddress 127.0.0.3
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """sshd, and an ssh that knows it and has a key for it."""
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    client, daemon = shutil.which("ssh"), shutil.which("sshd", path=path)
+    if client is None or daemon is None:
+        pytest.skip("ssh or sshd not found: make test-cluster installs them")
+    folder, [port] = tmp_path / "ssh", free_ports(1)
+    folder.mkdir()
+    for name in ("key", "host_key"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(make, check=True)
+    (folder / "client").write_text(CLIENT.format(folder=folder, port=port))
+    (folder / "server").write_text(SERVER.format(folder=folder, port=port))
+    wrapped = shlex.join([client, "-F", str(folder / "client")])
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {wrapped} "$@"\n')
+    (folder / "ssh").chmod(0o700)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    process = subprocess.Popen([daemon, "-D", "-f", str(folder / "server")])
+    try:
+        reaches = [str(folder / "ssh"), "n2", "true"]
+        wait_until(lambda: subprocess.run(reaches).returncode == 0, "sshd", 10)
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.usefixtures("server")
+def test_a_search_on_two_machines_of_a_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, run_dir = tmp_path / "work", tmp_path / "run"
+    shutil.copytree(PROGRAMS / "memory", work)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.chdir(work)
+    script = ["train.py", "--deepspeed_config", "ds_config.json"]
+    options = ["--run-dir", str(run_dir), "--max-trials", "2", *FAST, "--slot-memory", "1GiB"]
+
+    def tuned_with(hostfile: str) -> subprocess.CompletedProcess[str]:
+        Path("hosts").write_text(hostfile)
+        command = [sys.executable, "-m", "dsat", "random", *options, "--"]
+        command += ["deepspeed", "--no_local_rank", "--hostfile", "hosts", *script]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    refused = tuned_with("n2 slots=1\nlocked slots=1\n")
+    assert refused.returncode == 2
+    assert "host locked without a question: " in refused.stderr
+    assert "Permission denied" in refused.stderr.splitlines()[-1]
+    told = tuned_with("n2 slots=1\nn3 slots=1\n")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "2 hosts (n2, n3), each with 1 cpu slot" in told.stdout
+    run = run_of(run_dir)
+    assert run.best is not None
+    folder = run_dir / "trials" / run.best.name
+    second = (folder / "cmd.txt").read_text().partition("# on n3\n")[2].split()
+    assert {"RANK=1", "CROSS_RANK=1", "MASTER_ADDR=127.0.0.2"} <= set(second)
+    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 10)

@@ -1,0 +1,85 @@
+"""Which machines and devices of a hostfile are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.inputs import entrypoint
+
+HOSTS = """
+# two nodes
+a slots=4
+b slots=4   # the second one
+
+c slots=2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text(HOSTS)
+    Path("equal").write_text("a slots=2\nb slots=2\n")
+    Path("unsaid").write_text("a\nb\n")
+    Path("twice").write_text("a slots=1\nb slots=1\na slots=1\n")
+    Path("huge").write_text("a slots=99999999999\nb slots=99999999999\n")
+    Path("odd").write_text("a slots=²\nb slots=2\n")
+    Path("one").write_text("a slots=3\n")
+    Path("train.py").touch()
+
+
+def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
+    words = ["deepspeed", *options.split(), "train.py"]
+    return dict(entrypoint.parse(words, Path.cwd()).hosts)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("--hostfile equal", {"a": (0, 1), "b": (0, 1)}),
+        ("-H equal --num_gpus 1", {"a": (0,), "b": (0,)}),
+        ("--hostfile=hosts --num_nodes 2", {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}),
+        ("--hostfile hosts --exclude c", {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}),
+        ("--hostfile hosts -e a:0,1@b:2,3", {"a": (2, 3), "b": (0, 1), "c": (0, 1)}),
+        ("--hostfile hosts --include a:0,1@c", {"a": (0, 1), "c": (0, 1)}),
+        ("--hostfile hosts --include b", {"b": (0, 1, 2, 3)}),
+        ("--hostfile unsaid", {"a": (), "b": ()}),
+        ("--hostfile unsaid --include a:1@b:2", {"a": (1,), "b": (2,)}),
+        ("--hostfile unsaid --num_gpus 2", {"a": (0, 1), "b": (0, 1)}),
+        ("--hostfile one", {}),
+        ("--hostfile missing --num_gpus 2", {}),
+    ],
+)
+def test_machines_and_devices(options: str, found: dict[str, tuple[int, ...]]) -> None:
+    assert hosts_of(options) == found
+
+
+def test_the_launcher_starts_ranks_on_all_of_them() -> None:
+    words = ["deepspeed", "--hostfile", "equal", "--ssh_port", "2222", "train.py", "--x"]
+    found = entrypoint.parse(words, Path.cwd())
+    assert (found.slots, found.takes_all_slots, found.ssh_port) == (None, True, 2222)
+    assert (found.script, found.args, found.passes_local_rank) == ("train.py", ("--x",), True)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--hostfile hosts", "hosts gives 4 slots of a and 2 slots of c: .*--num_gpus"),
+        ("--hostfile equal --num_nodes 3", "--num_nodes 3: equal has 2 machines for it"),
+        ("--hostfile equal --include d", "--include d: equal has no d"),
+        ("--hostfile equal --include a:5@b:0", "--include a:5: equal gives no slot 5 of a"),
+        ("--hostfile unsaid --exclude a:0@b:0", "--exclude a:0: unsaid gives no slot 0 of a"),
+        ("--hostfile equal --include a:x", "expected NAME:SLOT,SLOT"),
+        ("--hostfile equal --exclude a@b", "of equal no machine is left"),
+        ("--hostfile twice", "twice: names a twice"),
+        ("--hostfile huge", "huge: a has slots=99999999999"),
+        ("--hostfile odd", "odd: a has slots=²"),
+        ("--num_nodes 2", "--num_nodes 2: trials run on this machine only.*--hostfile FILE"),
+    ],
+)
+def test_what_cannot_be_chosen(options: str, told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        hosts_of(options)
