@@ -180,7 +180,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     """
     words = _words(entrypoint)
     env = take_assignments(words)
-    if not words:
+    if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
     found = replace(_command(words), env=env)
     if found.script and not (model_dir / found.script).is_file():
@@ -228,9 +228,7 @@ def _words(entrypoint: str | Sequence[str]) -> list[str]:
     for word in entrypoint:
         if not isinstance(word, (str, int, float)):
             raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
-        stripped = str(word).strip()
-        if stripped:
-            words.append(stripped)
+        words.append(str(word))  # an empty one is an argument too
     return words
 
 

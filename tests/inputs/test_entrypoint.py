@@ -42,7 +42,8 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
         ("python3 'my script.py' 'two words'", script("two words", name="my script.py")),
         (["python3", "my script.py", "two words"], script("two words", name="my script.py")),
         (["python3", "train.py", 3, 0.5], script("3", "0.5")),
-        (["python3 ", " train.py", ""], script()),
+        (["python3", "train.py", "--tag", "", " x "], script("--tag", "", " x ")),
+        ("python3 train.py --tag ''", script("--tag", "")),
         ("python3 -u train.py", script()),
         ("python3 -O -u train.py -x", script("-x", python_options=("-O",))),
         (
@@ -158,6 +159,7 @@ def test_forms(given: str | list[str], expected: Entrypoint, model_dir: Path) ->
         ("   ", "is empty"),
         ([], "is empty"),
         ([""], "is empty"),
+        ([" ", "train.py"], "is empty"),
         ("LR=0.1", "is empty"),
         ("cd src && python3 train.py", "needs a shell"),
         ("python3 train.py | tee log", "needs a shell"),
