@@ -11,6 +11,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
+from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.values.objective import Objective
@@ -26,17 +27,20 @@ def plan_of(
     args: Sequence[str],
     switches: Mapping[str, bool],
     offload_helps: bool,
+    slots_per_host: int = 0,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Plan:
     """What to tune, as the user has it.
 
     Args:
         slots: of a trial.
         args: of the script, which may hold batch sizes.
-        switches, offload_helps: see `Plan`.
+        switches, offload_helps, slots_per_host, defaults: see `Plan`.
 
     Raises:
-        UserInputError: nothing is left to tune.
+        UserInputError: nothing is left to tune, or DeepSpeed has not got it.
     """
+    _check_known(settings.tune, defaults or {})
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
     own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
@@ -67,6 +71,8 @@ def plan_of(
         choices=listed,
         switches=switches,
         offload_helps=offload_helps,
+        slots_per_host=slots_per_host,
+        defaults=defaults or {},
         measured={
             # A digest, because an entrypoint or a hyperparameter may be a credential.
             "program": ds_config.fingerprint(
@@ -85,6 +91,14 @@ def plan_of(
     )
     check_micro_batches(plan)
     return plan
+
+
+def _check_known(tune: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    missing = [k.key for k in KNOBS if k.key in tune and defaults and k.path not in defaults]
+    if missing and set(tune) != set(KNOB_NAMES):
+        raise UserInputError(
+            f"the installed DeepSpeed has no {', '.join(dict.fromkeys(missing))}", where="--tune"
+        )
 
 
 def _other_hparams(experiment: Experiment) -> dict[str, Any]:

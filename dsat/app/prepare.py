@@ -11,6 +11,8 @@ from dsat import __version__
 from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only
+from dsat.app.installed_deepspeed import InstalledDeepSpeed
+from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
@@ -83,10 +85,20 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             hint="Leave it out, or use --engine determined.",
         )
     source = sources.read(settings)
+    with InstalledDeepSpeed() as deepspeed:
+        return _prepared(settings, argv, source, deepspeed)
+
+
+def _prepared(
+    settings: Settings, argv: Sequence[str] | None, source: Source, deepspeed: InstalledDeepSpeed
+) -> list[Prepared]:
     with slow.told(_log, "looking at the accelerators"):
         hosts = find_hosts(settings.engine, settings.nodes, source.program)
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
+    was_known = source.config_known
+    if was_known:
+        deepspeed.check(source.experiment, source.program)
     source = source.with_known_start(machine, settings.trial_timeout_s)
     section = None
     if settings.method in (TUNE, RUN):
@@ -104,6 +116,8 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         mappings = script_args.checked(given, args, where="--arg-mapping")
     source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
     source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s)
+    if not was_known:
+        deepspeed.check(source.experiment, source.program)
     runs = []
     for slots in counts:
         program, native = source.program, section
@@ -114,6 +128,8 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             args=program.args,
             switches=plans.switches_of(program, mappings),
             offload_helps=not machine.is_cpu,
+            slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
+            defaults=deepspeed.knob_defaults(source.program),
         )
         if section is not None:
             program = replace(program, slots=slots)

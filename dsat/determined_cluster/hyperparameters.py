@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsat.space.knobs import defaults
-from dsat.space.overrides import GAS
+from dsat.space.overrides import GAS, TOP_SECTIONS
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning.strategies import make_space, rungs
@@ -40,7 +40,8 @@ def of_trial(plan: Plan, trial: Trial) -> dict[str, Any]:
     """A trial's values of all that is declared."""
     config = plan.config(trial.overrides)
     zero = _flat(config.get("zero_optimization") or {})
-    given = {**defaults(trial.stage), **zero, **plan.switches, **trial.script_args}
+    beside = _flat({section: config.get(section) or {} for section in TOP_SECTIONS})
+    given = {**defaults(trial.stage), **zero, **beside, **plan.switches, **trial.script_args}
     return {
         _STRATEGY: trial.strategy,
         _STAGE: trial.stage,

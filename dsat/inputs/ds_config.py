@@ -193,6 +193,7 @@ def check_zero_value(key: str, value: Any, *, where: str) -> None:
             raise UserInputError(
                 f"must be one of {', '.join(_DEVICES)}, not {section['device']!r}",
                 where=f"{where}.device",
+                hint=did_you_mean(section["device"], _DEVICES),
             )
         _of_type(section.get("nvme_path"), str, "the path of a folder", f"{where}.nvme_path")
         if key == "offload_optimizer":
@@ -246,22 +247,41 @@ def same_setting(one: str, other: str) -> bool:
     return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
-def _check_data_parallel(config: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserInputError if slots work on the same samples: the batch would be another one."""
-    tensor = config.get("tensor_parallel")
-    sizes = {
-        "sequence_parallel_size": config.get("sequence_parallel_size"),
-        "tensor_parallel.autotp_size": tensor.get("autotp_size")
-        if isinstance(tensor, Mapping)
-        else None,
-    }
-    for key, size in sizes.items():
+# Settings by which slots share each sample, and the batch would be another one.
+_SHARING = ("sequence_parallel_size", "tensor_parallel.autotp_size")
+_EXPERTS = "expert_parallel.autoep_size"
+
+
+def _check_data_parallel(config: Mapping[str, Any], slots: int, *, where: str) -> None:
+    """Raises UserInputError if slots work on the same samples, or experts do not fit the slots.
+
+    Slots with different experts have samples of their own all the same (module_inject/
+    auto_ep_config.py, 0.19.8): the batch is as without them.
+    """
+    experts = at(config, _EXPERTS)
+    enabled = at(config, "expert_parallel.enabled") is True
+    if enabled and isinstance(experts, int) and experts > 0 and slots % experts:
+        raise UserInputError(
+            f"{experts} slots would share the experts, and a trial has {slots}, which is no "
+            "multiple of it",
+            where=f"{where}: {_EXPERTS}",
+        )
+    for key in _SHARING:
+        size = at(config, key)
         if isinstance(size, int) and size > 1:
             raise UserInputError(
                 f"{size} slots would share each sample, and dsat tunes data-parallel training only",
                 where=f"{where}: {key}",
                 hint="Take it out to tune the rest; memory and speed are then those without it.",
             )
+
+
+def at(config: Mapping[str, Any], path: str) -> Any:
+    """A setting by the keys that lead to it, with dots between them; None if there is none."""
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
@@ -276,7 +296,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
         UserInputError: none is given, one is no positive integer, or they contradict each other; or
             slots share samples.
     """
-    _check_data_parallel(config, where=where)
+    _check_data_parallel(config, data_parallel, where=where)
     given: dict[str, int] = {}
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)
@@ -347,11 +367,15 @@ def check_keys(overrides: Mapping[str, Any], base: Mapping[str, Any], *, where: 
                 )
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A sentence that names the nearest known word; empty when none is near."""
+def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
+    """A sentence that names the nearest known word; empty when none is near.
+
+    Args:
+        likeness: from which on a word is near, up to 1 (`difflib.SequenceMatcher.ratio`).
+    """
     import difflib
 
-    near = difflib.get_close_matches(str(word), sorted(known), n=1)
+    near = difflib.get_close_matches(str(word), sorted(known), n=1, cutoff=likeness)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 

@@ -61,6 +61,10 @@ class Experiment:
         return ds_config.merge(self.ds_config, self.overrides)
 
 
+# Where in an experiment's configuration the user's own overrides are.
+OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
+
+
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
     """Reads and checks the user's files.
 
@@ -93,10 +97,9 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     ds, listed = choices.split(ds, where=ds_name)
     ds_config.check_values(ds, where=ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
-    key = f"{where}: hyperparameters.{OVERWRITE_KEY}"
+    key = f"{where}: {OVERRIDES}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
-    ds_config.check_keys(overrides, ds, where=key)
     overrides, listed_over = choices.split(overrides, where=key)
     ds_config.check_values(overrides, where=key)
     listed = {**listed, **listed_over}

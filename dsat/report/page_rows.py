@@ -28,7 +28,7 @@ _BATCH_REASONS = {
     "gradient_checkpointing": "activations are computed again in the backward pass, not kept",
 }
 _REASONS = {
-    **{f"zero_optimization.{knob.key}": knob.reason for knob in KNOBS},
+    **{knob.path: knob.reason for knob in KNOBS},
     **_BATCH_REASONS,
 }
 
@@ -214,7 +214,7 @@ def changes(
 def default_of(key: str, stage: int) -> Any:
     """DeepSpeed's own value of a knob; None if it is no knob of the stage."""
     for knob in KNOBS:
-        if f"zero_optimization.{knob.key}" == key and stage in knob.stages:
+        if knob.path == key and stage in knob.stages:
             return knob.values[0]
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.space.overrides import SCRIPT_SWITCHES
+from dsat.space.overrides import SCRIPT_SWITCHES, TOP_SECTIONS
 from dsat.values.zero_strategy import CPU, NONE, Strategy
 
 
@@ -16,11 +16,17 @@ class Situation:
 
     Attributes:
         cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
+        on_device: slots have memory of their own, and queues of kernels to be kept filled.
+        bf16: the model is trained in bf16.
+        slots_per_host: of a trial over several hosts; 0 if it is on one.
     """
 
     strategy: Strategy
     slots: int
     cpu_adam: bool = False
+    on_device: bool = False
+    bf16: bool = False
+    slots_per_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,14 @@ _COPIES_TO_HOST = Condition(
 _PARAMETERS_OFFLOADED = Condition(
     "offloaded parameters", lambda s: s.strategy.offload_param != NONE
 )
-IF_ASKED_FOR = Condition("only with --tune", lambda s: False)
+_ON_DEVICE = Condition("slots with memory of their own", lambda s: s.on_device)
+_OVER_HOSTS = Condition("several hosts", lambda s: s.slots_per_host > 0)
+_NEVER = Condition("never", lambda s: False)
+# runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
+_STATES_IN_BF16 = Condition(
+    "bf16, and no offloaded optimizer but DeepSpeedCPUAdam on the cpu",
+    lambda s: s.bf16 and (s.strategy.offload_optimizer == NONE or _PARTLY_OFFLOADED.holds(s)),
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,19 @@ class Knob:
     """One setting that a search may choose.
 
     Attributes:
-        key: in `zero_optimization`; a dot leads into a section of it.
+        key: in `zero_optimization`, or one that begins with a section of `TOP_SECTIONS`; a dot
+            leads into a section.
         values: DeepSpeed's default first.
         stages: the ZeRO stages that read it.
         condition: when it can matter in them.
         reason: why it is worth trying, in one line.
         elements: whether the values count parameters, so that any beyond the model's are alike.
+        unasked: when it is searched without `--tune` or a list of values: never, if it changes what
+            is computed, or does something in some scripts only.
+        divides_slots: the values are numbers of slots, and must divide those of a trial.
+        is_later: it came after runs that are resumed without it, and whose trials' names are
+            digests of configurations without its default. Searched unasked only where the
+            installed DeepSpeed is known to have it.
     """
 
     key: str
@@ -73,6 +93,23 @@ class Knob:
     condition: Condition
     reason: str
     elements: bool = False
+    unasked: Condition = _ALWAYS
+    divides_slots: bool = False
+    is_later: bool = False
+
+    @property
+    def path(self) -> str:
+        """The keys that lead to it from the top of a configuration, with dots between them."""
+        is_top = self.key.partition(".")[0] in TOP_SECTIONS
+        return self.key if is_top else f"zero_optimization.{self.key}"
+
+    def usable(self, situation: Situation) -> tuple[Any, ...]:
+        """The values that DeepSpeed takes there; of slots that share something, those of a host."""
+        if not self.divides_slots:
+            return self.values
+        of_host = situation.slots_per_host
+        values = (self.values[0], of_host) if of_host else self.values
+        return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
 
 
 BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
@@ -138,8 +175,9 @@ KNOBS = (
         "allgather_partitions",
         (True, False),
         (1, 2, 3),
-        IF_ASKED_FOR,
+        _ALWAYS,
         "one gather against several broadcasts; nothing in deepspeed 0.19.8 reads it",
+        unasked=_NEVER,
     ),
     Knob(
         "stage3_max_live_parameters",
@@ -202,15 +240,107 @@ KNOBS = (
         _PARAMETERS_OFFLOADED,
         "pinned memory is copied faster, and is not to be had for anything else",
     ),
+    Knob(
+        "stage3_use_all_reduce_for_fetch_params",
+        (False, True),
+        (3,),
+        _SEVERAL_SLOTS,
+        "fetching by all-reduce spares the host the copies of a gather",
+        unasked=_ON_DEVICE,
+        is_later=True,
+    ),
+    Knob(
+        "stage3_allgather_sequential",
+        (False, True),
+        (3,),
+        _SEVERAL_SLOTS,
+        "gathers that need no buffer, one for each parameter",
+        unasked=_ON_DEVICE,
+        is_later=True,
+    ),
+    Knob(
+        "stage3_module_granularity_threshold",
+        (0, 10**5, 10**6, 10**7),
+        (3,),
+        _SEVERAL_SLOTS,
+        "small modules that are fetched together cost the host less",
+        unasked=_NEVER,  # not every model can be simulated with it
+        is_later=True,
+    ),
+    Knob(
+        "zero_hpz_partition_size",
+        (1, 2, 4, 8, 16),
+        (3,),
+        _SEVERAL_SLOTS,
+        "a second copy of the parameters within a host spares gathers between hosts",
+        unasked=_OVER_HOSTS,
+        divides_slots=True,
+        is_later=True,
+    ),
+    # What follows changes what is computed, or depends on what the script does: see `unasked`.
+    Knob(
+        "zero_quantized_weights",
+        (False, True),
+        (3,),
+        _SEVERAL_SLOTS,
+        "gathers of 8 bits in place of 16; losses change",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "zero_quantized_gradients",
+        (False, True),
+        (3,),
+        _SEVERAL_SLOTS,
+        "reductions of 4 bits in place of 16; losses change",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "offload_optimizer.super_offload",
+        (False, True),
+        (3,),
+        _PARTLY_OFFLOADED,
+        "the host's steps run beside the backward pass; for Superchips",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "bf16",
+        tuple(
+            {"bf16_master_weights_and_grads": is_low, "bf16_optimizer_states": is_low}
+            for is_low in (False, True)
+        ),
+        (1, 2, 3),
+        _STATES_IN_BF16,
+        "master weights, gradients and moments of half the size; losses change",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "activation_checkpointing.cpu_checkpointing",
+        (False, True),
+        (0, 1, 2, 3),
+        _ALWAYS,
+        "what deepspeed.checkpointing keeps lies on the host",
+        unasked=_NEVER,
+        is_later=True,
+    ),
 )
 # What `--tune` and `--fix` may name besides the knobs: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
 KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
 
 
-def defaults(stage: int) -> dict[str, Any]:
-    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given."""
-    return {k.key: k.values[0] for k in KNOBS if stage in k.stages and "." not in k.key}
+def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
+    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given.
+
+    Args:
+        later: those of knobs that came later, in place of the others; see `Knob`.
+    """
+    own = [k for k in KNOBS if stage in k.stages and k.is_later is later]
+    own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
+    return {k.key: k.values[0] for k in own}
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:

@@ -12,6 +12,8 @@ from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 GAS = "gradient_accumulation_steps"
 # Settings of a proposal that are no keys of `zero_optimization`.
 _TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
+# Sections beside `zero_optimization` that settings of a proposal lead into.
+TOP_SECTIONS = ("activation_checkpointing", "bf16")
 SCRIPT_SWITCHES = (CHECKPOINTING,)
 
 
@@ -24,7 +26,10 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
             overrides[key] = value
         elif key not in (*SCRIPT_SWITCHES, GAS):
             section, _, inner = key.partition(".")
-            if inner:
+            if section in TOP_SECTIONS:
+                part = {inner: value} if inner else value
+                overrides[section] = {**overrides.get(section, {}), **part}
+            elif inner:
                 zero[section] = {**zero.get(section, {}), inner: value}
             elif isinstance(value, Mapping):
                 zero[key] = {**zero.get(key, {}), **value}

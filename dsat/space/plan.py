@@ -23,6 +23,8 @@ _LABELS = {
     "choices": "list of values of",
     "search_options": "option of the search",
     "switches": "the script's switch",
+    "defaults": "DeepSpeed's default of",
+    "slots_per_host": "slots per host",
     "offload_helps": "slots with memory of their own",
     "longest_s": "longest measurement of a trial",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
@@ -30,6 +32,8 @@ _LABELS = {
 }
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
+# What earlier runs were not asked for; see `dsat.tuning.replay.as_begun`.
+_ASKED_SINCE = ("defaults", "slots_per_host")
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 
@@ -43,6 +47,7 @@ class Plan(Recorded):
         max_trials: the most trials of the run, the profile trial included.
         zero_stages: the ZeRO stages to search.
         slots_per_trial: data-parallel slots of every trial.
+        slots_per_host: of these, if they are on several hosts; 0 if they are on one.
         base_config: the user's DeepSpeed configuration with their own overrides laid over it.
         own_batch: the batch sizes of the user's own configuration.
         train_batch_size: if given, the exact global batch of every configuration.
@@ -57,6 +62,8 @@ class Plan(Recorded):
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         offload_helps: whether slots have memory of their own, which offloading relieves.
         nvme_path: where offloading to NVMe may write.
+        defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
+            their paths; a knob that is not among them it has not got. Empty if it was not asked.
         max_seq_length: the longest sequence of the data, in tokens, if the user told it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
@@ -91,6 +98,8 @@ class Plan(Recorded):
     memory_model: str = BY_FORMULA
     offload_helps: bool = False
     nvme_path: str | None = None
+    slots_per_host: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     max_seq_length: int | None = None
     finals: int | None = 0
     indifference: float = 0.02
@@ -149,6 +158,8 @@ class Plan(Recorded):
         mine, theirs = self.to_json(), earlier.to_json()
         for name, value in mine.items():
             if name in _MAY_DIFFER or value == theirs[name]:
+                continue
+            if name in _ASKED_SINCE and not theirs[name]:
                 continue
             own = option_of_plan_field(name)
             if own is not None:

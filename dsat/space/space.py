@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.space.knobs import BUCKETS, IF_ASKED_FOR, KNOBS, Knob, Situation
+from dsat.space.knobs import BUCKETS, KNOBS, Knob, Situation
 from dsat.space.overrides import GAS, strategy_settings
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
@@ -97,6 +97,10 @@ class Freedom:
         choices: values that they listed, by setting; these and no others are tried.
         switches: switches of the script that can be searched, with the user's own value.
         nvme_path: where offloading to NVMe may write.
+        on_device: whether slots have memory of their own.
+        slots_per_host: of a trial over several hosts; 0 if it is on one.
+        defaults: the installed DeepSpeed's, by the paths of the knobs that it has; empty if it was
+            not asked.
     """
 
     fixed: Collection[str] = ()
@@ -104,6 +108,9 @@ class Freedom:
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     nvme_path: str | None = None
+    on_device: bool = False
+    slots_per_host: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Space:
@@ -179,26 +186,36 @@ def _branch(
     num_params: int | None,
     roomy_bucket: int | None,
 ) -> Branch:
-    zero = config.get("zero_optimization") or {}
-    situation = Situation(strategy, slots, _makes_cpu_adam(config))
+    bf16 = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True
+    situation = Situation(
+        strategy,
+        slots,
+        cpu_adam=_makes_cpu_adam(config),
+        on_device=freedom.on_device,
+        bf16=bf16,
+        slots_per_host=freedom.slots_per_host,
+    )
     knobs: list[tuple[str, tuple[Any, ...]]] = []
     for knob in KNOBS:
         if strategy.stage not in knob.stages or not _is_free(knob.key, freedom):
             continue
-        asked_for = knob.condition is IF_ASKED_FOR and (
-            knob.key in freedom.tune or knob.key in freedom.choices
-        )
-        if not (asked_for or knob.condition.holds(situation)):
+        asked_for = knob.key in freedom.tune or knob.key in freedom.choices
+        known = knob.path in freedom.defaults if freedom.defaults else not knob.is_later
+        if not knob.condition.holds(situation):
+            continue
+        if not asked_for and not (known and knob.unasked.holds(situation)):
             continue
         listed = freedom.choices.get(knob.key)
-        values = tuple(listed) if listed else _useful_values(knob, num_params, roomy_bucket)
-        own = zero.get(knob.key)
-        if not listed and own is not None and own != ds_config.AUTO:
-            values = (own, *(value for value in values if value != own))
-        knobs.append((knob.key, values))
-    known = {knob.key for knob in KNOBS}
+        if listed:
+            values = tuple(listed)
+        else:
+            values = _useful_values(knob, situation, freedom.defaults, num_params, roomy_bucket)
+            values = _with_first(_own_value(knob, config), values)
+        if len(values) > 1 or not knob.divides_slots:
+            knobs.append((knob.key, values))
+    names = {knob.key for knob in KNOBS}
     for key, listed in freedom.choices.items():
-        if key not in known and (strategy.stage > 0 or key == GAS):
+        if key not in names and (strategy.stage > 0 or key == GAS):
             if key == "offload_param" and strategy.stage != 3:
                 continue
             knobs.append((key, tuple(listed)))
@@ -226,9 +243,33 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
     return kind in ("adam", "adamw") and not parameters.get("torch_adam", False)
 
 
-def _useful_values(knob: Knob, num_params: int | None, roomy_bucket: int | None) -> tuple[Any, ...]:
+def _own_value(knob: Knob, config: Mapping[str, Any]) -> Any:
+    """What the user's configuration says of a knob; None if nothing."""
+    found = ds_config.at(config, knob.path)
+    first = knob.values[0]
+    if isinstance(first, Mapping) and isinstance(found, Mapping):  # of a section, what is searched
+        found = {key: found.get(key, value) for key, value in first.items()}
+    return None if found == ds_config.AUTO else found
+
+
+def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values, one of them or another one first, if there is one to be."""
+    if first is None:
+        return tuple(values)
+    return (first, *(value for value in values if value != first))
+
+
+def _useful_values(
+    knob: Knob,
+    situation: Situation,
+    defaults: Mapping[str, Any],
+    num_params: int | None,
+    roomy_bucket: int | None,
+) -> tuple[Any, ...]:
     """A size beyond the model is like any other beyond it: the smallest of them is enough."""
-    values = knob.values if num_params is None else _within_model(knob, num_params)
+    values = _with_first(defaults.get(knob.path), knob.usable(situation))
+    if num_params is not None:
+        values = _within_model(knob, values, num_params)
     if knob.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
         first = max(roomy) if roomy else min(values)
@@ -236,12 +277,12 @@ def _useful_values(knob: Knob, num_params: int | None, roomy_bucket: int | None)
     return values
 
 
-def _within_model(knob: Knob, num_params: int) -> tuple[Any, ...]:
+def _within_model(knob: Knob, values: Sequence[Any], num_params: int) -> tuple[Any, ...]:
     if not knob.elements:
-        return knob.values
-    enough = min((value for value in knob.values if value >= num_params), default=None)
-    kept = [value for value in knob.values if value < num_params or value == enough]
-    if knob.values[0] not in kept and enough is not None:  # the default, by another name
+        return tuple(values)
+    enough = min((value for value in values if value >= num_params), default=None)
+    kept = [value for value in values if value < num_params or value == enough]
+    if values[0] not in kept and enough is not None:  # the default, by another name
         kept.remove(enough)
         kept.insert(0, enough)
     return tuple(kept)

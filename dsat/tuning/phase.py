@@ -16,6 +16,7 @@ from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
+_OTHER = object()  # than any value
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
 
 
@@ -103,6 +104,8 @@ class TrialFactory:
         zero = config["zero_optimization"]
         # As DeepSpeed understands what is absent.
         stage = zero.get("stage", 0)
+        later = defaults(stage, later=True)
+        zero = {key: value for key, value in zero.items() if value != later.get(key, _OTHER)}
         config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}
         return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsat.errors import JournalMismatch
@@ -37,6 +38,18 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
     if number:
         with told_as_damage(number):
             _ = decisions.stop_reason  # what follows from the last event too
+
+
+def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
+    """A plan as that of an earlier run which did not ask DeepSpeed for its defaults, if it did not.
+
+    Knobs that came since are no part of such a run.
+    """
+    first = events[0] if events else {}
+    earlier = first.get("plan")
+    if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
+        return plan
+    return plan if earlier.get("defaults") else replace(plan, defaults={}, slots_per_host=0)
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:

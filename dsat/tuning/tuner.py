@@ -17,7 +17,7 @@ from dsat.search.base import Outlook
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.journal import SCHEMA_VERSION
-from dsat.tuning.replay import replay
+from dsat.tuning.replay import as_begun, replay
 from dsat.tuning.run import (
     EVENT_BUDGET,
     EVENT_CANCEL_ASKED,
@@ -70,7 +70,7 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
         last_event_s: float | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan = plan = as_begun(plan, events or [])
         self._decisions = Decisions(plan)
         self._journal = journal
         self._clock = clock

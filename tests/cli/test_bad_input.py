@@ -15,11 +15,19 @@ import pytest
 import yaml
 
 from dsat.app import hosts, local, source
+from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.cli import main
 from testing.local import PROGRAMS, cpu_machine
 
 Folder = Path
 Change = Callable[[Folder], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _deepspeed_was_asked() -> None:
+    """Which may take long enough for a line that says so."""
+    with InstalledDeepSpeed() as deepspeed:
+        assert deepspeed.schema is not None
 
 
 @pytest.fixture
@@ -154,6 +162,46 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "a listed device that there is not": (
         with_ds_config(zero_optimization={"offload_optimizer": [{"device": "cpu"}, {"device": 1}]}),
         ["zero_optimization.offload_optimizer.device", "not 1"],
+    ),
+    "a ZeRO setting that there is not": (
+        with_ds_config(zero_optimization={"stage": 1, "reduce_bucket": 10**6}),
+        ["ds_config.json: zero_optimization.reduce_bucket:", "no setting", "'reduce_bucket_size'"],
+    ),
+    "a setting of a section that there is not": (
+        with_ds_config(bf16={"enable": True}),
+        ["ds_config.json: bf16.enable:", "no setting", "'enabled'"],
+    ),
+    "a slip that DeepSpeed would ignore": (
+        with_ds_config(gradient_cliping=1.0),
+        ["ds_config.json: gradient_cliping:", "'gradient_clipping'"],
+    ),
+    "a slip in a section that DeepSpeed would ignore": (
+        with_ds_config(activation_checkpointing={"cpu_checkpoint": True}),
+        ["ds_config.json: activation_checkpointing.cpu_checkpoint:", "'cpu_checkpointing'"],
+    ),
+    "a setting that is gone": (
+        with_ds_config(amp={"enabled": True}),
+        ["ds_config.json: amp:", "refuses it", "removed"],
+    ),
+    "a word for a truth value": (
+        with_ds_config(zero_optimization={"stage": 2, "overlap_comm": "often"}),
+        ["ds_config.json: zero_optimization.overlap_comm:", "must be true or false", "'often'"],
+    ),
+    "a number out of its bounds": (
+        with_ds_config(zero_optimization={"stage": 3, "offload_optimizer": {"ratio": 1.5}}),
+        ["zero_optimization.offload_optimizer.ratio:", "a number", "at most 1", "not 1.5"],
+    ),
+    "a word for a number": (
+        with_ds_config(gradient_clipping="much"),
+        ["ds_config.json: gradient_clipping:", "must be a number", "'much'"],
+    ),
+    "an optimizer that there is not": (
+        with_ds_config(optimizer={"type": "AdamV", "params": {}}),
+        ["ds_config.json: optimizer.type:", "no 'AdamV'", "'Adam"],
+    ),
+    "a listed value that there is not": (
+        with_ds_config(zero_optimization={"stage": 2, "overlap_comm": [True, "often"]}),
+        ["zero_optimization.overlap_comm:", "must be true or false", "'often'"],
     ),
     "an optimizer without its section": (with_ds_config(optimizer="Adam"), ["optimizer: must be"]),
     "half a surrogate pair": (

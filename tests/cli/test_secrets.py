@@ -45,7 +45,7 @@ def planted(folder: Path) -> Path:
     """An experiment with all of them."""
     shutil.copytree(PROGRAMS / "tiny", folder)
     config = json.loads((folder / "ds_config.json").read_text())
-    config["wandb"] = {"enabled": False, "api_key": SECRETS["configuration"]}
+    config["comet"] = {"enabled": False, "api_key": SECRETS["configuration"]}
     config["tensorboard"] = {
         "enabled": False,
         "output_path": f"s3://me:{SECRETS['address']}@store/logs",

@@ -129,6 +129,32 @@ def test_batch_sizes_are_derived_as_deepspeed_does(
 
 
 @pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+    ],
+)
+def test_slots_that_share_samples_are_refused(config: dict[str, Any], where: str) -> None:
+    with pytest.raises(UserInputError, match="2 slots would share each sample") as caught:
+        resolve_batch({**config, "train_batch_size": 8}, 4, where="ds.json")
+    assert caught.value.where == f"ds.json: {where}"
+
+
+def test_slots_that_share_experts_have_samples_of_their_own() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    assert resolve_batch(config, 4, where="ds.json") == BatchTriple(12, 3, 1)
+    with pytest.raises(UserInputError, match="no multiple") as caught:
+        resolve_batch(config, 3, where="ds.json")
+    assert caught.value.where == "ds.json: expert_parallel.autoep_size"
+    config["expert_parallel"] = {"enabled": False, "autoep_size": 2}
+    assert resolve_batch(config, 3, where="ds.json").train_batch_size == 9
+
+
+@pytest.mark.parametrize(
     ("total", "micro", "gas"),
     [(None, None, None), (None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)],
 )

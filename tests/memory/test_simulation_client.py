@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dsat.inputs import ds_config
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from testing.allocator import configuration, counting_library, real_peaks
@@ -130,6 +131,31 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]
     assert formula.peak == pytest.approx(estimate.peak, rel=0.04 if coarse else 0.02)
     if "offload" in case:
         assert formula.host_pinned == pytest.approx(estimate.host_pinned, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage3_use_all_reduce_for_fetch_params": True},
+        {"stage3_allgather_sequential": True},
+        {"zero_hpz_partition_size": 2},
+    ],
+    ids=str,
+)
+def test_the_closed_form_knows_what_a_knob_adds(
+    gpt_on_a_device: Simulator, settings: dict[str, Any]
+) -> None:
+    config = configuration(3, slots=4, micro_batch=32)
+    other = ds_config.merge(config, {"zero_optimization": settings})
+    facts = gpt_on_a_device.facts(config)
+    simulated, by_formula = [], []
+    for one in (config, other):
+        estimate = gpt_on_a_device.estimate(one, micro_batch=32, slots=4)
+        assert (estimate.source, estimate.note) == (SIMULATED, "")
+        simulated.append(estimate.peak)
+        by_formula.append(closed_form.estimate(facts, one, slots=4, micro_batch=32).peak)
+    added = simulated[1] - simulated[0]
+    assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
 
 
 def test_what_is_sent_is_counted(gpt_on_a_device: Simulator) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.inputs.settings import DEFAULT_STAGES
-from dsat.space.knobs import KNOBS, SECTIONS, defaults
+from dsat.space.knobs import KNOBS, SECTIONS, Situation, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH, Freedom, Space, allowed_micro_batches
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import CPU, NVME, Strategy, of_config, plain
+from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plain
 
 ONE = BatchTriple(1, 1, 1)
 BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
@@ -265,7 +265,7 @@ def test_a_description_names_the_knobs_and_their_values() -> None:
 def test_knobs_are_listed_once_and_say_why() -> None:
     listed = [(knob.key, stage) for knob in KNOBS for stage in knob.stages]
     assert len(set(listed)) == len(listed)
-    assert all(knob.reason and len(set(knob.values)) > 1 for knob in KNOBS)
+    assert all(knob.reason and len(set(map(str, knob.values))) > 1 for knob in KNOBS)
 
 
 # -- the whole space: conditions, offloading, and what the user wants
@@ -292,7 +292,7 @@ def test_gradients_are_copied_in_turn_only_to_a_host_and_by_several(stage: int, 
 
 
 def test_stage_3_fetches_parameters_from_other_slots_or_from_the_host() -> None:
-    fetching = {knob.key for knob in KNOBS if knob.key.startswith("stage3_")}
+    fetching = {knob.key for knob in KNOBS if knob.key.startswith("stage3_") and not knob.is_later}
     assert fetching == {
         "stage3_max_live_parameters",
         "stage3_max_reuse_distance",
@@ -341,16 +341,101 @@ def test_a_freed_setting_begins_with_the_users_own_value() -> None:
 
 
 def test_listed_values_are_the_only_ones() -> None:
-    listed = {"overlap_comm": [True], "zero_hpz_partition_size": [1, 2], "reduce_bucket_size": [9]}
+    listed = {"overlap_comm": [True], "own_knob": [1, 2], "reduce_bucket_size": [9]}
     knobs = _knobs(Strategy(2), choices=listed)
     assert {key: knobs[key] for key in listed} == {
         "overlap_comm": (True,),
-        "zero_hpz_partition_size": (1, 2),
+        "own_knob": (1, 2),
         "reduce_bucket_size": (9,),
     }
     assert "overlap_comm" not in _knobs(Strategy(0), choices=listed)
     # What cannot matter does not, listed or not.
     assert "overlap_comm" not in _knobs(Strategy(2), slots=1, choices=listed)
+
+
+INSTALLED = {knob.path: knob.values[0] for knob in KNOBS}
+ON_DEVICE = {
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+}
+
+
+def test_what_spares_the_host_is_searched_on_several_devices_if_deepspeed_has_it() -> None:
+    assert set(_knobs(Strategy(3), on_device=True, defaults=INSTALLED)) >= ON_DEVICE
+    for slots, freedom in (
+        (1, {"on_device": True, "defaults": INSTALLED}),
+        (2, {"on_device": False, "defaults": INSTALLED}),
+        (2, {"on_device": True}),  # nobody asked DeepSpeed
+    ):
+        assert not ON_DEVICE & set(_knobs(Strategy(3), slots, **freedom))
+    assert set(_knobs(Strategy(3), tune=tuple(ON_DEVICE))) >= ON_DEVICE
+
+
+def test_a_knob_that_this_deepspeed_has_not_got_is_left_out() -> None:
+    older = {path: v for path, v in INSTALLED.items() if "round_robin" not in path}
+    assert "round_robin_gradients" in _knobs(Strategy(2, CPU), defaults=INSTALLED)
+    assert "round_robin_gradients" not in _knobs(Strategy(2, CPU), defaults=older)
+
+
+def test_the_installed_deepspeeds_defaults_come_first() -> None:
+    key = "offload_optimizer.pin_memory"
+    older = {**INSTALLED, f"zero_optimization.{key}": False}
+    assert _knobs(Strategy(2, CPU), defaults=INSTALLED)[key] == (True, False)
+    assert _knobs(Strategy(2, CPU), defaults=older)[key] == (False, True)
+    own = {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}}
+    found = _knobs(Strategy(2, CPU), defaults=INSTALLED, config=own, tune=[key])
+    assert found[key] == (False, True)
+
+
+NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked.holds(Situation(Strategy(3), 8))]
+
+
+def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
+    freedom = {"config": config, "on_device": True, "defaults": INSTALLED}
+    never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size"}
+    assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
+    for strategy in (Strategy(3), Strategy(3, CPU)):
+        assert not never & set(_knobs(strategy, 8, **freedom))
+    assert set(_knobs(Strategy(3, CPU), 8, tune=tuple(never), **freedom)) >= never
+    states = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
+    own = {**config, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    assert _knobs(Strategy(2), tune=["bf16"], config=own)["bf16"][0] == states
+    for strategy, wrong in ((Strategy(2), {}), (Strategy(2, NVME), config)):
+        assert "bf16" not in _knobs(strategy, tune=["bf16"], config=wrong)
+
+
+def test_parameters_are_kept_within_each_host_by_a_trial_over_several() -> None:
+    key = "zero_hpz_partition_size"
+    assert _knobs(Strategy(3), 8, slots_per_host=4, defaults=INSTALLED)[key] == (1, 4)
+    assert key not in _knobs(Strategy(3), 10, slots_per_host=4, defaults=INSTALLED)
+    assert key not in _knobs(Strategy(3), 8, defaults=INSTALLED)
+    assert _knobs(Strategy(3), 8, tune=[key])[key] == (1, 2, 4)
+    assert key not in _knobs(Strategy(3), 2, tune=[key])
+
+
+def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    places = {
+        "zero_optimization": "zero_config",
+        "bf16": "bfloat16_config",
+        "activation_checkpointing": "activation_checkpointing_config",
+    }
+    base = {"bf16": {"enabled": True}}
+    for knob, stage in [(one, stage) for one in KNOBS for stage in one.stages]:
+        strategy = Strategy(stage, CPU if stage else NONE, CPU if stage == 3 else NONE)
+        for value in knob.values:
+            settings = {"stage": stage, **strategy_settings(strategy, base), knob.key: value}
+            config = ds_config.for_use(base, overrides_for(settings, ONE))
+            section, *keys = knob.path.split(".")
+            found = getattr(DeepSpeedConfig(config), places[section])
+            for key in keys:
+                found = getattr(found, key.removeprefix("stage3_"))
+            if isinstance(value, dict):
+                assert {key: getattr(found, key) for key in value} == value
+            else:
+                assert found == value, (knob.key, stage)
 
 
 def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
@@ -451,6 +536,8 @@ def test_sections_of_a_trial_are_nested() -> None:
         "offload_param": {"device": "cpu"},
         "zero_force_ds_cpu_optimizer": False,
         "gradient_checkpointing": True,
+        "bf16": {"bf16_master_weights_and_grads": True},
+        "activation_checkpointing.cpu_checkpointing": True,
     }
     assert overrides_for(settings, ONE) == {
         "zero_optimization": {
@@ -458,6 +545,8 @@ def test_sections_of_a_trial_are_nested() -> None:
             "offload_optimizer": {"device": "cpu", "ratio": 0.5},
             "offload_param": {"device": "cpu"},
         },
+        "bf16": {"bf16_master_weights_and_grads": True},
+        "activation_checkpointing": {"cpu_checkpointing": True},
         "zero_force_ds_cpu_optimizer": False,
         **ONE.config(),
     }
@@ -470,7 +559,7 @@ def test_defaults_are_deepspeeds_own() -> None:
 
     for stage in (1, 2, 3):
         own = DeepSpeedZeroConfig(stage=stage)
-        for key, value in defaults(stage).items():
+        for key, value in (defaults(stage) | defaults(stage, later=True)).items():
             assert getattr(own, key.removeprefix("stage3_")) == value, (stage, key)
 
 

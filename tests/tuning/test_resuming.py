@@ -9,6 +9,7 @@ import pytest
 
 from dsat.errors import JournalMismatch
 from dsat.search import SEARCHES
+from dsat.space.knobs import KNOBS
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
@@ -115,6 +116,32 @@ def test_another_plan_cannot_continue_a_run(field: str, value: Any, said: str) -
     with pytest.raises(JournalMismatch, match=re.escape("Cannot resume: ")) as found:
         tuner_of(plan_of(**{"max_trials": 3, field: value}), events)
     assert said in str(found.value)
+
+
+def test_another_deepspeed_cannot_continue_a_run() -> None:
+    path = "zero_optimization.offload_optimizer.pin_memory"
+    events = events_of(plan_of(max_trials=3, defaults={path: False}), World(), slots=1)
+    with pytest.raises(JournalMismatch, match=re.escape(f"default of {path} was false, now true")):
+        tuner_of(plan_of(max_trials=3, defaults={path: True}), events)
+
+
+def test_a_run_that_did_not_ask_deepspeed_goes_on_without_what_came_since() -> None:
+    changes: dict[str, Any] = {
+        "method": "random",
+        "zero_stages": (3,),
+        "slots_per_trial": 2,
+        "offload_helps": True,
+    }
+    today = {"defaults": {knob.path: knob.values[0] for knob in KNOBS}, **changes}
+    key = "stage3_allgather_sequential"
+    assert key in str(events_of(plan_of(max_trials=5, **today), World(), slots=2))
+    earlier = events_of(plan_of(max_trials=3, **changes), World(), slots=2)
+    resumed, journal = tuner_of(plan_of(max_trials=5, **today), earlier)
+    assert resumed.plan.defaults == {}
+    drive(resumed, World(), slots=2)
+    assert len(resumed.run.trials) == 5
+    proposed = [event for event in journal.events if event["event"] == "proposed"]
+    assert key not in str(proposed)
 
 
 def test_a_proposal_that_would_not_be_made_today_is_a_mismatch() -> None:
