@@ -39,20 +39,27 @@ class FakeSimulationHost:
         facts, answer: what it answers.
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
+        recomputes: the model can recompute its activations, and then needs a quarter of them.
 
     Attributes:
         asked: every request that came.
     """
 
     def __init__(
-        self, facts: ModelFacts, answer: Answer, *, fails: str = "", fails_early: str = ""
+        self,
+        facts: ModelFacts,
+        answer: Answer,
+        *,
+        fails: str = "",
+        fails_early: str = "",
+        recomputes: bool = False,
     ) -> None:
         self._hello: dict[str, Any] = {
             "model": [],
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": None,
         }
-        self._facts, self._answer = facts, answer
+        self._facts, self._answer, self._recomputes = facts, answer, recomputes
         self._fails, self._fails_early = fails, fails_early
         self.asked: list[dict[str, Any]] = []
 
@@ -80,13 +87,15 @@ class FakeSimulationHost:
             return {"failed": self._fails}
         if not request["activations_only"]:
             return self._answer(request)
-        size, facts = request["micro_batch"], self._facts
+        size, facts = float(request["micro_batch"]), self._facts
+        if request["recompute"] and self._recomputes:
+            size /= 4
         peaks = {
             "forward": size * facts.forward_bytes_per_sample,
             "backward": size * facts.backward_bytes_per_sample,
             "first_gradient": size * facts.first_gradient_bytes_per_sample,
         }
-        return {"activations": peaks}
+        return {"activations": peaks, "recomputes": self._recomputes}
 
 
 def by_formula(facts: ModelFacts) -> Answer:

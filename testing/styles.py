@@ -129,11 +129,14 @@ STYLES = (
 )
 
 
-def simulated(style: Style, folder: Path, micro_batch: int) -> MemoryEstimate:
+def simulated(
+    style: Style, folder: Path, micro_batch: int, recompute: bool | None = None
+) -> MemoryEstimate:
     """What the simulation says of a style.
 
     Args:
         folder: for logs.
+        recompute: whether activations are recomputed, if not as the style has it.
     """
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json")]
@@ -149,6 +152,7 @@ def simulated(style: Style, folder: Path, micro_batch: int) -> MemoryEstimate:
     )
     try:
         with Simulator(engine, as_cpu=style.on_cpu) as simulator:
+            simulator.recompute(recompute)
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:
         engine.close()

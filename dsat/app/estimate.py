@@ -15,9 +15,10 @@ from typing import Any
 from dsat.app import cards
 from dsat.app import source as sources
 from dsat.app.cards import Advice
+from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
-from dsat.errors import DsatError
+from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
@@ -38,6 +39,17 @@ from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
 # Offloading to a disk is the same for the slot as offloading to the host.
+_WAYS: Mapping[str | None, Sequence[bool | None]] = {
+    None: (None,),
+    "off": (False,),
+    "on": (True,),
+    "both": (False, True),
+}
+_ACTIVATIONS = {False: "kept", True: "recomputed"}
+_NO_SWITCH = (
+    "the model has no known switch for activation checkpointing (models of transformers, diffusers "
+    "and timm have one), and calls neither torch.utils.checkpoint nor deepspeed.checkpointing"
+)
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
 
@@ -49,21 +61,41 @@ class Line:
         slots: data-parallel slots.
         estimate: with a micro batch of one sample.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
+        recomputed: whether activations are recomputed; None: as the script has it.
     """
 
     strategy: Strategy
     slots: int
     estimate: MemoryEstimate
     largest: Mapping[int, int]
+    recomputed: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.name,
             "slots": self.slots,
+            "activation_checkpointing": self.recomputed,
             "memory": self.estimate.to_json(),
             "peak_bytes": self.estimate.peak,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
         }
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model in one way of having its activations.
+
+    Attributes:
+        recomputed: whether they are recomputed; None: as the script has it.
+        model: its parameters and activations.
+        lines: one for every strategy and number of slots.
+        cards: the fewest cards of each usual size.
+    """
+
+    recomputed: bool | None
+    model: ModelFacts
+    lines: Sequence[Line]
+    cards: Sequence[Advice]
 
 
 @dataclass(frozen=True)
@@ -72,25 +104,53 @@ class Estimate:
 
     Attributes:
         name: of the experiment, or of the command's script.
-        model: its parameters and activations.
-        lines: one for every strategy and number of slots.
-        cards: the fewest cards of each usual size.
+        ways: the model as the script has it; or with its activations kept, recomputed, or both.
+        note: what was asked for and is not in it.
     """
 
     name: str
-    model: ModelFacts
-    lines: Sequence[Line]
-    cards: Sequence[Advice]
+    ways: Sequence[Way]
+    note: str = ""
+
+    @property
+    def model(self) -> ModelFacts:
+        """Its parameters and activations; of two ways those of the first, which keeps them."""
+        return self.ways[0].model
+
+    @property
+    def lines(self) -> list[Line]:
+        """One for every number of slots, strategy and way."""
+        together = zip(*(way.lines for way in self.ways), strict=True)
+        return [line for same in together for line in same]
+
+    @property
+    def cards(self) -> list[Advice]:
+        """The fewest cards of each usual size, of each way."""
+        return [advice for way in self.ways for advice in way.cards]
 
     def to_json(self) -> dict[str, Any]:
-        lines = [line.to_json() for line in self.lines]
-        advice = [one.to_json() for one in self.cards]
-        return {"name": self.name, "model": vars(self.model), "lines": lines, "cards": advice}
+        models = [{"activation_checkpointing": w.recomputed, **vars(w.model)} for w in self.ways]
+        advice = [
+            {"activation_checkpointing": way.recomputed, **one.to_json()}
+            for way in self.ways
+            for one in way.cards
+        ]
+        return {
+            "name": self.name,
+            "model": vars(self.model),
+            "models": models,
+            "lines": [line.to_json() for line in self.lines],
+            "cards": advice,
+            "note": self.note,
+        }
 
     def __str__(self) -> str:
-        said = describe(self.name, self.model, self.lines)
-        said += ["", "The fewest cards of each size, by formula, with 5 % to spare:", ""]
-        return "\n".join([*said, *(f"- {advice}" for advice in self.cards)])
+        said = describe(self)
+        for way in self.ways:
+            how = "" if way.recomputed is None else f", activations {_ACTIVATIONS[way.recomputed]}"
+            said += ["", f"The fewest cards of each size, by formula, with 5 % to spare{how}:", ""]
+            said += [f"- {advice}" for advice in way.cards]
+        return "\n".join([*said, *(["", self.note] if self.note else [])])
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
@@ -100,8 +160,9 @@ def estimate(settings: EstimateSettings) -> Estimate:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    machine = find_machine()
-    source = _source(settings, machine)
+    with InstalledDeepSpeed() as deepspeed:
+        machine = find_machine()
+        source = _source(settings, machine, deepspeed)
     experiment, program = source.experiment, source.program
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(
@@ -116,19 +177,10 @@ def estimate(settings: EstimateSettings) -> Estimate:
         with Simulator(
             engine, as_cpu=False, cache=cache_folder("memory"), timeout_s=survey.TIMEOUT_S
         ) as simulator:
-            facts = simulator.facts(experiment.base_config)
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
             )
-            found = lines(
-                base,
-                facts,
-                simulator,
-                slot_counts=settings.slot_counts,
-                slot_memories=settings.slot_memories,
-                exact=settings.exact or _needs_simulation(base),
-            )
-            sequence_length = simulator.sequence_length
+            found = in_all_ways(experiment.name, base, simulator, settings)
     except SimulationUnavailable as error:
         log = folder / "simulation" / "stderr.log"
         raise DsatError(
@@ -138,14 +190,64 @@ def estimate(settings: EstimateSettings) -> Estimate:
     finally:
         engine.close()
     shutil.rmtree(folder, ignore_errors=True)
-    advice = cards.advise(facts, partial(configuration, base), ladder(base), sequence_length)
-    return Estimate(experiment.name, facts, found, advice)
+    return found
 
 
-def _source(settings: EstimateSettings, machine: Machine) -> Source:
+def in_all_ways(
+    name: str, base: Mapping[str, Any], simulator: Simulator, settings: EstimateSettings
+) -> Estimate:
+    """The tables of a script's model.
+
+    Args:
+        name: of the experiment, or of the command's script.
+        base: the user's DeepSpeed configuration.
+        simulator: of the script.
+
+    Raises:
+        UserInputError: activations are to be recomputed, and the model cannot be told to.
+        SimulationUnavailable: the script cannot be simulated.
+    """
+    wanted = _WAYS[settings.activation_checkpointing]
+    found = [_way(recomputed, base, simulator, settings) for recomputed in wanted]
+    ways = [way for way in found if way is not None]
+    if not ways:
+        raise UserInputError(_NO_SWITCH, where="--activation-checkpointing on")
+    note = f"No rows with activations recomputed: {_NO_SWITCH}." if None in found else ""
+    return Estimate(name, ways, note)
+
+
+def _way(
+    recomputed: bool | None,
+    base: Mapping[str, Any],
+    simulator: Simulator,
+    settings: EstimateSettings,
+) -> Way | None:
+    """The tables of the model with its activations so; None if it cannot be told to recompute."""
+    simulator.recompute(recomputed)
+    facts = simulator.facts(base)
+    if recomputed and not simulator.recomputes:
+        return None
+    found = lines(
+        base,
+        facts,
+        simulator,
+        slot_counts=settings.slot_counts,
+        slot_memories=settings.slot_memories,
+        exact=settings.exact or _needs_simulation(base),
+        recomputed=recomputed,
+    )
+    length = simulator.sequence_length
+    advice = cards.advise(facts, partial(configuration, base), ladder(base), length)
+    return Way(recomputed, facts, found, advice)
+
+
+def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDeepSpeed) -> Source:
     """The user's script, or the one of ours that trains the model of a configuration."""
     if settings.hf_config is None:
-        source = sources.read(settings).with_known_start(machine, survey.TIMEOUT_S)
+        source = sources.read(settings)
+        if source.config_known:
+            deepspeed.check(source.experiment, source.program)
+        source = source.with_known_start(machine, survey.TIMEOUT_S)
         return source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
     path = hf_config.find(settings.hf_config)
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
@@ -163,6 +265,7 @@ def _source(settings: EstimateSettings, machine: Machine) -> Source:
     usual = hf_config.ds_config(settings.dtype, OPTIMIZERS[settings.optimizer])
     config = ds_config.merge(usual, own)
     experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
+    deepspeed.check(experiment, program)
     return Source(experiment, program, is_command=True)
 
 
@@ -185,6 +288,7 @@ def lines(
     slot_counts: Sequence[int],
     slot_memories: Sequence[int],
     exact: bool,
+    recomputed: bool | None = None,
 ) -> list[Line]:
     """Every rung with every number of slots.
 
@@ -195,6 +299,7 @@ def lines(
         slot_counts: numbers of data-parallel slots.
         slot_memories: memory of a slot, in bytes.
         exact: each rung is simulated; otherwise only the formula is asked.
+        recomputed: whether the facts and the simulator are those of recomputed activations.
     """
     rungs = ladder(base)
     if exact:
@@ -218,7 +323,7 @@ def lines(
                 model = MemoryModel(basis, slots=slots, limit_bytes=size)
                 most = model.largest(model.shape(config, {}))
                 largest[size] = int(min(most, LARGEST_MICRO_BATCH))
-            found.append(Line(strategy, slots, estimate, largest))
+            found.append(Line(strategy, slots, estimate, largest, recomputed))
     return found
 
 
@@ -239,20 +344,28 @@ def _gas(base: Mapping[str, Any], slots: int) -> int:
     return 1
 
 
-def describe(name: str, facts: ModelFacts, lines: Sequence[Line]) -> list[str]:
+def describe(estimate: Estimate) -> list[str]:
     """The table for people, and the first line of the ladder that fits each size."""
-    said = [
-        f"{name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them trained; "
-        f"activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
+    facts, lines = estimate.model, estimate.lines
+    activations = [
+        f"{fmt.memory(way.model.backward_bytes_per_sample)} per sample"
+        + (f" if they are {_ACTIVATIONS[way.recomputed]}" if way.recomputed is not None else "")
+        for way in estimate.ways
     ]
+    said = [
+        f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
+        f"trained; activations {', '.join(activations)}"
+    ]
+    ways = len(estimate.ways) > 1
     sizes = list(lines[0].largest)
     for slots in dict.fromkeys(line.slots for line in lines):
         of_slots = [line for line in lines if line.slots == slots]
-        heads = ["strategy", "slot at micro batch 1", "host per slot"]
-        heads += [f"largest on {fmt.memory(size)}" for size in sizes]
+        heads = ["strategy", *(["activations"] if ways else []), "slot at micro batch 1"]
+        heads += ["host per slot", *(f"largest on {fmt.memory(size)}" for size in sizes)]
         rows = [
             [
                 line.strategy.label,
+                *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
                 fmt.memory(line.estimate.peak),
                 fmt.memory(line.estimate.host) if line.estimate.host else "-",
                 *(str(count or "-") for count in line.largest.values()),
@@ -260,8 +373,8 @@ def describe(name: str, facts: ModelFacts, lines: Sequence[Line]) -> list[str]:
             for line in of_slots
         ]
         said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
-        said += markdown_table(heads, rows, numbers=heads[1:])
-        first = [_first(of_slots, size) for size in sizes]
+        said += markdown_table(heads, rows, numbers=heads[2 if ways else 1 :])
+        first = [_first(of_slots, size, ways) for size in sizes]
         fits = ", ".join(
             f"{fmt.memory(size)}: {found}" for size, found in zip(sizes, first, strict=True)
         )
@@ -275,5 +388,9 @@ def describe(name: str, facts: ModelFacts, lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _first(lines: Sequence[Line], size: int) -> str:
-    return next((line.strategy.label for line in lines if line.largest[size]), "none")
+def _first(lines: Sequence[Line], size: int, ways: bool) -> str:
+    found = next((line for line in lines if line.largest[size]), None)
+    if found is None:
+        return "none"
+    recomputed = ", activations recomputed" if ways and found.recomputed else ""
+    return f"{found.strategy.label}{recomputed}"

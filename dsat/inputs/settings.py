@@ -561,9 +561,21 @@ class EstimateSettings(Target):
     gradient_checkpointing: bool = option(
         "--gradient-checkpointing", help="with --hf-config: recompute activations"
     )
+    activation_checkpointing: str | None = option(
+        "--activation-checkpointing",
+        kind=WORD,
+        choices=("on", "off", "both"),
+        help="with activations recomputed in the backward pass, with all of them kept, or rows for "
+        "both (default: as the script has it)",
+    )
     json: bool = option("--json", shell_only=True, help="print the table as JSON")
 
     def __post_init__(self) -> None:
+        if self.gradient_checkpointing and self.activation_checkpointing == "off":
+            raise UserInputError(
+                "and --activation-checkpointing off contradict each other",
+                where="--gradient-checkpointing",
+            )
         if self.hf_config is not None and (self.command or self.config is not None):
             raise UserInputError(
                 "is for a model without a script, and there is a script", where="--hf-config"

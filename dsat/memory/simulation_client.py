@@ -67,6 +67,8 @@ class Simulator:
     ) -> None:
         self._engine = engine
         self._facts: ModelFacts | None = None
+        self._recompute: bool | None = None
+        self._recomputes = False
         self._as_cpu = as_cpu
         self._cache = cache
         self._script_args = dict(script_args or {})
@@ -80,6 +82,17 @@ class Simulator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def recompute(self, wanted: bool | None) -> None:
+        """From now on answers are of the model with its activations recomputed in the backward
+        pass, with all of them kept, or as the script has it (None)."""
+        self._recompute, self._facts, self._recomputes = wanted, None, False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the model recomputed any when it was told to, as its facts were found; if not, it
+        has no switch for that, and does not do it by itself."""
+        return self._recomputes
 
     def estimate(
         self, config: Mapping[str, Any], *, micro_batch: int, slots: int
@@ -137,7 +150,9 @@ class Simulator:
         sizes = _MICRO_BATCHES_FOR_SLOPES
         questions = [self._question(kept, size, 1, activations_only=True) for size in sizes]
         self._ask(questions)
-        small, large = (self._answered(question)["activations"] for question in questions)
+        answers = [self._answered(question) for question in questions]
+        self._recomputes = bool(answers[0].get("recomputes"))
+        small, large = (answer["activations"] for answer in answers)
         return {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
 
     def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
@@ -186,6 +201,7 @@ class Simulator:
     ) -> dict[str, Any]:
         return {
             "activations_only": activations_only,
+            "recompute": self._recompute,
             "config": as_simulated(config),
             "micro_batch": micro_batch,
             "slots": slots,

@@ -94,7 +94,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
 @pytest.mark.parametrize("early", [False, True])
 def test_versions_that_the_simulation_does_not_know_cost_a_line(early: bool) -> None:
     message = "AttributeError: module 'torch' has no attribute 'of_another_version'"
-    failing = {"fails_early" if early else "fails": message}
+    failing: dict[str, Any] = {"fails_early" if early else "fails": message}
     host = FakeSimulationHost(FACTS, by_formula(FACTS), **failing)
     plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB)
     profile = ModelProfile(

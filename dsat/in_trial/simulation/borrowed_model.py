@@ -14,6 +14,7 @@ from dsat.in_trial import config_injection
 from dsat.in_trial.simulation import script_key
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
+from dsat.in_trial.simulation.recomputation import Recomputation
 from dsat.in_trial.simulation.simulation import (
     ActivationPass,
     Candidate,
@@ -150,7 +151,8 @@ class BorrowedModel:
         """Simulates a candidate up to the forward pass that the script has called.
 
         Args:
-            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate; and
+            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate;
+                `recompute`: whether activations are recomputed, or null: as the script has it; and
                 `activations_only`, if only the model's passes are wanted.
             args, kwargs: of the call.
             end: called with the result when the script has come to the end of its micro step.
@@ -159,6 +161,10 @@ class BorrowedModel:
             What the engine's forward pass returns.
         """
         micro_batch, packed_length = self._samples([args, dict(kwargs)])
+        recomputation = None
+        if request["recompute"] is not None:
+            recomputation = Recomputation(request["recompute"])
+            self._snapshot.change(recomputation.switch)
         captured = Captured(
             initialize=self._initialize,
             arguments=self._arguments,
@@ -170,7 +176,8 @@ class BorrowedModel:
         config = as_simulated(config_injection.completed(request["config"], self._config))
         candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
         if request["activations_only"]:
-            return self._begin_passes(ActivationPass(captured, candidate), args, kwargs, end)
+            passes = ActivationPass(captured, candidate)
+            return self._begin_passes(passes, recomputation, args, kwargs, end)
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)
         engine = simulation.engine
@@ -196,7 +203,12 @@ class BorrowedModel:
         return outputs
 
     def _begin_passes(
-        self, passes: ActivationPass, args: Any, kwargs: Mapping[str, Any], end: End
+        self,
+        passes: ActivationPass,
+        recomputation: Recomputation | None,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        end: End,
     ) -> Any:
         outputs = passes.forward(*args, **kwargs)
 
@@ -206,7 +218,8 @@ class BorrowedModel:
             script_step()
 
         def script_step(*_: Any, **__: Any) -> None:
-            end({"activations": passes.result()})
+            recomputes = None if recomputation is None else recomputation.is_used
+            end({"activations": passes.result(), "recomputes": recomputes})
 
         engine = self._engine
         self._follow(engine, script_backward, script_step)

@@ -61,9 +61,7 @@ class ModuleSnapshot:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._modules = list(module.modules())
-        self._hooks = [
-            {name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules
-        ]
+        self._hooks = self._hooks_now()
         self._parameters: list[_Named] = [dict(m._parameters) for m in self._modules]
         self._buffers: list[_Named] = [dict(m._buffers) for m in self._modules]
         self._tensors = {
@@ -90,10 +88,14 @@ class ModuleSnapshot:
         """
         fakes = {key: form.fake(device, floating) for key, form in self._forms.items()}
         self._put(fakes)
-        for module, hooks in zip(self._modules, self._hooks, strict=True):
-            for name, functions in hooks.items():
-                module.__dict__[name] = copy.copy(functions)
+        self._put_hooks()
         return fakes
+
+    def change(self, change: Callable[[torch.nn.Module], None]) -> None:
+        """Has the module be as if the script had changed its hooks and attributes so itself."""
+        self._put_hooks()
+        change(self.module)
+        self._hooks = self._hooks_now()
 
     def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
         """Gives the module its own tensors again, in the types that its fakes have come to have."""
@@ -101,6 +103,14 @@ class ModuleSnapshot:
             if fakes[key].dtype != tensor.dtype:
                 assign(tensor, tensor.detach().to(fakes[key].dtype))
         self._put(self._tensors)
+
+    def _hooks_now(self) -> list[dict[str, Any]]:
+        return [{name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules]
+
+    def _put_hooks(self) -> None:
+        for module, hooks in zip(self._modules, self._hooks, strict=True):
+            for name, functions in hooks.items():
+                module.__dict__[name] = copy.copy(functions)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
         for module, parameters, buffers in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
     estimate = simulated(one, tmp_path, 4)
     assert (estimate.source, estimate.note) == ("simulated", "")
     assert estimate.peak > estimate.forward > 2**24
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "same"),
+    [
+        ("Trainer", True, "Trainer, gradient checkpointing"),
+        ("torch.utils.checkpoint, reentrant", False, "engine.backward(loss)"),
+    ],
+)
+def test_checkpointing_is_switched_as_the_script_could_have(
+    name: str, recompute: bool, same: str, tmp_path: Path
+) -> None:
+    one = style(name)
+    switched = simulated(one, tmp_path, 4, recompute)
+    other = simulated(replace(style(same), stage=one.stage), tmp_path, 4)
+    assert switched.peak == pytest.approx(other.peak, rel=0.001)
+    assert switched.operations == other.operations
 
 
 def test_what_deepspeed_refuses_in_a_backward_pass_is_told(tmp_path: Path) -> None:
