@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dsat.in_trial.simulation import named_cuda
+from dsat.in_trial.simulation.attention import attention
 from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
@@ -78,28 +79,20 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """The fused kernels that torch would choose: the choice asks the device, which is none."""
-    if query.dim() != 4:
-        raise SimulationUnsupported("attention on tensors that have no four dimensions")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
+    if not as_cpu:
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if query.dim() != 4:
+        raise SimulationUnsupported("attention on tensors that have no four dimensions")
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    if as_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    if attn_mask is None and query.dtype != torch.float32:
-        return aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
 
 

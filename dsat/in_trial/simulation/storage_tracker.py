@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsat.in_trial.simulation.attention import workspace_bytes
 from dsat.in_trial.simulation.fake_parameters import value_of
 
 aten = torch.ops.aten
@@ -141,6 +142,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = HOST
         for tensor in fakes:
             self.see(tensor, place)
+        if workspace := workspace_bytes(func, args):
+            self._add(DEVICE, workspace)
+            self._add(DEVICE, -workspace)
         return out
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:

@@ -1,0 +1,206 @@
+"""The attention kernel that torch would choose on a GPU, and what it takes besides its results.
+
+torch's own choice asks the device, which there is none of. The rules are those of torch 2.15 for
+compute capability 8.0 and later (`select_sdp_backend` in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); a test compares them with torch's answers.
+cuDNN's kernel, which comes first on 9.0 and 10.0, keeps the tensors that flash attention keeps, and
+is taken for it: how large its workspace is, is not known.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+_LARGEST_FLASH_HEAD = 256
+_HALF = (torch.float16, torch.bfloat16)
+# Both kernels want sizes that are multiples of these; the mask's last one is padded.
+_FLASH_ALIGNMENT, _MASK_ALIGNMENT = 8, 16
+_EFFICIENT_ALIGNMENT = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
+_SAMPLES_HEADS_TOKENS = 4  # dimensions: batch, heads, tokens, size of a head
+
+
+class Kernel(enum.Enum):
+    FLASH = enum.auto()
+    EFFICIENT = enum.auto()
+    MATH = enum.auto()
+
+
+def kernel_for(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Kernel:
+    """Which kernel torch would choose, of those that the script has not forbidden.
+
+    Args:
+        query, key, value: each of batch x heads x tokens x head size.
+        mask: added to the scores, or boolean.
+        is_causal: no token looks at a later one.
+        enable_gqa: several heads of the query share one of key and value.
+    """
+    tensors = (query, key, value)
+    if any(t.dim() != _SAMPLES_HEADS_TOKENS or 0 in t.shape for t in tensors):
+        return Kernel.MATH
+    if len({t.dtype for t in tensors}) > 1 or len({t.size(0) for t in tensors}) > 1:
+        return Kernel.MATH
+    if not _heads_fit(query.size(1), key.size(1), value.size(1), enable_gqa=enable_gqa):
+        return Kernel.MATH
+    sizes = {t.size(-1) for t in tensors}
+    contiguous = all(t.stride(-1) == 1 for t in tensors)
+    flash = (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and mask is None
+        and query.dtype in _HALF
+        and len(sizes) == 1
+        and query.size(-1) <= _LARGEST_FLASH_HEAD
+        and not (is_causal and query.size(-2) != key.size(-2))
+        and (contiguous or query.size(-1) == 1)
+    )
+    if flash:
+        return Kernel.FLASH
+    alignment = _EFFICIENT_ALIGNMENT.get(query.dtype)
+    efficient = (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and alignment is not None
+        and query.size(-1) == key.size(-1)
+        and not any(size % alignment for size in sizes)
+        and contiguous
+        and (mask is None or mask.stride(-1) == 1)
+    )
+    return Kernel.EFFICIENT if efficient else Kernel.MATH
+
+
+def _heads_fit(query: int, key: int, value: int, *, enable_gqa: bool) -> bool:
+    """Whether the fused kernels take so many heads of each."""
+    if enable_gqa:
+        return key == value and query % key == 0
+    return key == value and key in (query, 1)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the kernel that a GPU would use."""
+    if query.dim() == key.dim() == value.dim() == _SAMPLES_HEADS_TOKENS - 1:  # no batch
+        while attn_mask is not None and attn_mask.dim() < _SAMPLES_HEADS_TOKENS:
+            attn_mask = attn_mask.unsqueeze(0)
+        query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        ).squeeze(0)
+    kernel = kernel_for(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    found: torch.Tensor
+    if kernel is Kernel.MATH:
+        found, _ = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
+    if kernel is Kernel.EFFICIENT:
+        bias = _bias(attn_mask, query, key)
+        found, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )
+        return found
+    size = query.size(-1)
+    missing = -size % _FLASH_ALIGNMENT
+    if missing:
+        scale = size**-0.5 if scale is None else scale
+        query, key, value = (functional.pad(t, (0, missing)) for t in (query, key, value))
+    found, *_ = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )
+    return found[..., :size] if missing else found
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the memory-efficient kernel wants it."""
+    if mask is None:
+        return None
+    missing = -mask.size(-1) % _MASK_ALIGNMENT
+    if missing and mask.size(-1) > 1:
+        mask = functional.pad(mask, (0, missing))[..., :-missing]
+    return mask.expand(*query.shape[:-1], key.size(-2))
+
+
+# -- what kernels take while they run
+
+
+def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
+    """Bytes that an operator allocates besides its results, and frees before it returns."""
+    of = _WORKSPACES.get(function)
+    return 0 if of is None else of(args)
+
+
+def _flash_backward(args: Sequence[Any]) -> int:
+    """`mha_bwd` of flash_attn/flash_api.cpp: sums of the query's gradient and of the softmax's in
+    fp32, and gradients of shared heads before they are added up. The kernel wants tokens before
+    heads: what is not so is copied."""
+    gradient, query, key, _, out = args[:5]
+    samples, heads, tokens, size = query.shape
+    rows = samples * heads * _up(tokens, 128)
+    rounded = _up(size, 32) if size <= 192 else 256
+    copied = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
+    copies = sum(int(t.numel() * t.element_size()) for t in copied)
+    return int(4 * rows * (rounded + 1)) + copies + _shared_heads(query, key)
+
+
+def _efficient_forward(args: Sequence[Any]) -> int:
+    """Sums of the result in fp32, where heads are large (`_efficient_attention_forward`)."""
+    query, _, value = args[:3]
+    is_large = query.dtype in _HALF and value.size(-1) > 128
+    return int(4 * (query.numel() // query.size(-1)) * value.size(-1)) if is_large else 0
+
+
+def _efficient_backward(args: Sequence[Any]) -> int:
+    """`_efficient_attention_backward` of cuda/attention_backward.cu: `delta`, and sums in fp32, by
+    blocks (`workspace_elements_*` of mem_eff_attention/kernel_backward.h): of the query's gradient,
+    and where heads are large of the key's and the value's."""
+    _, query, key = args[:3]
+    samples, heads, tokens, size = query.shape
+    is_half, keys = query.dtype in _HALF, key.size(2)
+    rows = 64 if size <= 64 else 128
+    columns = 128 if is_half and 64 < size <= 128 else 64
+    sums = _up(tokens, rows) * _up(size, columns)
+    if is_half and size > rows:  # more than registers hold
+        parts = max(1, min(-(-keys // columns), 200 // (samples * heads)))
+        sums += 2 * parts * columns * _up(size, rows)
+    return int(4 * samples * heads * (sums + tokens)) + _shared_heads(query, key)
+
+
+def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Gradients of key and value for each head of the query, where heads share them."""
+    if query.size(1) == key.size(1):
+        return 0
+    samples, heads, _, size = query.shape
+    return int(2 * samples * heads * key.size(2) * size * key.element_size())
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+_WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], int]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}
