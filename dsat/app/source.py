@@ -66,7 +66,8 @@ class Source:
             timeout_s=timeout_s,
         )
         shutil.rmtree(folder)  # of a command that failed it holds the log
-        program = recorded_start.program_of(ranks, command, os.environ)
+        cores = os.sched_getaffinity(0)
+        program = recorded_start.program_of(ranks, command, os.environ, cores)
         _log.info("%s", _recognised(program))
         return _of_start(self, ranks, program)
 

@@ -34,7 +34,8 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
         launcher += ["--num_gpus", str(slots)]
         if program.binds_cores:
-            launcher += binding_options(ready.machine, summary.best_config(run) or {}, slots)
+            config_of_best = summary.best_config(run) or {}
+            launcher += binding_options(ready.machine, program, config_of_best, slots)
     script = ["--module", program.module] if program.module else [program.script]
     if program.python_options:
         launcher += ["--no_python" if program.passes_local_rank else "--no-python"]

@@ -218,7 +218,7 @@ def _say(text: str) -> None:
 
 def _program(data: Mapping[str, Any]) -> Entrypoint:
     values = dict(data)
-    for key in ("args", "python_options", "started_by", "devices", "not_devices"):
+    for key in ("args", "core_list", "python_options", "started_by", "devices", "not_devices"):
         values[key] = tuple(values[key])
     return Entrypoint(**values)
 

@@ -46,6 +46,7 @@ class _Recorder:
         self._pid = os.getpid()
         self._env = _without_this(os.environ)
         self._cwd = os.getcwd()
+        self._cores = sorted(os.sched_getaffinity(0))
         self._told = False
 
     def adapt_deepspeed(self, module: ModuleType) -> None:
@@ -112,6 +113,7 @@ class _Recorder:
             "version": list(sys.version_info[:2]),
             "command": list(sys.orig_argv),
             "cwd": self._cwd,
+            "cores": self._cores,
             "env": self._env,
             "has_wrapt": importlib.util.find_spec("wrapt") is not None,
         }

@@ -41,6 +41,9 @@ _TORCHRUN_SWITCHES = frozenset(
 )
 
 
+_MOST_CORES = 2**16  # that a list of cores may reach
+
+
 class UnknownStart(UserInputError):
     """The command does not say by itself which program the ranks run; running it does."""
 
@@ -61,6 +64,7 @@ class Entrypoint:
         env: assignments in front of the command.
         passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
         binds_cores: whether the launcher binds each rank to its share of the processor cores.
+        core_list: the cores that it shares out; all of the machine's where none are given.
         one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
         slots: the number of ranks that the command itself asks for, if any.
         takes_all_slots: whether the launcher starts a rank on every device of the machine.
@@ -84,6 +88,7 @@ class Entrypoint:
     passes_local_rank: bool = False
     one_thread: bool = False
     binds_cores: bool = False
+    core_list: tuple[int, ...] = ()
     slots: int | None = None
     takes_all_slots: bool = False
     takes_hf_flags: bool = False
@@ -366,6 +371,7 @@ def _deepspeed(words: list[str]) -> Entrypoint:
         found,
         passes_local_rank="--no_local_rank" not in options,
         binds_cores="--bind_cores_to_rank" in options,
+        core_list=_cores(options.get("--bind_core_list", "")),
     )
     hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
     hosts = hostfiles.read(hostfile)
@@ -433,6 +439,25 @@ def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
         if given and (positions := hostfiles.positions(name, given)[1]):
             return positions
     return ()
+
+
+def _cores(given: str) -> tuple[int, ...]:
+    """The cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`
+    (`parse_range_list` of deepspeed/utils/numa.py, 0.19.8)."""
+    found: list[int] = []
+    for part in given.split(",") if given else ():
+        first, _, last = part.partition("-")
+        ends = (first, last or first)
+        if not all(end.isdigit() for end in ends) or not (
+            max(found, default=-1) < int(first) <= int(ends[1]) < _MOST_CORES
+        ):
+            raise UserInputError(
+                f"--bind_core_list {given}: expected ascending numbers and ranges",
+                where=_WHERE,
+                hint="As 0,2-4",
+            )
+        found += range(int(first), int(ends[1]) + 1)
+    return tuple(found)
 
 
 def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:

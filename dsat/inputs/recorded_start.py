@@ -6,7 +6,7 @@ Pure; the recording itself is done by `dsat.in_trial.start_recorder`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class RankStart:
         cwd: its working folder.
         env: its variables when it began.
         has_wrapt: whether the package that dsat adapts modules with is there.
+        cores: that the process could use when it began.
         config: what it passed to `deepspeed.initialize`.
         config_problem: why that cannot be written as JSON, if so.
     """
@@ -65,15 +66,15 @@ class RankStart:
     cwd: str
     env: Mapping[str, str] = field(repr=False)  # may hold credentials
     has_wrapt: bool
+    cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
     config_problem: str = ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankStart:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        return cls(
-            **{**known, "version": tuple(data["version"]), "command": tuple(data["command"])}
-        )
+        lists = {name: tuple(known.get(name, ())) for name in ("version", "command", "cores")}
+        return cls(**{**known, **lists})
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
@@ -95,7 +96,10 @@ def check_one_training(ranks: Sequence[RankStart]) -> None:
 
 
 def program_of(
-    ranks: Sequence[RankStart], command: Sequence[str], env: Mapping[str, str]
+    ranks: Sequence[RankStart],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cores: Collection[int],
 ) -> Entrypoint:
     """The program that the ranks of a command run.
 
@@ -103,6 +107,7 @@ def program_of(
         ranks: all of the training.
         command: the user's own, whatever it is.
         env: what the command itself was started with.
+        cores: that it could use.
 
     Raises:
         UserInputError: it is not one training on this machine, or cannot be started otherwise.
@@ -114,8 +119,11 @@ def program_of(
     passes_local_rank = program.args[:1] == (f"--local_rank={local_rank}",)
     if passes_local_rank:
         program = replace(program, args=program.args[1:])
+    bound = _bound_cores(ranks, cores) if passes_local_rank else ()
     return replace(
         program,
+        binds_cores=bool(bound),
+        core_list=bound,
         env=_difference(first.env, env),
         interpreter="" if _is_mine(first) else first.executable,
         lacks_wrapt=not first.has_wrapt,
@@ -125,6 +133,14 @@ def program_of(
         started_by=tuple(command),
         takes_hf_flags=entrypoints.parses_hf_arguments(program, Path(first.cwd)),
     )
+
+
+def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
+    """The cores that DeepSpeed's launcher has bound the ranks to (`--bind_cores_to_rank`), in the
+    order of the ranks; none if it has not."""
+    bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
+    is_shared = len(set(bound)) < len(bound)
+    return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 
 
 def _program(first: RankStart, command: Sequence[str]) -> Entrypoint:

@@ -118,6 +118,10 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             script(passes_local_rank=True, slots=2),
         ),
         ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True, takes_all_slots=True)),
+        (
+            "deepspeed --num_gpus 2 --bind_cores_to_rank --bind_core_list 0,2-4 train.py",
+            script(passes_local_rank=True, slots=2, binds_cores=True, core_list=(0, 2, 3, 4)),
+        ),
         # torchrun
         ("torchrun train.py", script(one_thread=True)),
         ("torchrun --nproc_per_node 2 train.py --x", script("--x", one_thread=True, slots=2)),
@@ -196,6 +200,10 @@ def test_forms(given: str | list[str], expected: Entrypoint, model_dir: Path) ->
         ("/opt/other/bin/python3 train.py", "/opt/other/bin/python3 is not the Python that runs"),
         ("python2 train.py", "python2 is not the Python that runs dsat"),
         ("python3.6 train.py", "python3.6 is not the Python that runs dsat"),
+        *(
+            (f"deepspeed --bind_core_list {bad} train.py", "ascending numbers and ranges")
+            for bad in ("4,2", "3-1", "a", "1,", "0-1,1", "0-99999999999")
+        ),
         (["python3", ["train.py"]], "['train.py'] is not an argument"),
         (["python3", {"train.py": 1}], "is not an argument"),
     ],

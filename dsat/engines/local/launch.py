@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ class Launch:
         ranks = self._ranks_per_host
         sharers = _sharers(machine, self.config, ranks)
         place = local_rank if sharers == ranks else share.slots[local_rank]
-        return cores.share_of(machine.cores, place, sharers)
+        return cores.share_of(_shared_cores(machine, self.program), place, sharers)
 
     @property
     def _machine(self) -> Machine:
@@ -289,7 +289,8 @@ def settings_of_ranks(
     if machine.is_cpu:
         settings["OMP_NUM_THREADS"] = "1"
     elif program.binds_cores:  # the launcher sets it, whatever it was
-        share = cores.share_of(machine.cores, 0, _sharers(machine, config, ranks))
+        own = _shared_cores(machine, program)
+        share = cores.share_of(own, 0, _sharers(machine, config, ranks))
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         sharers = _sharers(machine, config, ranks)
@@ -301,18 +302,22 @@ def settings_of_ranks(
     return settings
 
 
-def binding_options(machine: Machine, config: Mapping[str, Any], ranks: int) -> list[str]:
+def binding_options(
+    machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
+) -> list[str]:
     """Options of DeepSpeed's launcher that bind ranks to as many cores as they had in a trial."""
-    options = ["--bind_cores_to_rank"]
-    sharers = _sharers(machine, config, ranks)
+    sharers, own = _sharers(machine, config, ranks), sorted(program.core_list)
     if sharers > ranks:
-        own = [
-            str(core)
-            for rank in range(ranks)
-            for core in cores.share_of(machine.cores, rank, sharers)
-        ]
-        options += ["--bind_core_list", ",".join(own)]
-    return options
+        among = _shared_cores(machine, program)
+        shares = [cores.share_of(among, rank, sharers) for rank in range(ranks)]
+        own = sorted(core for share in shares for core in share)
+    listed = ["--bind_core_list", ",".join(map(str, own))] if own else []
+    return ["--bind_cores_to_rank", *listed]
+
+
+def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
+    """The cores that the user's launcher shares out among ranks."""
+    return program.core_list or machine.cores
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:

@@ -34,7 +34,7 @@ def seen(place: Path, *command: str, timeout_s: float = 60.0) -> Entrypoint:
     machine = cpu_machine(1)
     ranks = command_recorder.record(command, place, folder, machine=machine, timeout_s=timeout_s)
     assert not processes_of(folder)
-    return recorded_start.program_of(ranks, command, os.environ)
+    return recorded_start.program_of(ranks, command, os.environ, os.sched_getaffinity(0))
 
 
 def runnable(path: Path, text: str) -> None:
@@ -92,6 +92,29 @@ def test_what_a_command_starts_is_seen(
     assert not (place / "went_on").exists(), "the command saw its training fail"
     if "COLOUR=blue" in command:
         assert program.env["COLOUR"] == "blue" and program.python_options == ()
+
+
+BOUND = """
+for rank in 0 1; do
+    cores=("$@")
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 taskset --cpu-list ${cores[$rank]} \\
+        python3 train.py --local_rank=$rank &
+done; wait
+"""
+
+
+def test_the_cores_that_ranks_are_bound_to_are_seen(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `deepspeed --bind_cores_to_rank` does it with numactl, here inside a script."""
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < 2 or shutil.which("taskset") is None:
+        pytest.skip("takes two cores, and taskset")
+    named(place, {}, monkeypatch)
+    (place / "bound.sh").write_text(BOUND)
+    program = seen(place, "bash", "bound.sh", str(own[1]), str(own[0]))
+    assert (program.slots, program.passes_local_rank) == (2, True)
+    assert (program.binds_cores, program.core_list) == (True, (own[1], own[0]))
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,23 @@ def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
     ):
         own = {"OMP_NUM_THREADS": "3"}  # which the launcher replaces
         assert settings_of_ranks(GPUS, binds, config, ranks, own)["OMP_NUM_THREADS"] == threads
-        options = binding_options(GPUS, config, ranks)
+        options = binding_options(GPUS, binds, config, ranks)
         list_option = ["--bind_core_list", listed] if listed else []
         assert options == ["--bind_cores_to_rank", *list_option]
+
+
+def test_the_users_own_list_of_cores_is_shared_out() -> None:
+    binds = replace(PROGRAM, binds_cores=True, core_list=(1, 3, 5, 7, 9, 11, 13, 15))
+    shares = [cores.share_of(binds.core_list, place, 4) for place in (0, 3)]
+    assert shares == [[1, 3], [13, 15]]
+    for ranks, config, threads, listed in (
+        (4, {}, "2", "1,3,5,7,9,11,13,15"),
+        (2, {}, "2", "1,3,5,7"),
+        (1, OFFLOAD, "8", "1,3,5,7,9,11,13,15"),
+    ):
+        assert settings_of_ranks(GPUS, binds, config, ranks, {})["OMP_NUM_THREADS"] == threads
+        options = ["--bind_cores_to_rank", "--bind_core_list", listed]
+        assert binding_options(GPUS, binds, config, ranks) == options
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
