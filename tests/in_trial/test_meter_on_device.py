@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsat.in_trial.meter import Meter
 from testing.metered import (
     SPEC,
     Clock,
@@ -77,6 +78,28 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
     assert engine.global_steps == 100 + measured.metrics.num_steps
     assert metrics_of(measured).latency == pytest.approx(10)
     assert metrics_of(measured).backward == pytest.approx(5)
+
+
+def test_the_meters_communicator_is_made_before_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank's first collective takes memory of the device, for NCCL's channels."""
+    clock, did = Clock(), list[str]()
+    use_accelerator(monkeypatch, Device(clock))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: did.append("all-reduce"))
+
+    class Noting(FakeEngine):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            did.append("forward")
+            return super().forward(inputs)
+
+    engine = Noting(clock)
+    Meter(SPEC, lambda outcome: None).watch(engine)
+    assert did == []
+    train(engine, steps=1)
+    assert did == ["all-reduce", "forward"]
 
 
 @pytest.mark.parametrize("whose", ["engine.backward", "loss.backward"])

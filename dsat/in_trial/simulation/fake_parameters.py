@@ -104,7 +104,7 @@ class FakeParameters:
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
-        self._replace_zero_init()
+        without_zero_init(self._undo)
         with contextlib.suppress(ImportError):
             self._replace(importlib.import_module("safetensors.torch"), "load_file", self._tensors)
         _when_imported("transformers.modeling_utils", self._replace_from_pretrained)
@@ -200,28 +200,37 @@ class FakeParameters:
 
     # -- libraries
 
-    def _replace_zero_init(self) -> None:
-        """`zero.Init` partitions what is constructed within; there is nothing to be partitioned."""
-        module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-
-        def nothing(*_: Any, **__: Any) -> None: ...
-
-        for name in ("__init__", "__enter__", "__exit__"):
-            self._replace(module.Init, name, lambda _: nothing)
-
     def _replace_from_pretrained(self, module: Any) -> None:
         original = module.PreTrainedModel.__dict__["from_pretrained"]
         module.PreTrainedModel.from_pretrained = classmethod(_from_config_alone)
         self._undo.callback(setattr, module.PreTrainedModel, "from_pretrained", original)
 
     def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
-        inherited = name not in vars(place)
-        original = getattr(place, name, None)
-        setattr(place, name, made(original))
-        if inherited:
-            self._undo.callback(delattr, place, name)
-        else:
-            self._undo.callback(setattr, place, name, original)
+        _replace(self._undo, place, name, made)
+
+
+def without_zero_init(undo: contextlib.ExitStack) -> None:
+    """Makes `zero.Init` do nothing, until `undo` is closed.
+
+    It partitions what is constructed within, and the script's own process would be left with empty
+    parameters, be they fake or real.
+    """
+    module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    for name in ("__init__", "__enter__", "__exit__"):
+        _replace(undo, module.Init, name, lambda _: nothing)
+
+
+def _replace(undo: contextlib.ExitStack, place: Any, name: str, made: Callable[[Any], Any]) -> None:
+    inherited = name not in vars(place)
+    original = getattr(place, name, None)
+    setattr(place, name, made(original))
+    if inherited:
+        undo.callback(delattr, place, name)
+    else:
+        undo.callback(setattr, place, name, original)
 
 
 def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

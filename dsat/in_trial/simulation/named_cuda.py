@@ -68,12 +68,23 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def is_there() -> bool:
+    """Whether trials run on CUDA.
+
+    torch is not asked: without NVML, and of a MIG device, it asks CUDA itself, which can then not
+    be used after a fork any more.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == _CUDA)
+
+
 def stand_in() -> None:
     """Where there is no CUDA, lets a script name it all the same; for the rest of the process.
 
     It is still said not to be available: whoever asks can do without it.
     """
-    if torch.cuda.is_available():
+    if is_there():
         return
     _replace_functions()
     # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.

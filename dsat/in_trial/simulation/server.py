@@ -74,6 +74,7 @@ class SimulationServer:
         self._address = address
         self._answer: int | None = None
         self._fakes: Any = None
+        self._undo = contextlib.ExitStack()
         self._limit_bytes = 0
         self._told_of_cuda = False
         self.was_used = False
@@ -117,7 +118,7 @@ class SimulationServer:
         from deepspeed.accelerator import get_accelerator
 
         from dsat.in_trial.simulation import named_cuda
-        from dsat.in_trial.simulation.fake_parameters import FakeParameters
+        from dsat.in_trial.simulation.fake_parameters import FakeParameters, without_zero_init
 
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in()
@@ -139,6 +140,7 @@ class SimulationServer:
                 os._exit(code if code >= 0 else 128 - code)
         if self._told_of_cuda:
             named_cuda.pretend()
+        without_zero_init(self._undo)
         print("dsat: once more, with real parameters", file=sys.stderr, flush=True)
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +163,7 @@ class SimulationServer:
         if self._fakes is not None:
             self._fakes.uninstall()
             self._fakes = None
+        self._undo.close()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
             hello = {
@@ -257,9 +260,9 @@ def _limit_memory() -> int:
 
 def _may_want_cuda(error: BaseException) -> bool:
     """Whether a script may have failed because there is no CUDA."""
-    import torch
+    from dsat.in_trial.simulation import named_cuda
 
-    if torch.cuda.is_available():
+    if named_cuda.is_there():
         return False
     text = str(error)
     return not text or re.search("cuda|gpu|nvidia|bf16", text, re.IGNORECASE) is not None

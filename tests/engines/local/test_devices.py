@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, machine
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -136,6 +137,22 @@ def test_an_offloading_trial_runs_alone(supervisor: Scripted, engine: LocalEngin
     assert list(supervisor.launched) == [1, 2, 3]
     assert [number for number, _ in engine.poll(1)] == [3]
     assert [number for number, _ in engine.poll(1)] == [4]
+
+
+def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that asks a stuck driver does not come back."""
+    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
+    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: the driver may be stuck"):
+        machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
+
+
+def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm looks at its own variable first: ranks would share what that names."""
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1,2,3")
+    rocm = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
+    variables = machine._visible_devices_variables(rocm)
+    assert variables == ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+    assert machine.visible_ids(2, variables) == ["0", "1"]
 
 
 UNKILLABLE = """
