@@ -122,7 +122,7 @@ def _fewest(
 ) -> Choice | None:
     basis = Basis((Variant({}, facts),))
     for cards in _COUNTS:
-        model = MemoryModel(basis, slots=cards, limit_bytes=size)
+        model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in strategies:
             config = configuration(strategy, cards)
             most = min(model.largest(model.shape(config, {})), float(LARGEST_MICRO_BATCH))

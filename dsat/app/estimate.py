@@ -60,6 +60,7 @@ class Line:
     Attributes:
         slots: data-parallel slots.
         estimate: with a micro batch of one sample.
+        needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
         recomputed: whether activations are recomputed; None: as the script has it.
     """
@@ -67,6 +68,7 @@ class Line:
     strategy: Strategy
     slots: int
     estimate: MemoryEstimate
+    needed: int
     largest: Mapping[int, int]
     recomputed: bool | None = None
 
@@ -76,7 +78,7 @@ class Line:
             "slots": self.slots,
             "activation_checkpointing": self.recomputed,
             "memory": self.estimate.to_json(),
-            "peak_bytes": self.estimate.peak,
+            "peak_bytes": self.needed,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
         }
 
@@ -318,12 +320,14 @@ def lines(
                 if simulated.source == SIMULATED:
                     estimate, anchors = simulated, (Anchor(config, 1, simulated),)
             basis = Basis((Variant({}, facts, anchors),))
+            least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
+            needed = least.predicted_bytes(least.shape(config, {}), 1)
             largest = {}
             for size in slot_memories:
-                model = MemoryModel(basis, slots=slots, limit_bytes=size)
+                model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
                 most = model.largest(model.shape(config, {}))
                 largest[size] = int(min(most, LARGEST_MICRO_BATCH))
-            found.append(Line(strategy, slots, estimate, largest, recomputed))
+            found.append(Line(strategy, slots, estimate, needed, largest, recomputed))
     return found
 
 
@@ -366,7 +370,7 @@ def describe(estimate: Estimate) -> list[str]:
             [
                 line.strategy.label,
                 *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
-                fmt.memory(line.estimate.peak),
+                fmt.memory(line.needed),
                 fmt.memory(line.estimate.host) if line.estimate.host else "-",
                 *(str(count or "-") for count in line.largest.values()),
             ]

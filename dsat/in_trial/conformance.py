@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsat.errors import InvalidTrial
@@ -16,6 +16,47 @@ def refuse_pipeline(engine: Any) -> None:
         raise InvalidTrial(
             "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
             "tuned. Train the model without PipelineModule"
+        )
+
+
+def refuse_shared_samples(arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidTrial if ranks are to work on the same samples: DeepSpeed would say that the
+    batch sizes contradict each other (`DeepSpeedConfig.__init__`, 0.19.8).
+
+    Args:
+        arguments: of `deepspeed.initialize`, by name.
+    """
+    import torch.distributed as dist
+
+    mpu: Any = arguments.get("mpu")
+    mesh = arguments.get("mesh_param")
+    sharing = 1
+    if hasattr(mpu, "get_data_parallel_world_size") and dist.is_initialized():
+        sharing = dist.get_world_size() // mpu.get_data_parallel_world_size()
+    elif hasattr(mpu, "get_sequence_parallel_world_size"):
+        sharing = mpu.get_sequence_parallel_world_size()
+    elif mesh:  # data parallel, sequence parallel
+        sharing = mesh[1]
+    if sharing > 1:
+        name = "mpu" if mpu is not None else "mesh_param"
+        raise InvalidTrial(
+            f"{sharing} slots share each sample by the {name} that the script passes to "
+            "deepspeed.initialize, and dsat tunes data-parallel training only. Leave it out to "
+            "tune the rest; memory and speed are then those without it"
+        )
+
+
+def _check_world(engine: Any) -> None:
+    """Raise InvalidTrial if fewer than all ranks have samples of their own."""
+    import torch.distributed as dist
+
+    own, ranks = getattr(engine, "dp_world_size", None), 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+    if isinstance(own, int) and own < ranks:
+        raise InvalidTrial(
+            f"{ranks // own} slots share each sample (deepspeed.tp_model_init?), and dsat tunes "
+            "data-parallel training only"
         )
 
 
@@ -34,6 +75,7 @@ def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None
                 f"{value}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
                 "deepspeed.initialize(config=...)"
             )
+    _check_world(engine)
 
 
 def feeds_own(shapes: Sequence[Shape], micro_batch: int, own: int) -> bool:

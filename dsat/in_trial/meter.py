@@ -17,9 +17,15 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import Diverged, InvalidTrial
-from dsat.in_trial import loaders, precision, throttling
+from dsat.in_trial import (
+    available_memory,
+    config_injection,
+    loaders,
+    precision,
+    throttling,
+)
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
-from dsat.in_trial.conformance import check_engine, refuse_pipeline
+from dsat.in_trial.conformance import check_engine, refuse_pipeline, refuse_shared_samples
 from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
@@ -31,8 +37,6 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 
 LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
-# On an accelerator, whose clocks rise and fall with the load: so long at least, however many steps.
-WARM_UP_S, MEASURED_S = 1.0, 2.0
 
 SEVERAL_ENGINES = (
     "the script trains several engines, perhaps: throughput and latency are those of the whole "
@@ -85,6 +89,7 @@ def install(
     meter = Meter(spec, on_complete, on_step)
     loaders.watch()
     precision.watch()
+    available_memory.adapt(spec.options.slot_memory_bytes, meter.warn)
     original = deepspeed.initialize
 
     @functools.wraps(original)
@@ -97,6 +102,7 @@ def install(
         return result
 
     deepspeed.initialize = initialize
+    config_injection.on_initialize(refuse_shared_samples)
     return meter
 
 
@@ -367,7 +373,8 @@ class Meter:
         last_ms = self._clock.ms(marks.begin, marks.end)
         missing_ms = 0.0
         if not self._accelerator.is_synchronized_device():
-            missing_ms = WARM_UP_S * 1e3 - self._clock.ms(self._began, marks.end)
+            warmed_up_ms = self._clock.ms(self._began, marks.end)
+            missing_ms = self.spec.options.warm_up_s * 1e3 - warmed_up_ms
         steps = max(in_store + 1 - applied if in_store else 0, missing_ms / max(last_ms, 1e-3))
         more = float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))
         more, slowest_ms = self._maximum([more, last_ms])
@@ -421,7 +428,7 @@ class Meter:
         enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
         missing_s = 0.0
         if not self._accelerator.is_synchronized_device() and not spec.profile:
-            missing_s = MEASURED_S - measured_s
+            missing_s = spec.options.measured_s - measured_s
         missing = math.ceil(missing_s / max(measured_s / count, 1e-6)) if missing_s > 0 else 0
         missing = min(missing, most + MAX_EXTRA_STEPS - seen)
         if (enough and missing <= 0) or seen >= most + MAX_EXTRA_STEPS:

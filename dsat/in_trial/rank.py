@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, determined_shim, failures, hf_trainer, loopback
+from dsat.in_trial import (
+    available_memory,
+    config_injection,
+    determined_shim,
+    failures,
+    hf_trainer,
+    loopback,
+)
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.meter import Meter, TrialComplete, install
 from dsat.in_trial.meter_spec import MeterSpec
@@ -174,6 +181,8 @@ def _prepare(
 
         on_step = _step_counter(folder, doing) if rank == 0 else None
         meters.append(install(MeterSpec.from_json(spec.meter), complete, on_step))
+    elif simulations is None:
+        available_memory.adapt(None, _say)
     _adapt_trainer(spec, folder, meters)
     if spec.cpu_memory_bytes is not None:
         _limit_memory(spec.cpu_memory_bytes)

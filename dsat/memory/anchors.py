@@ -62,6 +62,7 @@ def of_run(
                     switches,
                     slots=plan.slots_per_trial,
                     limit_bytes=profile.slot_memory_bytes,
+                    on_device=not as_cpu,
                     say=say,
                 )
                 variants.append(found)
@@ -78,6 +79,7 @@ def variant_of(
     *,
     slots: int,
     limit_bytes: int,
+    on_device: bool,
     say: Callable[[str], None],
 ) -> Variant:
     """Simulates each configuration at about the largest micro batch that fits.
@@ -90,6 +92,7 @@ def variant_of(
         script_args: switches of the script.
         slots: data-parallel slots.
         limit_bytes: what a slot may use.
+        on_device: that is memory of its own.
         say: prints a line.
 
     Raises:
@@ -97,7 +100,7 @@ def variant_of(
     """
     facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)
-    model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes)
+    model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes, on_device=on_device)
     anchors, told_s = [], time.monotonic()
     for number, config in enumerate(configs):
         if time.monotonic() - told_s > slow.LONG_S:

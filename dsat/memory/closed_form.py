@@ -73,10 +73,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that grow with the micro batch: `fixed + per_sample * micro batch`."""
+    """Bytes that grow with the micro batch: `fixed + per_sample * micro batch`.
+
+    Attributes:
+        if_room: DeepSpeed needs so much only on a device that has it.
+    """
 
     fixed: float
     per_sample: float = 0.0
+    if_room: bool = False
 
     def at(self, micro_batch: float) -> float:
         return self.fixed + self.per_sample * micro_batch
@@ -92,13 +97,16 @@ class _Parts:
     """Bytes on the device without activations.
 
     Attributes:
-        init: the peak of `deepspeed.initialize`.
+        init: the peak of `deepspeed.initialize`, parameters flattened on the host.
         resident: held between steps.
         forward: added from the beginning of the forward pass.
         bucket: added with the first gradient, when most activations are still there.
         gradients: added towards its end, when they are gone.
         step: added to what is resident in the optimizer step.
         gather: added to `forward` at the beginning of the pass, when there are no activations.
+        flat: the peak while parameters are flattened on the device, as they are where it has room
+            for another copy (`available_memory` in runtime/zero/stage_1_and_2.py); 0 if they never
+            are.
     """
 
     init: float
@@ -108,6 +116,7 @@ class _Parts:
     gradients: float
     step: float
     gather: float = 0
+    flat: float = 0
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,9 @@ def lines(
     setup, stage = _setup(facts, config, slots), of_config(config).stage
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
     held = parts.resident + parts.forward
+    flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
     return {
-        "init": (Line(parts.init),),
+        "init": (Line(parts.init), *flat),
         "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
         "backward": (
             Line(held, facts.backward_bytes_per_sample),
@@ -282,25 +292,28 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
-    init = max(size * (total + trained), size * total + 2 * s.master_bytes * s.shard)
+    flat = size * (total + trained)
+    init = size * total + 2 * s.master_bytes * s.shard
     if s.offload_optimizer:
-        resident = size * (total + largest)
-        return _Parts(size * (total + trained), resident, 0, bucket, bucket + size * own, 0)
+        resident, init = size * (total + largest), size * (total + s.shard)
+        gradients = bucket + size * own
+        return _Parts(init, resident, 0, bucket, gradients, 0, flat=flat)
     resident = size * total + s.state_bytes * s.shard
     if s.accumulation_bytes > size:
         held = 4 * s.shard if s.gas > 1 else 0
         cast = size * (min(trained, s.bucket) + 2 * largest)
         step = 4 * s.shard + 8 * min(largest, s.shard)
-        return _Parts(init, resident, held, bucket, bucket + 4 * s.shard + cast - held, step)
+        gradients = bucket + 4 * s.shard + cast - held
+        return _Parts(init, resident, held, bucket, gradients, step, flat=flat)
     step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
     if s.gas == 1:
-        return _Parts(init, resident, 0, bucket, gradients, step)
+        return _Parts(init, resident, 0, bucket, gradients, step, flat=flat)
     if stage == 2:
-        return _Parts(init, resident, size * s.shard, bucket, gradients, step)
+        return _Parts(init, resident, size * s.shard, bucket, gradients, step, flat=flat)
     held = size * trained + bucket
-    return _Parts(init, resident, held, 0, gradients - held, step)
+    return _Parts(init, resident, held, 0, gradients - held, step, flat=flat)
 
 
 def _stage_3(s: _Setup, stage: int) -> _Parts:

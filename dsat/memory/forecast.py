@@ -40,6 +40,7 @@ class Forecast:
             limit_bytes=profile.slot_memory_bytes,
             counts_context=plan.slot_memory_bytes is None,
             host_limit_bytes=profile.host_memory_bytes,
+            on_device=profile.host_memory_bytes > 0,
         )
 
     def largest(self, settings: Mapping[str, Any]) -> float:

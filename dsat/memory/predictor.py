@@ -137,6 +137,7 @@ class MemoryModel:
         counts_context: whether that limit is the whole device's, and so has to hold the context
             and the libraries as well.
         host_limit_bytes: what a rank may use of the host; 0 if that is not known.
+        on_device: slots have memory of their own, of which DeepSpeed knows how much is left.
     """
 
     def __init__(
@@ -147,10 +148,12 @@ class MemoryModel:
         limit_bytes: int,
         counts_context: bool = False,
         host_limit_bytes: int = 0,
+        on_device: bool = False,
     ) -> None:
         self.basis = basis
         self.limit_bytes = limit_bytes
         self.host_limit_bytes = host_limit_bytes
+        self._on_device = on_device
         self._slots = slots
         self._corrections = [_corrections(variant, slots) for variant in basis.variants]
         self._counts_context = counts_context
@@ -178,8 +181,12 @@ class MemoryModel:
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
+        phases = {name: tuple(filter(self._is_used, lines)) for name, lines in phases.items()}
         source = CLOSED_FORM if more is None else SIMULATED
         return Shape(config, strategy, phases, host_bytes, source, is_guess)
+
+    def _is_used(self, line: Line) -> bool:
+        return not (line.if_room and self._on_device and line.fixed > self.limit_bytes)
 
     def fits_host(self, shape: Shape) -> bool:
         """Whether the ranks of a trial that is alone on its host have enough of its memory."""

@@ -54,6 +54,7 @@ def memory_warning(run: Run) -> list[str]:
         run.memory_basis or Basis.of_profile(profile, run.plan.switches),
         slots=run.plan.slots_per_trial,
         limit_bytes=profile.slot_memory_bytes,
+        on_device=profile.host_memory_bytes > 0,
     )
     shape = model.shape(run.plan.config(best.overrides), best.script_args)
 

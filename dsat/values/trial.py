@@ -52,6 +52,8 @@ class TrialOptions(Recorded):
         slot_memory_bytes: what a slot may use, if less than it has.
         own_micro_batch: that of the user's own configuration; a script that goes on with it,
             whatever its trial's configuration says, is found out.
+        warm_up_s, measured_s: on an accelerator, whose clocks rise and fall with the load: so long
+            at least, however many steps.
     """
 
     timeout_s: float
@@ -60,6 +62,8 @@ class TrialOptions(Recorded):
     max_steps: int = 20
     slot_memory_bytes: int | None = None
     own_micro_batch: int | None = None
+    warm_up_s: float = 1.0
+    measured_s: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ CONFIGS = [
 def variant(answer: Answer, said: list[str]) -> Any:
     with Simulator(FakeSimulationHost(FACTS, answer), as_cpu=False) as simulator:
         return anchors.variant_of(
-            simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, say=said.append
+            simulator, CONFIGS, {}, slots=1, limit_bytes=4 * GIB, on_device=True, say=said.append
         )
 
 

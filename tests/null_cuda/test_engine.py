@@ -50,7 +50,7 @@ def engine_on_devices(
         entrypoint.parse(user.entrypoint, user.model_dir),
         [Host(find_machine())],
         folder,
-        LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4)),
+        LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4, warm_up_s=0.1, measured_s=0.1)),
         slots_per_trial=slots,
     )
     try:
@@ -198,9 +198,24 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 
 
+PYNVML = """
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMemoryInfo(handle): raise AssertionError("asked of " + str(handle))
+"""
+
+
 @pytest.mark.slow
-def test_memory_that_is_reserved_is_what_is_allocated(null_cuda: MachineOf, tmp_path: Path) -> None:
+def test_memory_that_is_reserved_is_what_is_allocated(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And pynvml does not make DeepSpeed look for a device by a number that it has not got."""
     machine = null_cuda(Device(total_bytes=2 * _GIB))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", machine.uuid(0))
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     machine.throttle(0, 0x24)  # of its power, as always, and of its heat
     with engine_on_devices(tmp_path / "run") as engine:
         outcome = outcome_of(engine, 1)
@@ -212,6 +227,8 @@ def test_memory_that_is_reserved_is_what_is_allocated(null_cuda: MachineOf, tmp_
     assert max(reserved.values()) <= max(allocated.values()) + 24 * 2**20
     [slowed] = [text for text in outcome.warnings if "below its clocks" in text]
     assert "(it was too hot)" in slowed
+    [unread] = [text for text in outcome.warnings if "pynvml" in text]
+    assert machine.uuid(0) in unread and "give the GPUs by number" in unread
 
 
 @pytest.mark.slow
