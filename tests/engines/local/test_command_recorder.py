@@ -157,6 +157,7 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
     paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.chdir(own)  # the supervisor has it too, where dsat was started
     assert seen(place, sys.executable, "train.py").script == "train.py"
     assert (place / "customized").exists()
 
