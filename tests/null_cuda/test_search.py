@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +20,20 @@ _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 
 
-@pytest.mark.slow
-def test_a_script_that_names_cuda_is_simulated_and_predicted(
-    null_cuda: MachineOf, tmp_path: Path
-) -> None:
-    machine = null_cuda(Device(total_bytes=2 * _GIB))
-    options = ["--slots", "1", "--max-trials", "5", "--zero-stages", "1", "2", *_SHORT]
+# A library that wants to know of devices where it is imported; only asking CUDA itself tells.
+ASKING = """
+import sys
+if "dsat.engines.local.supervisor" in sys.orig_argv:
+    import torch
+    torch.cuda.device_count()
+"""
+
+
+def _search(run_dir: Path, max_trials: int) -> subprocess.CompletedProcess[str]:
+    options = ["--max-trials", str(max_trials), "--slots", "1", "--zero-stages", "1", "2", *_SHORT]
     command = ["python3", "train.py", "--deepspeed_config", "ds_config.json"]
-    words = [sys.executable, "-m", "dsat", "model", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(
+    words = [sys.executable, "-m", "dsat", "model", "--run-dir", str(run_dir)]
+    return subprocess.run(
         [*words, *options, "--", *command],
         capture_output=True,
         text=True,
@@ -35,6 +41,14 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
         timeout=400,
         cwd=PROGRAMS / "names_cuda",
     )
+
+
+@pytest.mark.slow
+def test_a_script_that_names_cuda_is_simulated_and_predicted(
+    null_cuda: MachineOf, tmp_path: Path
+) -> None:
+    machine = null_cuda(Device(total_bytes=2 * _GIB))
+    done = _search(tmp_path / "run", 5)
     assert done.returncode == 0, done.stderr
     assert "predicted by formula" not in done.stdout + done.stderr
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in done.stdout + done.stderr
@@ -43,4 +57,25 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     assert kinds == [OutcomeKind.OK] * len(kinds)
     config = json.loads((tmp_path / "run" / "best_ds_config.json").read_text())
     assert config["train_micro_batch_size_per_gpu"] > 64
+    assert not machine.held()
+
+
+@pytest.mark.slow
+def test_a_mig_device_without_nvml_is_searched_in_fresh_processes(
+    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Device(uuid="MIG-0a"), Device(total_bytes=2 * _GIB, uuid="MIG-0b")
+    machine = null_cuda(*parts, nvml=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b")
+    (tmp_path / "sitecustomize.py").write_text(ASKING)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    done = _search(tmp_path / "run", 3)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout + done.stderr
+    assert "the script runs in fresh processes only" in told
+    assert "predicted by formula" not in told and "expandable_segments" not in told
+    run = run_of(tmp_path / "run")
+    assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 3
+    assert run.profile is not None and run.profile.slot_memory_bytes == 2 * _GIB
     assert not machine.held()
