@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from dsat.engines import ssh
 from dsat.engines.local import Machine
 from dsat.engines.local.ports import free_ports
 from dsat.errors import UserInputError
-from testing.command import FAST, run_of
+from testing.command import ADAM, FAST, run_of
 from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
 
 # Runs the command here, in another folder, without variables.
@@ -189,11 +190,12 @@ Host n2
 Host n3
     HostName 127.0.0.3
 Host locked
-    HostName 127.0.0.2
-    IdentityFile none
+    HostName 127.0.0.4
+Host n2 n3
+    IdentityFile {folder}/key
 Host *
     Port {port}
-    IdentityFile {folder}/key
+    IdentityFile none
     IdentitiesOnly yes
     IdentityAgent none
     UserKnownHostsFile {folder}/known
@@ -203,6 +205,7 @@ SERVER = """
 Port {port}
 ListenAddress 127.0.0.2
 ListenAddress 127.0.0.3
+ListenAddress 127.0.0.4
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
 PidFile none
@@ -252,7 +255,8 @@ def test_a_search_on_two_machines_of_a_hostfile(
     shutil.copytree(PROGRAMS / "memory", work)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.chdir(work)
-    script = ["train.py", "--deepspeed_config", "ds_config.json"]
+    Path("ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM}))
+    script = ["train.py", "--deepspeed_config", "ds.json"]
     options = ["--run-dir", str(run_dir), "--max-trials", "2", *FAST, "--slot-memory", "1GiB"]
 
     def tuned_with(hostfile: str) -> subprocess.CompletedProcess[str]:
