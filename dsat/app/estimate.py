@@ -175,6 +175,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
         LocalOptions(TrialOptions(timeout_s=survey.TIMEOUT_S)),
         slots_per_trial=1,
     )
+    log_tells_more = False
     try:
         with Simulator(
             engine, as_cpu=False, cache=cache_folder("memory"), timeout_s=survey.TIMEOUT_S
@@ -182,8 +183,9 @@ def estimate(settings: EstimateSettings) -> Estimate:
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
             )
-            found = in_all_ways(experiment.name, base, simulator, settings)
+            return in_all_ways(experiment.name, base, simulator, settings)
     except SimulationUnavailable as error:
+        log_tells_more = True
         log = folder / "simulation" / "stderr.log"
         raise DsatError(
             f"memory cannot be estimated: {error}. The script was run up to its first training "
@@ -191,8 +193,8 @@ def estimate(settings: EstimateSettings) -> Estimate:
         ) from None
     finally:
         engine.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    return found
+        if not log_tells_more:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def in_all_ways(
