@@ -31,7 +31,9 @@ def model_of(variant: str) -> Any:
         )
         text = transformers.LlamaConfig(**settings)
         return transformers.LlavaForConditionalGeneration(
-            transformers.LlavaConfig(vision, text, image_token_index=VOCABULARY - 1)
+            transformers.LlavaConfig(
+                vision_config=vision, text_config=text, image_token_index=VOCABULARY - 1
+            )
         )
     config = transformers.LlamaConfig(**settings)
     config._attn_implementation = "eager" if variant == "eager attention" else "sdpa"
