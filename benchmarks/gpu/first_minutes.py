@@ -3,13 +3,14 @@
     python -m benchmarks.gpu.first_minutes FOLDER [--part 1|2|3] [--steps NAME ...] [--short]
 
 Each step is independent, prints a line for each finding, and writes `FOLDER/STEP.json`; what trials
-measured (`metrics.json`) is kept below `FOLDER/STEP`. A part takes at most 10 minutes: a step that
-would begin later is left for another call. The exit status is 1 if a step failed.
+measured (their `metrics.json`) is kept below `FOLDER/STEP`. A part takes at most 10 minutes: a step
+that would begin later is left for another call. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from benchmarks.common import run_trial
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local.machine import problems_with
 from dsat.engines.local.supervisors import Supervisors
+from dsat.in_trial.rank import METRICS_FILE
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -50,11 +52,13 @@ class Report:
         folder: for what it leaves.
         machine: the slots.
         short: only so much as shows that the step runs.
+        engines: what trials run on.
     """
 
     folder: Path
     machine: Machine
     short: bool
+    engines: Engines
     findings: dict[str, Any] = field(default_factory=dict)
 
     def note(self, name: str, value: Any) -> None:
@@ -70,6 +74,17 @@ class Report:
         self.note(name, value if value != "" else right)
         if not right:
             raise StepFailed(f"{name}: {value}")
+
+    def run(self, name: str, trial: Trial, *, cold: bool = False, slots: int = 1) -> None:
+        """Runs a trial, which must succeed, and keeps what it measured."""
+        self.keep(name, trial, run_trial(self.engines.get(slots=slots, cold=cold), trial))
+
+    def keep(self, name: str, trial: Trial, outcome: Outcome) -> None:
+        """Notes what came of a trial, which must have succeeded, and keeps what it measured."""
+        found = next(self.engines.folder.glob(f"*/trials/{trial.name}/{METRICS_FILE}"), None)
+        if found is not None:
+            shutil.copy(found, self.folder / f"{name.replace(' ', '-')}.{METRICS_FILE}")
+        self.check(name, outcome.ok, _line(outcome))
 
 
 # -- the steps
@@ -124,10 +139,10 @@ def simulations(report: Report) -> None:
 def search(report: Report) -> None:
     """A search with a limit: who runs out of memory, and how far off the prediction is (D4, D8)."""
     run = report.folder / "run"
-    options = ["--max-trials", "4" if report.short else "16", "--slot-memory", "4GiB", "--json"]
+    options = ["--max-trials", "3" if report.short else "16", "--slot-memory", "4GiB", "--json"]
     if report.short:
-        options = ["--max-trials", "4", "--json", "--start-profile-step", "2"]
-        options += ["--end-profile-step", "3", "--max-profile-steps", "3"]
+        options += ["--start-profile-step", "2", "--end-profile-step", "3"]
+        options += ["--max-profile-steps", "3", "--memory-model", "formula"]
     config, folder = EXAMPLES / "core_api" / "deepspeed.yaml", EXAMPLES / "core_api"
     words = ["model", str(config), str(folder), "--run-dir", str(run), *options]
     status, out = _dsat(words, report.folder)
@@ -150,11 +165,8 @@ def search(report: Report) -> None:
 def starts(report: Report) -> None:
     """One configuration warm and cold: the same figures, and how long a trial takes."""
     for cold in (False, True):
-        name = "cold" if cold else "warm"
-        with _Engine(report, name, cold=cold) as engine:
-            for number in (1,) if report.short else (1, 2, 3):
-                outcome = run_trial(engine, _trial(number))
-                report.check(f"{name} {number}", outcome.ok, _line(outcome))
+        for number in (1,) if report.short else (1, 2, 3):
+            report.run(f"{'cold' if cold else 'warm'} {number}", _trial(), cold=cold)
 
 
 def operators(report: Report) -> None:
@@ -162,16 +174,14 @@ def operators(report: Report) -> None:
     if shutil.which("nvcc") is None:
         report.note("left out", "no nvcc")
         return
-    fused = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
     os.environ["TORCH_EXTENSIONS_DIR"] = str((report.folder / "extensions").resolve())
-    with _Engine(report, "killed", config=fused) as engine:
-        engine.launch(_trial(1))
-        engine.poll(20.0)
-        engine.cancel(1)
-        while not engine.poll(10.0):
-            pass
-        outcome = run_trial(engine, _trial(2))
-        report.check("after a kill", outcome.ok, _line(outcome))
+    engine, killed = report.engines.get(), _trial(optimizer=_OWN_ADAM)
+    engine.launch(killed)
+    engine.poll(20.0)
+    engine.cancel(killed.id)
+    while not engine.poll(10.0):
+        pass
+    report.run("after a kill", _trial(optimizer=_OWN_ADAM))
 
 
 def offload(report: Report) -> None:
@@ -179,15 +189,13 @@ def offload(report: Report) -> None:
     if shutil.which("nvcc") is None:
         report.note("left out", "no nvcc: DeepSpeed compiles CPUAdam with CUDA's headers")
         return
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}, "zero_optimization": zero}
+    offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     for threads in ("1", ""):
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads:
             os.environ["OMP_NUM_THREADS"] = threads
-        with _Engine(report, f"threads-{threads or 'all'}", config=config) as engine:
-            outcome = run_trial(engine, _trial(1))
-            report.check(f"{threads or 'all'} threads", outcome.ok, _line(outcome))
+        trial = _trial(stage=2, zero_optimization=offloaded, optimizer=_OWN_ADAM)
+        report.run(f"{threads or 'all'} threads", trial)
     os.environ.pop("OMP_NUM_THREADS", None)
 
 
@@ -200,24 +208,19 @@ def memory_back(report: Report) -> None:
         "print('has it', flush=True)\ntime.sleep(600)"
     )
     command = [sys.executable, "-c", code]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog,
-        _Engine(report, "after") as engine,
-    ):
+    report.engines.get()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog:
         assert hog.stdout is not None
         report.check("memory was taken", hog.stdout.readline().strip() == "has it")
         hog.send_signal(signal.SIGKILL)
-        outcome = run_trial(engine, _trial(1))
-        hog.wait()
-        report.check("trial at once", outcome.ok, _line(outcome))
+        report.run("trial at once", _trial())
 
 
 def precisions(report: Report) -> None:
     """fp16, whose first steps are skipped, and bf16."""
     for name in ("bf16",) if report.short else ("bf16", "fp16"):
-        with _Engine(report, name, config={name: {"enabled": True}}) as engine:
-            outcome = run_trial(engine, _trial(1))
-            report.check(name, outcome.ok, _line(outcome))
+        precision: dict[str, Any] = {name: {"enabled": True}}
+        report.run(name, _trial(**precision))
 
 
 def side_by_side(report: Report) -> None:
@@ -225,19 +228,17 @@ def side_by_side(report: Report) -> None:
     if report.machine.num_slots < 2:
         report.note("left out", "one GPU")
         return
-    with _Engine(report, "alone") as engine:
-        alone = run_trial(engine, _trial(1))
-        report.check("alone", alone.ok, _line(alone))
-        engine.launch(_trial(2))
-        engine.launch(_trial(3))
-        ended: dict[int, Outcome] = {}
-        while len(ended) < 2:
-            ended.update(engine.poll(30.0))
-        for number, outcome in sorted(ended.items()):
-            report.check(f"beside, {number}", outcome.ok, _line(outcome))
-    with _Engine(report, "two ranks", slots=2) as engine:
-        outcome = run_trial(engine, _trial(1, ranks=2))
-        report.check("two ranks", outcome.ok, _line(outcome))
+    if not report.short:
+        report.run("alone", _trial())
+    engine, both = report.engines.get(), [_trial(), _trial()]
+    for trial in both:
+        engine.launch(trial)
+    ended: dict[int, Outcome] = {}
+    while len(ended) < len(both):
+        ended.update(engine.poll(30.0))
+    for number, trial in enumerate(both, start=1):
+        report.keep(f"beside {number}", trial, ended[trial.id])
+    report.run("two ranks", _trial(ranks=2), slots=2)
 
 
 STEPS: Mapping[str, tuple[int, Callable[[Report], None]]] = {
@@ -264,6 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = (arguments.part,) if arguments.part else (1, 2, 3)
     names = arguments.steps or [name for name, (part, _) in STEPS.items() if part in parts]
     machine = find_machine()
+    briefly: dict[str, Any] = {"warm_up_s": 0.1, "measured_s": 0.1} if arguments.short else {}
+    options = TrialOptions(timeout_s=240.0, max_steps=6, **briefly)
+    engines = Engines(machine, arguments.folder / "engines", options)
     began_s, failed = time.monotonic(), []
     for name in names:
         if time.monotonic() - began_s > _PART_S:
@@ -272,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = arguments.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        report = Report(folder, machine, arguments.short)
+        report = Report(folder, machine, arguments.short, engines)
         print(f"{name}: {STEPS[name][1].__doc__}", flush=True)
         step_began_s = time.monotonic()
         try:
@@ -281,9 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed.append(name)
             report.note("failed", f"{type(error).__name__}: {error}")
             (folder / "traceback.txt").write_text(traceback.format_exc())
+            engines.close()  # what a device does after a failure is no matter of the next step
         report.note("took (s)", round(time.monotonic() - step_began_s, 1))
         text = json.dumps(report.findings, indent=1, default=str) + "\n"
         (arguments.folder / f"{name}.json").write_text(text)
+    engines.close()
     print(f"failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
@@ -295,43 +301,64 @@ class _Plain(argparse.RawDescriptionHelpFormatter):
     pass
 
 
-class _Engine:
-    """A local engine for the six-step program, closed at the end of the block."""
+class Engines:
+    """Local engines for the small program beside this file, made when they are first asked for and
+    shared by the steps.
 
-    def __init__(
-        self,
-        report: Report,
-        name: str,
-        *,
-        slots: int = 1,
-        cold: bool = False,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        folder = report.folder / name.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        adam = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
-        base = {"optimizer": adam, "zero_optimization": {"stage": 1}, **(config or {})}
-        command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json"]
-        (folder / "ds_config.json").write_text(json.dumps(base))
-        program = entrypoint.parse(command, folder)
-        user = experiment.of_dict(command, name, folder, base)
-        options = LocalOptions(TrialOptions(timeout_s=240.0, max_steps=6), cold=cold)
-        run = folder / "run"
-        run.mkdir(exist_ok=True)
-        self._engine = LocalEngine(
-            user, program, [Host(report.machine)], run, options, slots_per_trial=slots
-        )
+    Args:
+        machine: the slots.
+        folder: for what trials leave.
+        options: how trials are measured.
+    """
 
-    def __enter__(self) -> LocalEngine:
-        return self._engine
+    def __init__(self, machine: Machine, folder: Path, options: TrialOptions) -> None:
+        self.folder = folder
+        self._options = options
+        self._machine = machine
+        self._open: dict[tuple[int, bool], LocalEngine] = {}
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
+    def get(self, *, slots: int = 1, cold: bool = False) -> LocalEngine:
+        """The engine whose trials have so many slots, and fresh processes or not."""
+        if (slots, cold) not in self._open:
+            run = self.folder / f"{len(list(self.folder.glob('*')))}-{slots}"
+            run.mkdir(parents=True)
+            adam = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
+            base = {"optimizer": adam, "zero_optimization": {"stage": 1}}
+            command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json"]
+            (run / "ds_config.json").write_text(json.dumps(base))
+            self._open[slots, cold] = LocalEngine(
+                experiment.of_dict(command, "first minutes", run, base),
+                entrypoint.parse(command, run),
+                [Host(self._machine)],
+                run,
+                LocalOptions(self._options, cold=cold),
+                slots_per_trial=slots,
+            )
+        return self._open[slots, cold]
+
+    def close(self) -> None:
+        for engine in self._open.values():
+            engine.close()
+        self._open.clear()
 
 
-def _trial(number: int, *, ranks: int = 1) -> Trial:
-    batch = BatchTriple(4 * ranks, 4, 1)
-    return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=batch.config())
+_numbers = itertools.count()
+_OWN_ADAM = {"params": {"torch_adam": False}}  # DeepSpeed's, which it compiles
+
+
+def _trial(*, ranks: int = 1, stage: int = 1, **config: Any) -> Trial:
+    """A trial that no other has the number of.
+
+    Args:
+        ranks: its slots.
+        stage: of ZeRO.
+        config: sections that are laid over the configuration.
+    """
+    batch, number = BatchTriple(4 * ranks, 4, 1), next(_numbers)
+    zero = {"zero_optimization": {**config.pop("zero_optimization", {}), "stage": stage}}
+    overrides = {**batch.config(), **zero, **config}
+    return Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides=overrides)
 
 
 def _line(outcome: Outcome) -> str:
