@@ -29,6 +29,7 @@ from benchmarks import (
 )
 from benchmarks.bars import Bar, of_by_hand, of_curse, of_native, of_replay
 from benchmarks.by_hand import Compared
+from benchmarks.gpu import predicted_memory
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
 from benchmarks.record import about_machine
@@ -57,6 +58,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "by_hand": ("benchmarks.by_hand", "--output", str(KEPT / "hands.json")),
     "coverage": ("benchmarks.coverage",),
     "memory": ("benchmarks.memory_accuracy",),
+    "device_memory": ("benchmarks.gpu.predicted_memory", "--null"),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
     "native_16": ("benchmarks.native", "--side", "16", "--output", str(KEPT / "tuned_16.json")),
 }
@@ -155,6 +157,11 @@ def report(
         ("by_hand", "The printed command by hand", _with(by_hand.EXPLANATION)),
         ("coverage", "Whether the intervals of step times hold", _with(coverage.EXPLANATION)),
         ("memory", "Simulated memory against real memory", _table),
+        (
+            "device_memory",
+            "Predicted memory on a CUDA without a device",
+            _with(predicted_memory.EXPLANATION),
+        ),
         ("scale", "Cost of a decision", _block),
         ("trial_start", "Start of a trial", _block),
     ]

@@ -1,0 +1,225 @@
+"""Predicted against allocated memory, of the examples and of two ranks: prints a table.
+
+    python -m benchmarks.gpu.predicted_memory [NAME ...] [--null] [--trials]
+
+--null takes a CUDA without a device, which needs no GPU but leaves out what kernels take for
+themselves (testing/null_cuda); --trials prints every trial as well. The exit status is 1 if a
+command failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.memory.predictor import MemoryModel
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import Trial
+from testing.null_cuda import Device, NullCuda, build
+
+ROOT = Path(__file__).parents[2]
+_EXAMPLES = ROOT / "examples"
+_MIB = 2**20
+_LIMIT_S = 600.0
+# By how much predictions may be off, relative to what was allocated.
+MEDIAN, WORST = 0.01, 0.03
+_SEARCH = (
+    "--max-trials 7 --finals 0 --slot-memory 2GiB --zero-stages 0 1 2 3 --random-seed 1 "
+    "--max-concurrent-trials 1 --start-profile-step 2 --end-profile-step 3 --max-profile-steps 3"
+).split()
+
+
+EXPLANATION = (
+    f"Bars: off by at most {MEDIAN:.0%} in the median and {WORST:.0%} at worst, and no trial out "
+    "of memory.",
+    "",
+    "Each script is estimated by `dsat estimate` and then searched by `random` with a limit of "
+    "2 GiB a slot, on devices that keep books of their memory and compute nothing "
+    "(`testing/null_cuda`): torch's allocator and DeepSpeed are real, cuDNN's workspaces are left "
+    "out. Told are errors relative to what the allocator held at its peak:",
+    "",
+    "- predicted: by the search, which has learned from the trials before, the profile at least; "
+    "the bars are for this.",
+    "- simulated: by the simulations alone, which do not know of cuBLAS's workspace.",
+    "- reserved at most: by the allocator, beyond what was allocated.",
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is searched.
+
+    Attributes:
+        folder: of the example.
+        words: its command line, or the experiment's configuration.
+        slots: ranks of a trial.
+    """
+
+    folder: str
+    words: tuple[str, ...]
+    slots: int
+
+    def command(self, *method: str) -> list[str]:
+        """`dsat METHOD` for it."""
+        is_command = len(self.words) > 1
+        target = ["--", *self.words] if is_command else [*self.words, "."]
+        first, *options = method
+        words = [first, *options, *target] if is_command else [first, *target, *options]
+        return [sys.executable, "-m", "dsat", *words]
+
+
+_PLAIN = tuple("python3 train.py --deepspeed --deepspeed_config ds_config.json".split())
+_TRAINER = (
+    *"python3 train.py --deepspeed ds_config.json --per_device_train_batch_size 4".split(),
+    *("--gradient_checkpointing", "False"),
+    *("--output_dir", str(Path(tempfile.gettempdir(), "dsat-trainer"))),
+)
+SCRIPTS: Mapping[str, Script] = {
+    "plain": Script("plain", _PLAIN, 1),
+    "hf_trainer": Script("hf_trainer", _TRAINER, 1),
+    "core_api": Script("core_api", ("deepspeed.yaml",), 1),
+    "deepspeed_trial": Script("deepspeed_trial", ("deepspeed.yaml",), 1),
+    "plain, 2 ranks": Script("plain", _PLAIN, 2),
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted of a trial, and what it used, in bytes."""
+
+    trial: Trial
+    predicted: int
+    simulated: int
+    allocated: int
+    reserved: int
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of what the search predicted, and of the simulations, relative to what was used."""
+        return self.predicted / self.allocated - 1, self.simulated / self.allocated - 1
+
+
+def of_run(run: Run) -> list[Predicted]:
+    """The trials of a search that ran and of which something was predicted."""
+    assert run.plan is not None and run.memory_basis is not None and run.profile is not None
+    model = MemoryModel(
+        run.memory_basis,
+        slots=run.plan.slots_per_trial,
+        limit_bytes=run.profile.slot_memory_bytes,
+        on_device=True,
+    )
+    found = []
+    for trial in run.trials.values():
+        outcome = run.outcomes[trial.id]
+        if trial.predicted_bytes is None or outcome.memory is None:
+            continue
+        shape = model.shape(run.plan.config(trial.overrides), trial.script_args)
+        found.append(
+            Predicted(
+                trial,
+                trial.predicted_bytes,
+                model.predicted_bytes(shape, trial.batch.micro_batch),
+                max(outcome.memory.allocated_bytes.values()),
+                max(outcome.memory.reserved_bytes.values()),
+            )
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
+    parser.add_argument("--null", action="store_true", help="on a CUDA without a device")
+    parser.add_argument("--trials", action="store_true", help="a line for each trial")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.names) - SCRIPTS.keys():
+        parser.error(f"no such script: {', '.join(sorted(unknown))}")
+    print(
+        "| script | estimate | trials | out of memory | predicted: median, worst "
+        "| simulated: median, worst | reserved at most | |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    ended_well = True
+    with tempfile.TemporaryDirectory() as name:
+        for script in arguments.names or SCRIPTS:
+            folder = Path(tempfile.mkdtemp(dir=name))
+            ended_well &= _compare(script, folder, null=arguments.null, trials=arguments.trials)
+    return 0 if ended_well else 1
+
+
+def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
+    """Prints the row of a script, and says whether both commands ended well."""
+    script = SCRIPTS[name]
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    if null:
+        libraries = build(ROOT / ".cache" / "null_cuda")
+        env |= NullCuda(libraries, folder / "books", [Device()] * script.slots).environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    slots, run_dir = ["--slots", str(script.slots)], folder / "run"
+    estimated = _ends_well(script.command("estimate", *slots), script, env)
+    options = [*slots, "--run-dir", str(run_dir), *_SEARCH]
+    searched = _ends_well(script.command("random", *options), script, env)
+    if not searched:
+        print(f"| {name} | {_said(estimated)} | the search failed | | | | | **missed** |")
+        return False
+    run = Run(read_events(run_dir / FILE_NAME))
+    found = of_run(run)
+    for one in found if trials else ():
+        errors = ", ".join(f"{error:+.2%}" for error in one.errors)
+        print(f"{one.trial.name}: {one.allocated / _MIB:.1f} MiB, {errors}", file=sys.stderr)
+    predicted, simulated = zip(*(one.errors for one in found), strict=True)
+    reserved = max(one.reserved / one.allocated for one in found)
+    lost = run.count(OutcomeKind.OOM)
+    met = estimated and not lost and _is_met(predicted)
+    print(
+        f"| {name} | {_said(estimated)} | {len(found)} | {lost} | {_errors(predicted)} "
+        f"| {_errors(simulated)} | {reserved - 1:.1%} more | {'met' if met else '**missed**'} |",
+        flush=True,
+    )
+    return estimated
+
+
+def _ends_well(command: Sequence[str], script: Script, env: Mapping[str, str]) -> bool:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=_EXAMPLES / script.folder,
+        env=env,
+        check=False,
+        timeout=_LIMIT_S,
+    )
+    told = done.stdout + done.stderr
+    if done.returncode or "by formula:" in told:
+        print(told, file=sys.stderr)
+        return False
+    return True
+
+
+def _said(estimated: bool) -> str:
+    return "ends well" if estimated else "failed"
+
+
+def _errors(errors: Sequence[float]) -> str:
+    worst = max(errors, key=abs)
+    return f"{statistics.median(map(abs, errors)):.2%}, {worst:+.2%}"
+
+
+def _is_met(errors: Sequence[float]) -> bool:
+    sizes = [abs(error) for error in errors]
+    return statistics.median(sizes) <= MEDIAN and max(sizes) <= WORST
+
+
+if __name__ == "__main__":
+    sys.exit(main())
