@@ -49,7 +49,7 @@ EXPLANATION = (
     "",
     "- predicted: by the search, which has learned from the trials before, the profile at least; "
     "the bars are for this.",
-    "- simulated: by the simulations alone, which do not know of cuBLAS's workspace.",
+    "- simulated: by the simulations alone.",
     "- reserved at most: by the allocator, beyond what was allocated.",
 )
 
