@@ -575,7 +575,7 @@ def test_a_trials_folder(pair: Bench) -> None:
     metrics = read_json(pair.path(trial) / "metrics.json")
     assert outcome.metrics is not None
     assert metrics["metrics"] == outcome.metrics.to_json()
-    assert len(metrics["step_ms"]) == outcome.metrics.num_steps
+    assert len(metrics["step_ms"]) == outcome.metrics.num_steps + outcome.metrics.accidents
     assert int(pair.read(trial, "steps")) >= outcome.metrics.num_steps
     assert set(pair.read(trial, "stdout.log").splitlines()) >= {"rank 0 runs", "rank 1 runs"}
 
