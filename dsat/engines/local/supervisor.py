@@ -127,7 +127,8 @@ class Supervisor:
                         return
                 self._reap()
                 self._kill_overdue()
-                if self._is_forsaken():
+                # Whoever was stopped finds the time over before it has read what was said since.
+                if self._is_forsaken() and not self._selector.select(0):
                     return
         finally:
             for group in list(self._groups.values()):

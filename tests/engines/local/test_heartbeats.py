@@ -254,14 +254,14 @@ def test_one_that_was_stopped_itself_is_not_cut_off(
     tmp_path: Path, supervisor: subprocess.Popen[str]
 ) -> None:
     assert supervisor.stdin is not None
-    for request in sleeper(tmp_path, limit_s=1.5):
+    for request in sleeper(tmp_path, limit_s=3.0):
         supervisor.stdin.write(json.dumps(request) + "\n")
     supervisor.stdin.flush()
     wait_until(psutil.Process(supervisor.pid).children, "the trial")
     os.kill(supervisor.pid, signal.SIGSTOP)
     supervisor.stdin.write(json.dumps({"op": "ping", "limit_s": 99.0}) + "\n")
     supervisor.stdin.flush()
-    time.sleep(1.8)
+    time.sleep(3.3)
     os.kill(supervisor.pid, signal.SIGCONT)
     with pytest.raises(subprocess.TimeoutExpired):
         supervisor.wait(0.5)
