@@ -7,11 +7,13 @@ page has the same texts and tables, and simple drawings.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dsat.report import format as fmt
 from dsat.report import memory_parts, page_rows, plots, simple_plots, summary
@@ -70,7 +72,16 @@ def _compiled(which: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["address"] = _address
     return environment.get_template(which)
+
+
+def _address(path: str) -> str:
+    """A path as a link has it, whatever bytes its names are."""
+    try:
+        return quote(os.fsencode(path))
+    except UnicodeEncodeError:  # no file system has this one
+        return quote(path, errors="surrogatepass")
 
 
 def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[str, Any]:

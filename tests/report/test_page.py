@@ -74,6 +74,11 @@ def test_hostile_text_stays_text() -> None:
     json.loads(parts.specs)
 
 
+@pytest.mark.parametrize(("folder", "address"), [("a\udcff", "a%FF"), ("a\ud800", "a%ED%A0%80")])
+def test_a_folder_whose_name_is_no_text_has_a_link(folder: str, address: str) -> None:
+    assert f'href="{address}/' in page.html(run_of_world(), folder, "train")
+
+
 def test_a_message_of_megabytes_does_not_make_the_page_as_large() -> None:
     class Long(Measured):
         def outcome(self, trial: Trial) -> Outcome:
