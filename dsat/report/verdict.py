@@ -6,8 +6,6 @@ having chosen it; where no finals ran, that is said.
 
 from __future__ import annotations
 
-import math
-
 from dsat.in_trial.samples import UNCOUNTED
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
@@ -253,4 +251,4 @@ def knee_row(rows: list[tuple[int, float, float]], indifference: float) -> int |
     """The smallest micro batch within the indifference of the best; None with fewer than three."""
     if len(rows) < 3:
         return None
-    return next(size for size, _, part in rows if math.log(part) >= -math.log1p(indifference))
+    return next((size for size, _, part in rows if part * (1 + indifference) >= 1), None)

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +90,15 @@ def test_a_message_of_megabytes_does_not_make_the_page_as_large() -> None:
     assert len(page.html(run_of_world(Long()), "trials", "train")) < small + 200_000
 
 
-def test_without_vl_convert_the_page_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("half_imported", [False, True])
+def test_without_vl_convert_the_page_is_plain(
+    half_imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
+    if half_imported:  # by an import that Ctrl-C ended
+        (tmp_path / "vl_convert.py").write_text("__doc__ = vl_convert.__doc__")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "vl_convert")
     page._vega.cache_clear()
     run = run_of_world()
     text = page.html(run, "trials", "train")

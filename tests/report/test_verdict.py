@@ -204,6 +204,7 @@ def test_the_knee_is_where_larger_batches_gain_no_more() -> None:
     assert knee_row(rows, 0.02) == 8
     assert knee_row(rows, 0.0) == 16
     assert knee_row(rows[:2], 0.02) is None
+    assert knee_row([(1, 1e-300, 0.0), *rows], 0.02) == 8
     assert "99.0 % (knee)" in summary.markdown(run, "train")
 
 
