@@ -21,7 +21,7 @@ class Model(nn.Module):
         return nn.functional.mse_loss(self.layers(inputs).float(), targets.float())
 
 
-def main(core_context: det.core.Context, width: int) -> None:
+def main(core_context: det.core.Context, width: int, sample_bytes: int) -> None:
     info = det.get_cluster_info()
     assert info is not None
     assert info.latest_checkpoint is None
@@ -36,6 +36,7 @@ def main(core_context: det.core.Context, width: int) -> None:
         with dsat.dsat_reporting_context(core_context, op):
             while steps < op.length:
                 inputs = torch.randn(size, width, device=engine.device)
+                _weight = inputs.new_empty(size, sample_bytes, dtype=torch.uint8)
                 loss = engine(inputs, inputs)
                 engine.backward(loss)
                 engine.step()
@@ -50,8 +51,11 @@ def main(core_context: det.core.Context, width: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument(
+        "--sample-bytes", type=int, default=0, help="memory that a sample takes without any work"
+    )
     arguments = parser.parse_args()
     deepspeed.init_distributed()
     distributed = det.core.DistributedContext.from_deepspeed()
     with det.core.init(distributed=distributed) as context:
-        main(context, arguments.width)
+        main(context, arguments.width, arguments.sample_bytes)
