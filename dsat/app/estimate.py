@@ -38,7 +38,6 @@ from dsat.values.files import cache_folder
 from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
-# Offloading to a disk is the same for the slot as offloading to the host.
 _WAYS: Mapping[str | None, Sequence[bool | None]] = {
     None: (None,),
     "off": (False,),
@@ -50,6 +49,7 @@ _NO_SWITCH = (
     "the model has no known switch for activation checkpointing (models of transformers, diffusers "
     "and timm have one), and calls neither torch.utils.checkpoint nor deepspeed.checkpointing"
 )
+# Offloading to a disk is the same for the slot as offloading to the host.
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
 
@@ -249,10 +249,14 @@ def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDe
     """The user's script, or the one of ours that trains the model of a configuration."""
     if settings.hf_config is None:
         source = sources.read(settings)
-        if source.config_known:
+        was_known = source.config_known
+        if was_known:
             deepspeed.check(source.experiment, source.program)
         source = source.with_known_start(machine, survey.TIMEOUT_S)
-        return source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
+        source = source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
+        if not was_known:
+            deepspeed.check(source.experiment, source.program)
+        return source
     path = hf_config.find(settings.hf_config)
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:
