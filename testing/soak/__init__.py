@@ -17,13 +17,11 @@ class Tally:
     """What an attack came to.
 
     Attributes:
-        name: of the attack.
         tried: how many times.
         by: tries by how they ended.
         findings: what broke, one line each, with what it takes to see it again.
     """
 
-    name: str
     tried: int = 0
     by: dict[str, int] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)

@@ -42,7 +42,7 @@ def main() -> int:
     tallies: dict[str, Tally] = {}
     with context.Pool(args.jobs, maxtasksperchild=1) as pool:
         for name, tally in pool.imap_unordered(piece, pieces):
-            found = tallies.setdefault(name, Tally(tally.name))
+            found = tallies.setdefault(name, Tally())
             for ending, count in tally.by.items():
                 found.by[ending] = found.by.get(ending, 0) + count
             found.tried += tally.tried
@@ -50,37 +50,41 @@ def main() -> int:
             for finding in tally.findings:
                 print(f"{name}: {finding}".encode("ascii", "backslashreplace").decode(), flush=True)
             print(f"{name}: {found.tried} tried, {len(found.findings)} findings", flush=True)
-    ordered = [tallies[name] for name in ATTACKS if name in tallies]
-    _write(ordered, args.seed, time.monotonic() - began)
-    return 1 if any(tally.findings for tally in ordered) else 0
+    _write(tallies, args.seed, time.monotonic() - began)
+    return 1 if any(tally.findings for tally in tallies.values()) else 0
 
 
 def _pieces(name: str, scale: float) -> list[int]:
-    _, whole, most = ATTACKS[name]
-    count = max(1, round(whole * scale))
-    return [min(most, count - begun) for begun in range(0, count, most)]
+    attack = ATTACKS[name]
+    count = max(1, round(attack.whole * scale))
+    return [min(attack.piece, count - begun) for begun in range(0, count, attack.piece)]
 
 
-def _write(tallies: list[Tally], seed: int, took_s: float) -> None:
-    """Puts the figures into their place in the page."""
+def _write(tallies: dict[str, Tally], seed: int, took_s: float) -> None:
+    """Puts the figures into their place in the page; what was not attacked keeps its older row."""
+    text = REPORT.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    figures, _, after = rest.partition(_END)
+    rows = {line.split(" | ")[0].strip("| "): line for line in figures.splitlines()}
     today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    for name, tally in tallies.items():
+        by = ", ".join(f"{ending} {count}" for ending, count in sorted(tally.by.items()))
+        title, found = ATTACKS[name].title, len(tally.findings)
+        rows[title] = f"| {title} | {tally.tried:,} | {by} | {found} | {today}, {seed} |"
+    titles = [attack.title for attack in ATTACKS.values()]
     lines = [
         _BEGIN,
         "",
-        f"dsat {__version__}, Python {platform.python_version()}, seed {seed}, {today}, "
-        f"{took_s / 60:.0f} minutes.",
+        f"dsat {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores; the last "
+        f"attacks took {took_s / 60:.0f} minutes.",
         "",
-        "| attack | tried | how it ended | findings |",
-        "|---|---:|---|---:|",
+        "| attack | tried | how it ended | findings | when, with which seed |",
+        "|---|---:|---|---:|---|",
+        *(rows[title] for title in titles if title in rows),
+        "",
+        _END,
     ]
-    for tally in tallies:
-        by = ", ".join(f"{ending} {count}" for ending, count in sorted(tally.by.items()))
-        lines.append(f"| {tally.name} | {tally.tried} | {by} | {len(tally.findings)} |")
-    text = REPORT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    figures = "\n".join([*lines, "", _END])
-    REPORT.write_text(f"{before}{figures}{after}", encoding="utf-8")
+    REPORT.write_text(before + "\n".join(lines) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ _CONFIG: dict[str, Any] = {
 
 def attack(seed: int, count: int) -> Tally:
     """Mutated inputs in a folder of their own, in this process; nothing is run of them."""
-    rng, tally = random.Random(seed), Tally("mutated yaml, json and command lines")
+    rng, tally = random.Random(seed), Tally()
     with _a_folder() as folder:
         experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
         for number in range(count):

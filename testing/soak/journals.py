@@ -23,7 +23,7 @@ _METHODS = ("model", "asha", "binary", "random", "gridsearch")
 
 def attack(seed: int, count: int) -> Tally:
     """Journals of made-up runs with values, lines or bytes damaged."""
-    rng, tally = random.Random(seed), Tally("damaged journals")
+    rng, tally = random.Random(seed), Tally()
     lines = {method: _journal(method) for method in _METHODS}
     with tempfile.TemporaryDirectory(prefix="dsat-soak-") as folder:
         path = Path(folder) / "journal.jsonl"

@@ -27,6 +27,8 @@ _SCRIPTS = {
     "forks workers": "leaves: worker",
     "writes 2 GB of output": "floods",
     "closes its descriptors and catches SystemExit": "is deaf",
+    "waits for ever in a collective": "hangs on 1",
+    "waits in a collective for a rank that was killed": "is killed on 1",
 }
 
 
@@ -47,7 +49,7 @@ def left_of(run_dir: Path, sessions: set[int]) -> list[str]:
 def kills(seed: int, count: int) -> Tally:
     """A signal to the tuner, the supervisor or a rank at a seeded moment, then --resume."""
     rng = random.Random(seed)
-    tally = Tally("signals to tuner, supervisor and ranks of real searches")
+    tally = Tally()
     while tally.tried < count:
         with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
             run_dir = Path(above) / "run"
@@ -114,7 +116,7 @@ def _wait(background: Background, timeout_s: float) -> bool:
 
 def hostile_scripts(seed: int, count: int) -> Tally:
     """Scripts that do what no script should; the run ends with a word, and nothing is left."""
-    tally = Tally("hostile scripts")
+    tally = Tally()
     for name, behaviour in list(_SCRIPTS.items())[:count]:
         with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
             run_dir = Path(above) / "run"
@@ -129,4 +131,22 @@ def hostile_scripts(seed: int, count: int) -> Tally:
             elif left:
                 finding = f"left {left}"
             tally.note(f"{name}: status {told.status}", f"{name}: {finding}" if finding else "")
+    return tally
+
+
+def several_at_once(seed: int, count: int) -> Tally:
+    """Two real searches side by side, each with two ranks: both end well, nothing is left."""
+    tally = Tally()
+    while tally.tried < count:
+        with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
+            run_dirs = [Path(above) / name for name in ("one", "other")]
+            options = [*_OPTIONS, "--random-seed", str(seed + tally.tried)]
+            both = [Background(command_of("asha", "tiny", path, *options)) for path in run_dirs]
+            told = [one.end() for one in both]
+            left = [each for path in run_dirs for each in left_of(path, set())]
+            finding = f"left {left}" if left else ""
+            for one in told:
+                if one.status or "Traceback" in one.err:
+                    finding = f"status {one.status}: {one.err[-600:]}"
+            tally.note("both ended well" if not finding else "broken", finding)
     return tally

@@ -13,7 +13,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from testing.helpers import World
 from testing.local import PROGRAMS, cpu_machine
 from testing.soak import Tally
 
-_METHODS = ("asha", "binary", "random", "gridsearch")
+METHODS = ("asha", "binary", "random", "gridsearch")
 _LIMIT_S = 120.0
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 Harm = Callable[[], None]
@@ -157,7 +156,7 @@ def undisturbed(method: str, folder: Path) -> list[Any]:
     return search.result()
 
 
-class _Calm(dict[str, list[Any]]):
+class Calm(dict[str, list[Any]]):
     """Undisturbed searches by method, each made when it is first asked for."""
 
     def __init__(self, folders: Iterator[Path]) -> None:
@@ -171,11 +170,11 @@ class _Calm(dict[str, list[Any]]):
 
 def kills(seed: int, count: int) -> Tally:
     """Signals at seeded moments, and --resume until the end: the same trials, the same result."""
-    rng, tally = random.Random(seed), Tally("signals to the tuner at seeded moments, then --resume")
+    rng, tally = random.Random(seed), Tally()
     with folders() as new:
-        calm = _Calm(new)
+        calm = Calm(new)
         while tally.tried < count:
-            method = rng.choice(_METHODS)
+            method = rng.choice(METHODS)
             search = Search(method, next(new), pause_s=0.01)
             finding = ""
             while tally.tried < count:
@@ -222,11 +221,11 @@ _CALLS = ("open", "write", "fsync", "replace", "mkdir", "ftruncate", "unlink", "
 
 def failing_calls(seed: int, count: int) -> Tally:
     """One call to the system fails, or all from then on: one line, nothing lost, and --resume."""
-    rng, tally = random.Random(seed), Tally("a failing call to the file system, then --resume")
+    rng, tally = random.Random(seed), Tally()
     with folders() as new:
-        calm = _Calm(new)
+        calm = Calm(new)
         while tally.tried < count:
-            method, code = rng.choice(_METHODS), rng.choice(_ERRORS)
+            method, code = rng.choice(METHODS), rng.choice(_ERRORS)
             search = Search(method, next(new))
             after, for_ever = rng.randrange(1, 200), rng.random() < 0.5
 
@@ -235,7 +234,7 @@ def failing_calls(seed: int, count: int) -> Tally:
 
             told = search.run(harm)
             ending = errno.errorcode[code] if told.status else "not met"
-            finding = _complaint(told)
+            finding = complaint(told)
             if not finding:
                 told = search.run()
                 if told.status or search.result() != calm[method]:
@@ -246,7 +245,7 @@ def failing_calls(seed: int, count: int) -> Tally:
     return tally
 
 
-def _complaint(told: Told) -> str:
+def complaint(told: Told) -> str:
     """What is wrong with how a command met a failure of the system."""
     if "Traceback" in told.said or told.status not in (0, 1, 2):
         return f"status {told.status}: {told.said[-600:]}"
@@ -285,52 +284,17 @@ def _paths(args: tuple[Any, ...]) -> tuple[str, ...]:
     return (os.fspath(args[0]),) if args and isinstance(args[0], (str, os.PathLike)) else ()
 
 
-def full_disks(seed: int, count: int) -> Tally:
-    """Searches on a file system of 256 KiB, of which a seeded part is taken already."""
-    rng, tally = random.Random(seed), Tally("a file system of 256 KiB that fills up, then --resume")
-    with folders() as new:
-        calm = _Calm(new)
-        while tally.tried < count:
-            method, disk = rng.choice(_METHODS), next(new)
-            disk.mkdir()
-            mounted = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk],
-                capture_output=True,
-                check=False,
-            )
-            if mounted.returncode:  # not everybody may
-                return tally
-            try:
-                taken = rng.randrange(0, 256 * 1024, 4096)
-                (disk / "taken").write_bytes(b"x" * taken)
-                search = Search(method, disk / "run")
-                told = search.run()
-                finding = _complaint(told)
-                ending = "full" if told.status else "enough"
-                (disk / "taken").unlink()
-                subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-                if not finding:
-                    told = search.run()
-                    if told.status or search.result() != calm[method]:
-                        finding = f"ends otherwise: {told.status} {told.said[-600:]}"
-                where = f"{seed}/{tally.tried}: {method}, {taken} taken: "
-                tally.note(ending, where + finding if finding else "")
-            finally:
-                subprocess.run(["umount", "-l", disk], check=True)
-    return tally
-
-
 def surroundings(seed: int, count: int) -> Tally:
-    """Clocks that jump, few descriptors, no HOME, a folder that turns read-only."""
-    rng, tally = random.Random(seed), Tally("clocks that jump by an hour, ulimits, no HOME")
+    """Clocks that jump, few descriptors, no HOME."""
+    rng, tally = random.Random(seed), Tally()
     with folders() as new:
-        calm = _Calm(new)
+        calm = Calm(new)
         while tally.tried < count:
-            method = rng.choice(_METHODS)
+            method = rng.choice(METHODS)
             name, harm = rng.choice(list(_surroundings(rng).items()))
             search = Search(method, next(new))
             told = search.run(harm)
-            finding = _complaint(told)
+            finding = complaint(told)
             if not finding:
                 told = search.run()
                 if told.status or search.result() != calm[method]:
@@ -372,11 +336,11 @@ def _surroundings(rng: random.Random) -> dict[str, Harm]:
 
 def several_at_once(seed: int, count: int) -> Tally:
     """Two and five commands in one folder: one works, the others say who does."""
-    rng, tally = random.Random(seed), Tally("two and five dsat in one folder at once")
+    rng, tally = random.Random(seed), Tally()
     with folders() as new:
-        calm = _Calm(new)
+        calm = Calm(new)
         while tally.tried < count:
-            method, several = rng.choice(_METHODS), rng.choice((2, 5))
+            method, several = rng.choice(METHODS), rng.choice((2, 5))
             search = Search(method, next(new), pause_s=0.02)
             told = [wait(*started) for started in [search.start() for _ in range(several)]]
             finding = ""
