@@ -25,7 +25,7 @@ def prepared(
     """What `dsat random -- COMMAND` makes of a command in a folder, on the cores that there are."""
     monkeypatch.chdir(folder)
     machine = cpu_machine(len(os.sched_getaffinity(0)))
-    monkeypatch.setattr(hosts, "find_machine", lambda: machine)
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
     [ready] = prepare(Settings(method="random", command=words, **settings))
     return ready

@@ -106,7 +106,7 @@ def test_a_target_is_a_path_or_a_command(target: Any) -> None:
 @pytest.fixture
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
     """An engine called "pretend", in a folder that is the current one; what it was made for."""
-    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(local, "ENGINES", {})
     monkeypatch.chdir(tmp_path)
     made = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dsat.engines import ssh
@@ -20,7 +20,10 @@ _EQUAL_WITHIN = 0.02
 
 
 def find_hosts(
-    engine: str, num_nodes: int | None = None, program: Entrypoint | None = None
+    engine: str,
+    num_nodes: int | None = None,
+    program: Entrypoint | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Host, ...]:
     """The hosts where trials run.
 
@@ -29,6 +32,7 @@ def find_hosts(
             launcher is given, or else for these nodes if there is more than one.
         num_nodes: so many are expected in the allocation, if anything is.
         program: what is run.
+        meanwhile: called now and then while this machine is looked at; what it raises ends that.
 
     Raises:
         UserInputError: there is no allocation, or hosts are not equal, or cannot be reached.
@@ -51,7 +55,7 @@ def find_hosts(
             hint="Leave it out there: it is for a job that dsat submits.",
         )
     if allocation is None or (allocation.count == 1 and allocation.node):
-        return (Host(find_machine()),)
+        return (Host(find_machine(meanwhile)),)
     why = "--engine slurm" if engine == "slurm" else "--engine local takes this machine alone"
     _log.info(
         "tuning on the %d nodes of Slurm job %s, %s (%s)",

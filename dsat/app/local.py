@@ -149,6 +149,9 @@ class LocalSearch:
                     )
                 else:
                     self._engine = make_engine(self.ready, self.folder)
+                if self.ready.first_look is not None:
+                    self.ready.first_look.check()
+                    self.ready.first_look.end()
                 drive(
                     self._tuner,
                     cached.CachedEngine(self._engine, self._known, self.ready.plan),
@@ -338,6 +341,7 @@ def local_engine(
         ),
         trials=run_folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,
+        meanwhile=None if ready.first_look is None else ready.first_look.check,
     )
 
 

@@ -14,6 +14,7 @@ from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
+from dsat.engines.local.first_look import FirstLook
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
@@ -33,6 +34,7 @@ class Prepared:
     Attributes:
         argv: the command line; None if it was no command line that asked for it.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
+        first_look: at whether the script can start, which may still be going on.
     """
 
     argv: Sequence[str] | None
@@ -42,6 +44,7 @@ class Prepared:
     hosts: tuple[Host, ...]
     plan: Plan
     native: Autotuning | None = None
+    first_look: FirstLook | None = None
 
     @property
     def machine(self) -> Machine:
@@ -92,8 +95,12 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
 def _prepared(
     settings: Settings, argv: Sequence[str] | None, source: Source, deepspeed: InstalledDeepSpeed
 ) -> list[Prepared]:
+    first_look = None
+    if source.start_known and settings.engine in ENGINES and not settings.resume:
+        first_look = FirstLook.at(source.experiment, source.program)
+    check = [] if first_look is None else [first_look.check]
     with slow.told(_log, "looking at the accelerators"):
-        hosts = find_hosts(settings.engine, settings.nodes, source.program)
+        hosts = find_hosts(settings.engine, settings.nodes, source.program, *check)
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
     was_known = source.config_known
@@ -115,7 +122,7 @@ def _prepared(
         given, args = settings.arg_mappings, source.program.args
         mappings = script_args.checked(given, args, where="--arg-mapping")
     source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
-    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s)
+    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s, *check)
     if not was_known:
         deepspeed.check(source.experiment, source.program)
     runs = []
@@ -136,7 +143,9 @@ def _prepared(
             plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
             if len(counts) > 1:
                 native = autotuning.below(section, f"num_gpus_{slots}")
-        runs.append(Prepared(argv, settings, source.experiment, program, hosts, plan, native))
+        runs.append(
+            Prepared(argv, settings, source.experiment, program, hosts, plan, native, first_look)
+        )
     return runs
 
 

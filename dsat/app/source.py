@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,17 @@ class Source:
         check_ranks(program, slots)
         return slots
 
-    def with_known_config(self, hosts: Sequence[Host], slots: int, timeout_s: float) -> Source:
+    def with_known_config(
+        self,
+        hosts: Sequence[Host],
+        slots: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Source:
         """This with its DeepSpeed configuration, for which the script may have to be asked.
+
+        Args:
+            meanwhile: called now and then while it is; what it raises ends that.
 
         Raises:
             ScriptFailed: the script does not come so far.
@@ -98,7 +107,7 @@ class Source:
             return self
         own = self.experiment
         with slow.told(_log, "asking your script for its DeepSpeed configuration"):
-            captured = _capture(own, self.program, hosts, slots, timeout_s)
+            captured = _capture(own, self.program, hosts, slots, timeout_s, meanwhile)
         assert not isinstance(own.entrypoint, str)
         known = experiments.of_dict(own.entrypoint, own.name, own.model_dir, captured)
         known = replace(known, arg_mappings=own.arg_mappings)
@@ -235,14 +244,19 @@ def _recognised(program: Entrypoint) -> str:
 
 
 def _capture(
-    experiment: Experiment, program: Entrypoint, hosts: Sequence[Host], slots: int, timeout_s: float
+    experiment: Experiment,
+    program: Entrypoint,
+    hosts: Sequence[Host],
+    slots: int,
+    timeout_s: float,
+    meanwhile: Callable[[], None],
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
     options = LocalOptions(TrialOptions(timeout_s=timeout_s), cold=True)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(experiment, program, hosts, folder, options, slots_per_trial=slots)
     try:
-        config = engine.capture_config()
+        config = engine.capture_config(meanwhile)
     finally:
         engine.close()
     shutil.rmtree(folder)  # of a script that failed it holds the log

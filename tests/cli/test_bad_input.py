@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
         if path.is_file():
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
     for module in (local, source):  # nothing is ever run
         monkeypatch.setattr(module, "LocalEngine", _no_engine)
     return tmp_path

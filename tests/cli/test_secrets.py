@@ -68,7 +68,7 @@ def leaked(text: str) -> list[str]:
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a search that knows of all of them, on a machine that does not exist."""
-    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(local, "ENGINES", {})
     monkeypatch.chdir(tmp_path)
 

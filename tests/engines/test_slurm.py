@@ -72,7 +72,7 @@ def test_slurm_is_asked_for_only_where_there_is_an_allocation(
 def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(2))
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
     assert find_hosts("auto") == find_hosts("slurm") == (Host(cpu_machine(2)),)
 
 

@@ -162,7 +162,7 @@ def test_a_hostfiles_machines_are_the_hosts(
         return [cpu_machine(4)] * 2
 
     monkeypatch.setattr(hosts, "find_machines", find_machines)
-    monkeypatch.setattr(hosts, "find_machine", lambda: cpu_machine(3))
+    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(3))
     for module in (local, source):
         monkeypatch.setattr(module, "LocalEngine", None)  # nothing is ever run
     script = ("train.py", "--deepspeed_config", "ds_config.json")

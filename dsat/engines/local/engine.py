@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ _ANEW = "-again"
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _SETTLE_S = 1.0
+_MEANWHILE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class LocalEngine:
         folder: of the run.
         trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
+        meanwhile: called now and then while the first imports are waited for; what it raises ends
+            the engine.
 
     Raises:
         EngineError: the processes that start trials cannot be started, or hosts lack a folder.
@@ -107,6 +110,7 @@ class LocalEngine:
         *,
         slots_per_trial: int,
         trials: Path | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._experiment = experiment
         self._program = program
@@ -135,7 +139,11 @@ class LocalEngine:
             self._check_folders()
         leftovers.remove_compiler_locks({**os.environ, **experiment.env, **program.env})
         if not self._retries.cold:
-            self._warm_up()
+            try:
+                self._warm_up(meanwhile=meanwhile)
+            except BaseException:
+                self._supervisors.close()
+                raise
 
     @property
     def num_slots(self) -> int:
@@ -169,11 +177,14 @@ class LocalEngine:
         self._start(full, folder, None)
         return folder
 
-    def capture_config(self) -> dict[str, Any]:
+    def capture_config(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """The DeepSpeed configuration that the script passes when nothing is laid over it.
 
         Runs the script up to its first `deepspeed.initialize` with an optimizer. Nothing else may
         be running.
+
+        Args:
+            meanwhile: called now and then while the script runs; what it raises ends that.
 
         Raises:
             ScriptFailed: it fails before, takes too long, or never comes there.
@@ -181,8 +192,8 @@ class LocalEngine:
         folder, batch = self._folder / "capture", BatchTriple(1, 1, 1)
         trial = Trial(CAPTURE_ID, TrialKind.PROFILE, "capture", 0, batch, overrides={})
         self._start(trial, folder, None)
-        while not (ended := self.poll(1.0)):
-            pass
+        while not (ended := self.poll(_MEANWHILE_S)):
+            meanwhile()
         [(_, outcome)] = ended
         if not outcome.ok:
             raise ScriptFailed(
@@ -501,10 +512,12 @@ class LocalEngine:
             self._supervisors.close()
             raise
 
-    def _warm_up(self, modules: Sequence[str] = ()) -> None:
+    def _warm_up(
+        self, modules: Sequence[str] = (), meanwhile: Callable[[], None] | None = None
+    ) -> None:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.told(_log, f"importing {which}, once for all trials"):
-            self._retries.hear_of_warm_up(self._supervisors.warm_up(modules))
+            self._retries.hear_of_warm_up(self._supervisors.warm_up(modules, meanwhile))
 
     def _warm_up_for(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imported."""

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ _MARK = "dsat-slots "
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
 _FIND_LIMIT_S = 180.0
 _CHECK_LIMIT_S = 60.0
+_LOOK_EVERY_S = 0.1
 # What other programs hold of a device that is in use; less may be a desktop or a monitor.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 
@@ -113,28 +114,39 @@ class Machine:
         )
 
 
-def find_machine() -> Machine:
+def find_machine(meanwhile: Callable[[], None] = lambda: None) -> Machine:
     """The slots of this machine.
+
+    Args:
+        meanwhile: called now and then while it is waited for; what it raises ends that.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
-    [machine] = find_machines({"this machine": ()})
+    [machine] = find_machines({"this machine": ()}, meanwhile)
     return machine
 
 
-def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
+def find_machines(
+    prefixes: Mapping[str, Sequence[str]], meanwhile: Callable[[], None] = lambda: None
+) -> list[Machine]:
     """The slots of several machines, which are asked at the same time.
 
     Args:
         prefixes: what goes before a command so that it runs on a machine, by the machine's name.
+        meanwhile: as in `find_machine`.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported on one, or its accelerator does not
             answer.
     """
     begun = [_Question([], os.environ, prefix) for prefix in prefixes.values()]
-    answers = [question.answer(_FIND_LIMIT_S) for question in begun]
+    try:
+        answers = [question.answer(_FIND_LIMIT_S, meanwhile) for question in begun]
+    except BaseException:
+        for question in begun:
+            question.withdraw()
+        raise
     machines = []
     for name, found in zip(prefixes, answers, strict=True):
         if isinstance(found, str):
@@ -188,20 +200,30 @@ class _Question:
             env=env,
         )
 
-    def answer(self, limit_s: float) -> dict[str, Any] | str:
+    def withdraw(self) -> None:
+        """Ends the process, unless it is beyond the reach of signals."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=1)
+
+    def answer(
+        self, limit_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, Any] | str:
         """The answer, or why there is none.
 
         The process may be stuck in the driver, beyond the reach of signals: it is not waited for
         any longer.
         """
-        process = self._process
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1)
-            return f"no answer within {limit_s:g} s: the driver may be stuck"
+        process, deadline = self._process, time.monotonic() + limit_s
+        while True:
+            try:
+                out, err = process.communicate(timeout=_LOOK_EVERY_S)
+                break
+            except subprocess.TimeoutExpired:
+                meanwhile()
+            if time.monotonic() > deadline:
+                self.withdraw()
+                return f"no answer within {limit_s:g} s: the driver may be stuck"
         for line in out.splitlines():
             if line.startswith(_MARK):
                 found: dict[str, Any] = json.loads(line[len(_MARK) :])

@@ -6,7 +6,7 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ WARM_MODULES = (
 LOST = "lost"
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
+_MEANWHILE_S = 0.1
 # A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
 _FORSAKEN_AFTER_S = 600.0
 
@@ -142,11 +143,17 @@ class Supervisors:
                 if not answer["is_folder"]:
                     raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
 
-    def warm_up(self, modules: Sequence[str] = ()) -> str:
+    def warm_up(
+        self, modules: Sequence[str] = (), meanwhile: Callable[[], None] | None = None
+    ) -> str:
         """Has the supervisors import what ranks need, or more modules later on.
 
         If one can no longer fork afterwards, all are started again without them. Nothing may be
         running.
+
+        Args:
+            modules: to import; what every rank needs by default.
+            meanwhile: called now and then while that is waited for; what it raises ends that.
 
         Returns:
             Why no ranks can be forked even with only torch and DeepSpeed imported: they must be
@@ -155,7 +162,7 @@ class Supervisors:
         Raises:
             EngineError: the imports take too long.
         """
-        reason = self._warm(modules or WARM_MODULES)
+        reason = self._warm(modules or WARM_MODULES, meanwhile)
         if not reason:
             return ""
         self._restart()
@@ -235,13 +242,18 @@ class Supervisors:
     def _waits_to_send(self, client: SupervisorClient) -> bool:
         return client.requests in self._selector.get_map()
 
-    def _warm(self, modules: Sequence[str]) -> str:
+    def _warm(self, modules: Sequence[str], meanwhile: Callable[[], None] | None = None) -> str:
         """Why one of the supervisors cannot fork after it has imported modules."""
-        answers = self._ask({"op": "warm", "modules": list(modules)}, "warm", _WARM_UP_LIMIT_S)
+        request = {"op": "warm", "modules": list(modules)}
+        answers = self._ask(request, "warm", _WARM_UP_LIMIT_S, meanwhile)
         return next((answer["reason"] for answer in answers.values() if not answer["ok"]), "")
 
     def _ask(
-        self, request: Mapping[str, Any], event: str, limit_s: float = _LOOK_LIMIT_S
+        self,
+        request: Mapping[str, Any],
+        event: str,
+        limit_s: float = _LOOK_LIMIT_S,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Any]]:
         """The answers of all hosts to a request; what else is said meanwhile is kept.
 
@@ -265,6 +277,9 @@ class Supervisors:
                     raise EngineError(reason)
                 kept += [self._abandon(host, reason) for host in sorted(missing)]
                 continue
+            if meanwhile is not None:
+                meanwhile()
+                left_s = min(left_s, _MEANWHILE_S)
             for host, answer in self._hear(left_s):
                 if answer["event"] == event:
                     answers[host] = answer
