@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
@@ -41,6 +41,7 @@ _SAID = {
 }
 
 _MOST_WARNINGS = 50
+_BEYOND_MEASURE = 1e50  # no trial measures that, or its inverse: sums of squares of it are floats
 
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
 _T95 = (
@@ -82,6 +83,12 @@ class Metrics(Recorded):
     accidents: int = 0
     lost_to_accidents: float = 0.0
     tokens_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            size = abs(getattr(self, one.name) or 0.0)
+            if size and not 1 / _BEYOND_MEASURE < size < _BEYOND_MEASURE:
+                raise ValueError(f"{one.name} is {size:g}")
 
     @property
     def standard_error(self) -> float:
