@@ -169,12 +169,15 @@ class _Recorder:
 class _Careful:
     """Ends this process before its own code changes anything outside of it.
 
-    What a library does while it is imported is let through: every trial does it as well.
+    What a library does while it is imported is let through: every trial does it as well. But not
+    where it takes a lock, which would stay if this process was ended.
     """
 
     def __init__(self, folder: str, parent: int) -> None:
         self._folder = folder
         self._is_over = False
+        folders = (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")  # noqa: S108 (read alone)
+        self._temporary = tuple(filter(None, folders))
         self._standard_library = f"{sysconfig.get_path('stdlib')}{os.sep}"
         _end_with(parent)
         sys.addaudithook(self._heard)
@@ -197,6 +200,8 @@ class _Careful:
         if event == "open":
             path, _, flags = args
             harmless = not flags & _WRITES or path == os.devnull or isinstance(path, int)
+            if flags & os.O_EXCL and not str(path).startswith(self._temporary):
+                _leave()
         else:
             harmless = event not in _CHANGES
         if not (harmless or self._is_over or self._is_an_import_of_a_library()):

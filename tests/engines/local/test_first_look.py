@@ -116,6 +116,9 @@ def test_what_a_library_does_while_it_is_imported_is_let_through(tmp_path: Path)
     (packages / "library.py").write_text("def work():\n    open('cache2', 'w').close()\n")
     assert told(look_at(tmp_path, script.replace("undefined", "library.work()\nundefined"))) is None
     assert not (tmp_path / "cache2").exists()
+    (packages / "library.py").write_text("import os; os.open('lock', os.O_CREAT | os.O_EXCL)\n")
+    assert told(look_at(tmp_path, script)) is None
+    assert not (tmp_path / "lock").exists()
 
 
 def test_it_ends_where_the_training_would_begin(tmp_path: Path) -> None:
