@@ -89,15 +89,25 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     with InstalledDeepSpeed() as deepspeed:
-        return _prepared(settings, argv, source, deepspeed)
+        first_look = None
+        is_new = not (settings.dry_run or settings.resume)
+        if source.start_known and is_new and settings.engine in ENGINES:
+            first_look = FirstLook.at(source.experiment, source.program)
+        try:
+            return _prepared(settings, argv, source, deepspeed, first_look)
+        except BaseException:
+            if first_look is not None:
+                first_look.end()
+            raise
 
 
 def _prepared(
-    settings: Settings, argv: Sequence[str] | None, source: Source, deepspeed: InstalledDeepSpeed
+    settings: Settings,
+    argv: Sequence[str] | None,
+    source: Source,
+    deepspeed: InstalledDeepSpeed,
+    first_look: FirstLook | None,
 ) -> list[Prepared]:
-    first_look = None
-    if source.start_known and settings.engine in ENGINES and not settings.resume:
-        first_look = FirstLook.at(source.experiment, source.program)
     check = [] if first_look is None else [first_look.check]
     with slow.told(_log, "looking at the accelerators"):
         hosts = find_hosts(settings.engine, settings.nodes, source.program, *check)

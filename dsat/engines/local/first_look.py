@@ -83,7 +83,7 @@ class FirstLook:
         known = (program.script or program.module) and "determined" not in words
         # Without the hook on PYTHONPATH, which other options may hide, the training would begin.
         hooked = _HARMLESS_OPTIONS.issuperset(program.python_options)
-        if apart or not known or not hooked or len(os.sched_getaffinity(0)) < 2:
+        if apart or not known or not hooked or not _has_a_core_to_spare():
             return None
         what = ["-m", program.module] if program.module else [program.script]
         if program.passes_local_rank:
@@ -126,6 +126,12 @@ class FirstLook:
     def end(self) -> None:
         """Ends the process, if it goes on, and leaves nothing."""
         self._forget()
+
+
+def _has_a_core_to_spare() -> bool:
+    """Whether one is idle besides that which dsat's own imports take."""
+    busy, _, _ = os.getloadavg()
+    return busy <= len(os.sched_getaffinity(0)) - 1 > 0
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dsat.cli.main import main
 from dsat.engines.local.first_look import FirstLook
 from dsat.errors import ScriptFailed
 from dsat.inputs import experiment as experiments
@@ -21,6 +22,16 @@ from testing.local import is_alive, wait_until
 @pytest.fixture(autouse=True)
 def _a_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 3.0, 3.0))
+
+
+@pytest.mark.parametrize(("cores", "load"), [(1, 0.0), (2, 1.5), (8, 7.5)])
+def test_there_is_none_without_a_core_to_spare(
+    cores: int, load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert look_at(tmp_path, "undefined") is None
 
 
 def look_at(folder: Path, script: str, *args: str, **more: object) -> FirstLook | None:
@@ -182,7 +193,7 @@ def test_it_ends_when_dsat_is_killed(tmp_path: Path) -> None:
         "from dsat.engines.local.first_look import FirstLook\n"
         "from dsat.inputs import experiment as experiments\n"
         "from dsat.inputs.entrypoint import Entrypoint\n"
-        "os.sched_getaffinity = lambda _: {0, 1}\n"
+        "os.sched_getaffinity, os.getloadavg = lambda _: {0, 1}, lambda: (0.0, 0.0, 0.0)\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "own = experiments.of_command(['python3', 'train.py'], 'train', folder, None)\n"
         "look = FirstLook.at(own, Entrypoint(script='train.py'))\n"
@@ -198,16 +209,15 @@ def test_it_ends_when_dsat_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not is_alive(pid), "its end", 10)
 
 
-def test_a_search_tells_it_before_anything_is_launched(tmp_path: Path) -> None:
+def test_a_search_tells_it_before_anything_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("import no_such_module\nimport torch, deepspeed\n")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    words = "-m dsat asha -- python3 train.py --deepspeed_config ds.json".split()
-    found = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 1
-    *detail, last = found.stderr.strip().splitlines()
+    monkeypatch.chdir(tmp_path)
+    assert main("asha -- python3 train.py --deepspeed_config ds.json".split()) == 1
+    *detail, last = capsys.readouterr().err.strip().splitlines()
     assert "No module named 'no_such_module'. Its log is " in last
     assert detail[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
-    assert "importing torch" not in found.stderr
+    assert not any("importing torch" in line for line in detail)
     assert not (tmp_path / "dsat_runs").exists()
