@@ -19,6 +19,7 @@ from dsat.report import format as fmt
 from dsat.report import memory_parts, page_rows, plots, simple_plots, summary
 from dsat.report.speed_model import Predicted, SpeedModel
 from dsat.report.verdict import gains, verdict
+from dsat.search.threads import in_one_thread
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
 from dsat.values.text import values_without_secrets
@@ -84,6 +85,7 @@ def _address(path: str) -> str:
         return quote(path, errors="surrogatepass")
 
 
+@in_one_thread
 def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[str, Any]:
     """What the page's templates show of a run.
 

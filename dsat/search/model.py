@@ -22,6 +22,7 @@ from dsat.search.normal import (
     log_expected_gain,
 )
 from dsat.search.surrogate import Configuration, Surrogate, points_of
+from dsat.search.threads import in_one_thread
 from dsat.space.overrides import GAS
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -100,6 +101,7 @@ class ModelSearch(Search):
         self._second_is_due = True
         self._assessed: tuple[_Choice | None] | None = None  # the best choice, running ones aside
 
+    @in_one_thread
     def ask(self) -> Proposal | None:
         known = self._first is None and len(self.surrogate.measured) >= _KNOWN_ENOUGH
         if known:  # from a ramp: what a sample and a micro step cost
@@ -120,6 +122,7 @@ class ModelSearch(Search):
         )
         return proposal
 
+    @in_one_thread
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         del self._running[proposal.lineage, proposal.micro_batch]
         self._assessed = None
@@ -130,6 +133,7 @@ class ModelSearch(Search):
         self._assessed = None
         self.surrogate.starved.append((micro_batch + 1, 1))
 
+    @in_one_thread
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         self._assessed = None
         if branch is None:
@@ -146,6 +150,7 @@ class ModelSearch(Search):
         self.surrogate.learn(branch, 0, micro_batch, outcome)
 
     @property
+    @in_one_thread
     def stop_reason(self) -> str | None:
         if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
             return None
@@ -158,6 +163,7 @@ class ModelSearch(Search):
         )
 
     @property
+    @in_one_thread
     def outlook(self) -> Outlook | None:
         choice = None if self._assessed is None else self._assessed[0]
         if choice is None:

@@ -16,7 +16,12 @@ GIVEN = {"determined", "numpy", "yaml", "torch", "deepspeed", "dsat"}
 # psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
 # determined's own start-up have imported it before.
 # hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.
-BY_NEED = {("in_trial.profiler", "psutil"), ("inputs.ds_config", "hjson")}
+# threadpoolctl, where it is there: so that a search takes no cores from trials.
+BY_NEED = {
+    ("in_trial.profiler", "psutil"),
+    ("inputs.ds_config", "hjson"),
+    ("search.threads", "threadpoolctl"),
+}
 IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")
 
 
@@ -64,7 +69,7 @@ def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Pa
         "import dsat, dsat.in_trial.cluster_rank, dsat.determined_cluster.search\n"
     )
     blocked = {"torch", "deepspeed", "transformers", "rich", "wrapt", "psutil", "hjson"}
-    code = blocker.replace("{blocked}", repr(blocked))
+    code = blocker.replace("{blocked}", repr({*blocked, "threadpoolctl"}))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     # determined itself needs psutil and torch for parts that the runner does not use.
     code = blocker.replace("{blocked}", repr({"deepspeed", "transformers", "rich", "wrapt"}))

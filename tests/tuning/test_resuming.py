@@ -34,7 +34,7 @@ from testing.tuners import ONE_LINEAGE, begun, events_of, tuner_of
 def test_a_run_cut_off_after_any_event_continues_as_if_it_were_not(
     method: str, slots: int, twins: bool
 ) -> None:
-    changes: dict[str, Any] = {"max_trials": 12 if method == "model" else 25}
+    changes: dict[str, Any] = {"max_trials": 10 if method == "model" else 25}
     if twins:
         changes |= {**ONE_LINEAGE, "zero_stages": (1, 2), "own_batch": BatchTriple(20, 20, 1)}
     plan = plan_of(method, **changes)
