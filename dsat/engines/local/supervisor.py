@@ -326,6 +326,7 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
 
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = _num_threads()
+    gc.disable()  # which looks for garbage among all that is imported, for a seventh of the time
     with _without_compile_workers():
         for name in modules:
             try:
@@ -335,6 +336,7 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
                 SystemExit,
             ) as error:  # a user's library may do anything
                 sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+    gc.enable()
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
@@ -503,3 +505,6 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no PYTHONSAFEPATH
         del sys.path[0]  # the current folder, which is not the user's program's
     Supervisor().run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an orderly end takes the interpreter a second and more, with torch in it
