@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,13 +130,14 @@ def test_why_a_configuration_cannot_be_learned(
     assert detail in caught.value.detail
 
 
-def test_a_script_that_hangs_before_its_configuration_is_ended(tmp_path: Path) -> None:
-    why = "could not be learned: no result after 3 s"
-    with (
-        bench_of("in_code", tmp_path, ds_config={}, timeout_s=3.0) as bench,
-        pytest.raises(ScriptFailed, match=why),
-    ):
-        learn(bench, "hang")
+def test_a_script_that_hangs_before_its_configuration_is_ended(
+    unknown: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = unknown.engine._options
+    hasty = replace(options, trial=replace(options.trial, timeout_s=2.0))
+    monkeypatch.setattr(unknown.engine, "_options", hasty)
+    with pytest.raises(ScriptFailed, match="could not be learned: no result after 2 s"):
+        learn(unknown, "hang")
 
 
 def test_trials_are_run_after_it(pair: Bench) -> None:

@@ -23,9 +23,15 @@ GIB = 2**30
 HF_ARGS = "--deepspeed ds_config.json --output_dir out --per_device_train_batch_size 4"
 
 
-def estimate(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is remembered of DeepSpeed, but of no script: each is estimated once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def estimate(*words: object, cwd: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dsat", "estimate", *map(str, words)]
-    environment = {"XDG_CACHE_HOME": str(cwd / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["env", *(f"{k}={v}" for k, v in environment.items()), *command],
         cwd=cwd,
@@ -44,7 +50,7 @@ def estimate(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_every_kind_of_script_is_estimated(
-    tmp_path: Path, example: str, words: list[str], parameters: int
+    tmp_path: Path, cache: Path, example: str, words: list[str], parameters: int
 ) -> None:
     folder = tmp_path / example
     shutil.copytree(ROOT / "examples" / example, folder)
@@ -52,7 +58,7 @@ def test_every_kind_of_script_is_estimated(
         own = folder / "ds_config.json"
         own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
     options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json"]
-    done = estimate(*options, *words, cwd=folder)
+    done = estimate(*options, *words, cwd=folder, cache=cache)
     assert done.returncode == 0, done
     told = json.loads(done.stdout)
     assert told["model"]["num_params"] == parameters
@@ -68,12 +74,15 @@ def test_every_kind_of_script_is_estimated(
     assert not processes_of(folder)
 
 
-def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(tmp_path: Path) -> None:
+def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(
+    tmp_path: Path, cache: Path
+) -> None:
     folder = tmp_path / "plain"
     shutil.copytree(ROOT / "examples" / "plain", folder)
     script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
+    script += "--width 64 --layers 1 --length 8".split()
     words = ["--slots", 2, "--slot-memory", "8GiB", "--exact", "--", *script]
-    done = estimate(*words, cwd=folder)
+    done = estimate(*words, cwd=folder, cache=cache)
     assert done.returncode == 0, done
     assert "2 slots:" in done.stdout and "largest on 8.00 GiB" in done.stdout
     assert re.search(r"\| stage 3, optimizer on cpu, parameters on cpu \|", done.stdout)
@@ -81,10 +90,10 @@ def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(tmp_path: Pat
     assert "Found by simulated" in done.stdout
 
 
-def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "train.py").write_text("raise KeyError('no data here')\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
-    done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path)
+    done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path, cache=cache)
     assert done.returncode == 1
     assert "memory cannot be estimated" in done.stderr and "no data here" in done.stderr
     assert "Traceback" not in done.stderr

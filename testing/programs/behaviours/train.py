@@ -104,35 +104,39 @@ def prepare_the_data() -> None:
         raise ValueError("the data set has no labels\nnor anything else") from error
 
 
-def leave_processes(how: str) -> None:
-    """Starts helpers that nobody waits for, and writes down which."""
+def leave_processes(ways: str) -> None:
+    """Starts helpers that nobody waits for, one in each way, and writes down which."""
+    pids = [leave_process(how) for how in ways.split(", ")]
+    write(f"left{os.environ['RANK']}.json", pids)
+
+
+def leave_process(how: str) -> int | None:
+    """Starts one; returns its number."""
     sleep = [sys.executable, "-c", "import time; time.sleep(10000)"]
-    pids: list[Any] = []
     if how in ("child", "busy child"):
-        pids.append(subprocess.Popen(sleep).pid)
-    elif how == "worker":  # as a data loader's: forked, and left alone by whoever kills its parent
+        return subprocess.Popen(sleep).pid
+    if how == "worker":  # as a data loader's: forked, and left alone by whoever kills its parent
         worker = torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(1e4,))
         worker.start()
-        pids.append(worker.pid)
-    elif how == "session":
-        pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
-    else:
-        # A daemon: in a session of its own, its parent is gone; `exec` makes it another program.
-        end, begin = os.pipe()
-        between = os.fork()
-        if between == 0:
-            os.setsid()
-            pid = os.fork()
-            if pid == 0:
-                if how == "daemon by exec":
-                    os.execv(sleep[0], sleep)
-                while True:
-                    time.sleep(1)
-            os.write(begin, str(pid).encode())
-            os._exit(0)
-        pids.append(int(os.read(end, 32)))
-        os.waitpid(between, 0)
-    write(f"left{os.environ['RANK']}.json", pids)
+        return worker.pid
+    if how == "session":
+        return subprocess.Popen(sleep, start_new_session=True).pid
+    # A daemon: in a session of its own, its parent is gone; `exec` makes it another program.
+    end, begin = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.setsid()
+        pid = os.fork()
+        if pid == 0:
+            if how == "daemon by exec":
+                os.execv(sleep[0], sleep)
+            while True:
+                time.sleep(1)
+        os.write(begin, str(pid).encode())
+        os._exit(0)
+    pid = int(os.read(end, 32))
+    os.waitpid(between, 0)
+    return pid
 
 
 def write(name: str, facts: Any) -> None:
