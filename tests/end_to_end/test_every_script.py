@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ADAM = {"type": "AdamW", "params": {"lr": 0.0003, "torch_adam": True}}
-SMALL = "--max-trials 4 --max-profile-steps 3 --slot-memory 600MiB -m throughput".split()
+STEPS = FAST[: FAST.index("--memory-model")]
+SMALL = [*STEPS, *"--max-trials 3 --slot-memory 600MiB -m throughput".split()]
 SMALL_MODEL = "--width 64 --layers 1 --length 8 --steps 12".split()
 
 
@@ -88,7 +89,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
         small = ["--slot-memory", "600MiB"]
         config = tmp_path / "example" / "ds_config_autotuning.json"
         changed = read_json(config)
-        changed["autotuning"]["tuner_num_trials"] = 3
+        changed["autotuning"] |= {"tuner_num_trials": 2, "start_step": 2, "end_step": 3}
         config.write_text(json.dumps(changed))
         run_dir = tmp_path / "example" / "autotuning_results"
     if section != "With your own script, unchanged":
@@ -105,7 +106,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
 
 
 def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
-    words = ["--slots", 2, "-mt", 6, *FAST, "-m", "throughput", "--run-dir", "run"]
+    words = ["--slots", 2, "-mt", 4, *FAST, "-m", "throughput", "--run-dir", "run"]
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
     told = dsat(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
     run = assert_found(plain / "run", told)
@@ -180,7 +181,7 @@ def test_a_flag_follows_its_setting(tmp_path: Path) -> None:
         'config["train_micro_batch_size_per_gpu"], drop_last', "int(sys.argv[2]), drop_last"
     )
     (tmp_path / "train.py").write_text(script)
-    options = ["-mt", 5, *FAST, "-m", "throughput", "--max-micro-batch", 64]
+    options = ["-mt", 3, *FAST, "-m", "throughput", "--max-micro-batch", 64]
     command = ["--", "python3", "train.py", "--batch", 4]
     mapped = ["--arg-mapping", "train_micro_batch_size_per_gpu=batch"]
     told = dsat(tmp_path, "random", *options, *mapped, "--run-dir", "mapped", *command)

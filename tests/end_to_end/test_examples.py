@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dsat.values.outcome import OutcomeKind
-from testing.command import dsat, kinds_of, run_of
+from testing.command import FAST, dsat, kinds_of, run_of, searched
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = "--slot-memory 400MiB --max-trials 4 --max-profile-steps 3 --metric throughput".split()
+SMALL = [*FAST, *"--slot-memory 400MiB --max-trials 3 --metric throughput".split()]
 
 
 def test_the_core_api_example_is_tuned(tmp_path: Path) -> None:
@@ -39,4 +39,6 @@ def test_the_core_api_example_is_tuned(tmp_path: Path) -> None:
     assert best >= own
     best_config = json.loads((tmp_path / "best_ds_config.json").read_text())
     assert best_config["gradient_clipping"] == 1.0
-    assert best_config["train_micro_batch_size_per_gpu"] > 4
+    assert run.best is not None
+    assert best_config["train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
+    assert max(trial.batch.micro_batch for trial in searched(run)) > 4

@@ -53,6 +53,7 @@ class Environment:
 
     def __init__(self, folder: Path, wheel: Path, *, without: Collection[str]) -> None:
         self._folder = folder
+        self._cache = wheel.with_name("cache")  # what the one has asked DeepSpeed, the other knows
         venv.create(folder, with_pip=False)
         [packages] = folder.glob("lib/python*/site-packages")
         shared = [entry for entry in sys.path if entry.endswith("site-packages")]
@@ -72,7 +73,7 @@ class Environment:
         """Runs one of its programs to its end, in `folder`."""
         # Nothing of the environment that the tests run in.
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        env["XDG_CACHE_HOME"] = str(self._folder / "cache")
+        env["XDG_CACHE_HOME"] = str(self._cache)
         program, *args = map(str, words)
         return subprocess.run(
             [str(self._folder / "bin" / program), *args],
