@@ -21,6 +21,7 @@ from dsat.in_trial.meter import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing import warm_host
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 120.0
@@ -38,14 +39,20 @@ def cpu_machine(slots: int) -> Machine:
     )
 
 
-def hosts_here(count: int, *, slots: int = 1) -> list[Host]:
-    """So many hosts, all of them this machine, with processor cores of their own if it has them."""
+def hosts_here(count: int, *, slots: int = 1, imported: bool = False) -> list[Host]:
+    """So many hosts, all of them this machine, with processor cores of their own if it has them.
+
+    Args:
+        imported: as of `engine_of`.
+    """
     machine = cpu_machine(count * slots)
+    # What a step of a cluster is: a command that runs another.
+    prefix = warm_host.prefix() if imported else ("env",)
     return [
         Host(
             replace(machine, devices=machine.devices[number * slots : (number + 1) * slots]),
             name=f"host{number}",
-            prefix=("env",),  # what a step of a cluster is: a command that runs another
+            prefix=prefix,
         )
         for number in range(count)
     ]
@@ -62,9 +69,14 @@ def engine_of(
     cold: bool = False,
     at_once: int = 1,
     hosts: Sequence[Host] = (),
+    imported: bool = False,
     **options: Any,
 ) -> LocalEngine:
-    """An engine for one of the programs beside this file, with a time-out of two minutes."""
+    """An engine for one of the programs beside this file, with a time-out of two minutes.
+
+    Args:
+        imported: its supervisor is forked from a process that has imported torch and DeepSpeed.
+    """
     user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
     if entry is not None:
         user = replace(user, entrypoint=entry)
@@ -73,7 +85,7 @@ def engine_of(
     return LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),
-        hosts or [Host(cpu_machine(slots))],
+        hosts or [Host(cpu_machine(slots), prefix=warm_host.prefix() if imported else ())],
         folder,
         LocalOptions(
             TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}),

@@ -17,6 +17,7 @@ from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
+from testing import warm_host
 from testing.local import PROGRAMS, cpu_machine, environment_of_a_rank
 
 FOLDER = PROGRAMS / "styles"
@@ -145,7 +146,7 @@ def simulated(
     engine = LocalEngine(
         user,
         program,
-        [Host(cpu_machine(1))],
+        [Host(cpu_machine(1), prefix=warm_host.prefix())],
         folder,
         LocalOptions(TrialOptions(timeout_s=120, end_step=5)),
         slots_per_trial=1,

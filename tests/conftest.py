@@ -32,6 +32,12 @@ def _operators_compiled_once() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _modules_compiled_once() -> None:
+    """Not by each of the many hundred processes that tests start, half a second of a core each."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A master that whoever runs the tests has configured is none of theirs."""
     for variable in ("DET_MASTER", "DET_MASTER_ADDR", "DET_USER", "DET_PASS"):

@@ -82,7 +82,7 @@ def test_the_meter_agrees_with_the_scripts_own_clock(kind: str, tmp_path: Path) 
     (folder / name).write_text(text.replace(part, stamped))
 
     steps = {"start_step": FIRST, "end_step": FIRST + STEPS - 1, "max_steps": STEPS}
-    with bench_of(str(folder), tmp_path, **steps) as bench:
+    with bench_of(str(folder), tmp_path, imported=True, **steps) as bench:
         trial = bench.trial(micro_batch=MICRO_BATCH)
         outcome = bench.run(trial)
         assert outcome.ok and outcome.metrics is not None, bench.log(trial)

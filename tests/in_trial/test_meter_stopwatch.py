@@ -25,8 +25,9 @@ def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("stopwatch")
+    steps = {"start_step": FIRST, "end_step": LAST}
     with bench_of(
-        "stopwatch", folder, slots_per_trial=request.param, start_step=FIRST, end_step=LAST
+        "stopwatch", folder, slots_per_trial=request.param, imported=True, **steps
     ) as bench:
         yield bench
 

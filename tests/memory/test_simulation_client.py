@@ -28,7 +28,7 @@ def simulator_of(
 ) -> Iterator[Simulator]:
     entry = f"python3 train.py --model {model} --deepspeed_config ds_config.json"
     folder.mkdir(exist_ok=True)
-    engine = engine_of(program, folder, entry=entry)
+    engine = engine_of(program, folder, entry=entry, imported=True)
     try:
         with Simulator(engine, as_cpu=as_cpu, **more) as simulator:
             yield simulator
@@ -181,7 +181,7 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
 def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     """As for each setting of the script's switches; each time nothing is left of the one before."""
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
-    engine = engine_of("memory", tmp_path, entry=entry)
+    engine = engine_of("memory", tmp_path, entry=entry, imported=True)
     try:
         for _ in range(2):
             with Simulator(engine, as_cpu=True) as simulator:

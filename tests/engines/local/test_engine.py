@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -60,7 +61,8 @@ class _LocalContract(EngineContract):
         assert buffers_of(tmp_path) == []
 
     def make(self, num_slots: int) -> Engine:
-        return engine_of("behaviours", self.folder, slots=num_slots, cold=self.cold)
+        options: dict[str, Any] = {"cold": True} if self.cold else {"imported": True}
+        return engine_of("behaviours", self.folder, slots=num_slots, **options)
 
     def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
         plain = super().trial(trial_id, behaviour)
@@ -91,7 +93,7 @@ class TestWarmEngine(_LocalContract):
     @pytest.fixture
     def engine(self, warm: list[LocalEngine]) -> Iterator[Engine]:
         if not warm or warm[-1]._closed:
-            warm.append(engine_of("behaviours", self.folder, slots=2, cold=False))
+            warm.append(engine_of("behaviours", self.folder, slots=2, imported=True))
         engine = warm[-1]
         yield engine
         if engine._closed:
@@ -123,10 +125,11 @@ def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Two ranks with little memory and little time."""
+    """Two trials of two ranks with little memory and little time."""
     with bench_of(
         "behaviours",
         tmp_path_factory.mktemp("tight"),
+        slots=4,
         slots_per_trial=2,
         slot_memory_bytes=400 * 2**20,
         timeout_s=12.0,
@@ -225,13 +228,18 @@ def test_a_rank_that_leaves_without_a_word_is_missed(tight: Bench) -> None:
     assert_nothing_is_left(tight)
 
 
-@pytest.mark.parametrize("behaviour", ["hangs", "hangs on 1"])
-def test_a_hang_is_a_timeout(tight: Bench, behaviour: str) -> None:
-    trial = tight.trial(behaviour)
-    outcome = tight.run(trial)
-    assert outcome.kind is OutcomeKind.TIMEOUT
-    assert "12 s" in outcome.message and "--trial-timeout" in outcome.message
-    assert 12 <= outcome.duration_s < 16
+def test_a_hang_is_a_timeout(tight: Bench) -> None:
+    trials = [tight.trial(behaviour) for behaviour in ("hangs", "hangs on 1")]
+    for trial in trials:
+        tight.engine.launch(trial)
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(trials):
+        outcomes.update(tight.engine.poll(PATIENCE_S))
+    for trial in trials:
+        outcome = outcomes[trial.id]
+        assert outcome.kind is OutcomeKind.TIMEOUT, tight.log(trial)
+        assert "12 s" in outcome.message and "--trial-timeout" in outcome.message
+        assert 12 <= outcome.duration_s < 16
     assert_nothing_is_left(tight)
 
 
@@ -316,13 +324,15 @@ def test_close_ends_everything(tmp_path: Path) -> None:
     assert buffers_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_engines_process_may_be_killed(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "cold"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+def test_the_engines_process_may_be_killed(
+    tmp_path: Path, number: signal.Signals, cold: bool
+) -> None:
     """Everything ends with whoever made the engine, whatever became of that."""
     code = (
         "import pathlib, sys, time\n"
         "from testing.local import bench_of\n"
-        "with bench_of('behaviours', pathlib.Path(sys.argv[1]), slots=2, cold=True) as bench:\n"
+        f"with bench_of('behaviours', pathlib.Path(sys.argv[1]), slots=2, cold={cold}) as bench:\n"
         "    for left in ('session', 'daemon by exec'):\n"
         "        bench.engine.launch(bench.trial(f'leaves and hangs: {left}'))\n"
         "    time.sleep(1000)\n"

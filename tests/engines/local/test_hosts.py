@@ -150,7 +150,7 @@ class TestEngineOverTwoHosts(EngineContract):
         self.first_id = 100 * next(self._tests)
 
     def make(self, num_slots: int) -> Engine:
-        return engine_of("behaviours", self.folder, hosts=hosts_here(num_slots))
+        return engine_of("behaviours", self.folder, hosts=hosts_here(num_slots, imported=True))
 
     @pytest.fixture
     def engine(self, shared: list[LocalEngine]) -> Iterator[Engine]:
@@ -175,7 +175,8 @@ class TestEngineOverTwoHosts(EngineContract):
 def across(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Trials of two ranks on two hosts that have one slot each."""
     folder = tmp_path_factory.mktemp("across")
-    with bench_of("behaviours", folder, slots_per_trial=2, hosts=hosts_here(2)) as bench:
+    hosts = hosts_here(2, imported=True)
+    with bench_of("behaviours", folder, slots_per_trial=2, hosts=hosts) as bench:
         yield bench
 
 

@@ -92,7 +92,7 @@ def test_trials_that_would_break_each_other_do_not(tmp_path: Path) -> None:
     (tmp_path / "above.txt").write_text("beside the folder")
     folder = tmp_path / "run"
     folder.mkdir()
-    with_two = engine_of(str(user), folder, slots=2, at_once=2)
+    with_two = engine_of(str(user), folder, slots=2, at_once=2, imported=True)
     bench = Bench(with_two, folder)
 
     def together(*trials: object) -> dict[int, Outcome]:

@@ -1,0 +1,132 @@
+"""A host whose supervisors find torch and DeepSpeed imported, for tests that need many engines.
+
+    python -m testing.warm_host SOCKET
+
+The imports take a supervisor six seconds of a core. This process makes them once, and forks a
+supervisor whenever `CLIENT`, which stands where a command that reaches another host would, hands it
+three pipes, a folder and variables. It ends with whoever started it. A supervisor that is forked so
+has the pipes of the engine itself, and ends as any does; but it is no child of the engine's process
+nor of the client's, so tests of what becomes of processes need a host without it.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Python without its site packages, and few modules: it starts in a moment.
+CLIENT = """
+import array, json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as there:
+    there.connect(sys.argv[1])
+    pipes = socket.SCM_RIGHTS, array.array("i", [0, 1, 2])
+    there.sendmsg([b"."], [(socket.SOL_SOCKET, *pipes)])
+    start = {"folder": os.getcwd(), "env": dict(os.environ), "command": sys.argv[2:]}
+    there.sendall(json.dumps(start).encode() + b"\\n")
+    for number in (0, 1):
+        os.close(number)
+    sys.exit(int(there.makefile().readline() or 1))
+"""
+SUPERVISOR = ("-m", "dsat.engines.local.supervisor")
+
+
+@functools.cache
+def prefix() -> tuple[str, ...]:
+    """What goes before the command of a supervisor, on a CPU, so that it is forked."""
+    folder = tempfile.TemporaryDirectory(prefix="dsat-warm-")
+    address = Path(folder.name) / "s"
+    process = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, str(address)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"listening\n"
+    _kept.extend((folder, process))
+    return (sys.executable, "-S", "-E", "-c", CLIENT, str(address))
+
+
+_kept: list[Any] = []  # until this process ends
+
+
+def serve(address: str) -> None:
+    """Forks supervisors until the standard input ends."""
+    from dsat.engines.local.supervisors import WARM_MODULES
+
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(16)
+        print("listening", flush=True)
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _attend(connection)
+            connection.close()
+
+
+def _attend(connection: socket.socket) -> NoReturn:
+    """Forks a supervisor, and says how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pipes = array.array("i")
+    _, control, *_ = connection.recvmsg(1, socket.CMSG_SPACE(3 * pipes.itemsize))
+    [(_, _, numbers)] = control
+    pipes.frombytes(numbers)
+    start = json.loads(connection.makefile().readline())
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _become(start, list(pipes))
+    for number in pipes:
+        os.close(number)
+    for number in (0, 1):  # of the server, which is not to wait for this
+        os.close(number)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    connection.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
+    os._exit(0)
+
+
+def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
+    from dsat.engines.local.supervisor import Supervisor
+
+    status = 1
+    try:
+        assert tuple(start["command"][1:]) == SUPERVISOR, start["command"]
+        os.setsid()
+        for number, pipe in enumerate(pipes):
+            os.dup2(pipe, number)
+            os.close(pipe)
+        os.environ.clear()
+        os.environ.update(start["env"])
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in paths if path and path not in sys.path]
+        os.chdir(start["folder"])
+        Supervisor().run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the current folder, as of a supervisor
+    serve(sys.argv[1])
