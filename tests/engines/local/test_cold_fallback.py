@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
-    with bench_of("unforkable", tmp_path, imported=True) as bench:
+    with bench_of("unforkable", tmp_path) as bench:
         profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
         outcome = bench.run(profile)
         assert outcome.kind is OutcomeKind.OK, bench.log(profile)
@@ -29,7 +29,7 @@ def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
 
 
 def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
-    with bench_of("unforkable", tmp_path, imported=True) as bench:
+    with bench_of("unforkable", tmp_path) as bench:
         outcome = bench.run(bench.trial(micro_batch=1))
     assert outcome.kind is OutcomeKind.ERROR
     assert "this library cannot be forked" in outcome.message
