@@ -25,6 +25,8 @@ from testing import warm_host
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 120.0
+# For what takes seconds: a loaded machine has taken minutes.
+SLOW_MACHINE_S = 600.0
 
 
 def cpu_machine(slots: int) -> Machine:

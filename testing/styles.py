@@ -18,7 +18,7 @@ from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
-from testing.local import PROGRAMS, cpu_machine, environment_of_a_rank
+from testing.local import PROGRAMS, SLOW_MACHINE_S, cpu_machine, environment_of_a_rank
 
 FOLDER = PROGRAMS / "styles"
 _ROOT = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def simulated(
         slots_per_trial=1,
     )
     try:
-        with Simulator(engine, as_cpu=style.on_cpu) as simulator:
+        with Simulator(engine, as_cpu=style.on_cpu, timeout_s=SLOW_MACHINE_S) as simulator:
             simulator.recompute(recompute)
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:

@@ -18,7 +18,7 @@ from dsat.inputs import ds_config
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from testing.allocator import configuration, counting_library, real_peaks
-from testing.local import PROGRAMS, engine_of, is_alive
+from testing.local import PROGRAMS, SLOW_MACHINE_S, engine_of, is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def simulator_of(
     folder.mkdir(exist_ok=True)
     engine = engine_of(program, folder, entry=entry, imported=True)
     try:
-        with Simulator(engine, as_cpu=as_cpu, **more) as simulator:
+        with Simulator(engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, **more) as simulator:
             yield simulator
     finally:
         engine.close()
@@ -184,7 +184,7 @@ def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     engine = engine_of("memory", tmp_path, entry=entry, imported=True)
     try:
         for _ in range(2):
-            with Simulator(engine, as_cpu=True) as simulator:
+            with Simulator(engine, as_cpu=True, timeout_s=SLOW_MACHINE_S) as simulator:
                 estimate = simulator.estimate(configuration(1), micro_batch=2, slots=1)
                 assert estimate.source == SIMULATED
                 pids = [
