@@ -253,6 +253,13 @@ def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDe
         if was_known:
             deepspeed.check(source.experiment, source.program)
         source = source.with_known_start(machine, survey.TIMEOUT_S)
+        if source.program.needs_command:
+            raise UserInputError(
+                "cannot be simulated: its ranks cannot be started by themselves, because "
+                f"{source.program.needs_command}",
+                where="command",
+                hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
+            )
         source = source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
         if not was_known:
             deepspeed.check(source.experiment, source.program)

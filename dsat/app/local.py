@@ -124,6 +124,8 @@ class LocalSearch:
     @property
     def at_once(self) -> int:
         """Trials of the search that may run at a time."""
+        if train_command.program_of(self.ready, self.run).needs_command:
+            return 1
         room = self.num_slots // self.ready.plan.slots_per_trial
         return max(1, min(room, self.ready.settings.max_concurrent_trials))
 
@@ -144,9 +146,10 @@ class LocalSearch:
                 make_engine = ENGINES.get(self.ready.settings.engine)
                 if make_engine is None:
                     cold = needs_fresh_processes(self.run)
-                    self._engine = local_engine(
-                        self.ready, self.folder, cold=cold, at_once=self.at_once
+                    ready = replace(
+                        self.ready, program=train_command.program_of(self.ready, self.run)
                     )
+                    self._engine = local_engine(ready, self.folder, cold=cold, at_once=self.at_once)
                 else:
                     self._engine = make_engine(self.ready, self.folder)
                 if self.ready.first_look is not None:
@@ -354,6 +357,9 @@ def _survey(ready: Prepared, engine: Engine, tuner: Tuner) -> Basis:
     assert tuner.run.profile is not None
     if not isinstance(engine, LocalEngine):
         note = "only the local engine simulates a script"
+        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
+    if engine.needs_command:
+        note = "a script is simulated only where its ranks can be started by themselves"
         return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
     if not ready.hosts[0].is_here:
         note = "a script is simulated only where dsat runs on one of the trials' hosts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -51,9 +52,10 @@ def digest_of(experiment: Experiment, program: Entrypoint) -> str:
     found = [f"{name} {_version(name)}" for name in _PACKAGES]
     for path in _sources(folder):
         found.append(f"{path.relative_to(folder)} {_content(path)}")
-    for arg in program.args:
+    found.append(shlex.join(program.started_by))  # which may hold the program itself
+    for arg in (*program.args, *program.started_by):
         path = folder / arg.rpartition("=")[2]
-        if path.is_file():
+        if os.path.isfile(path):  # an argument may be far too long for a name
             facts = path.stat()
             found.append(f"{arg} {facts.st_size} {facts.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode(errors="replace")).hexdigest()[:16]

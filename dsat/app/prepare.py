@@ -117,6 +117,13 @@ def _prepared(
     if was_known:
         deepspeed.check(source.experiment, source.program)
     source = source.with_known_start(machine, settings.trial_timeout_s)
+    if source.program.needs_command and len(hosts) > 1:
+        raise UserInputError(
+            "runs on one machine only: its ranks cannot be started by themselves, because "
+            f"{source.program.needs_command}",
+            where="command",
+            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
+        )
     section = None
     if settings.method in (TUNE, RUN):
         section = autotuning.read(source, settings.method)

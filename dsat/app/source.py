@@ -68,6 +68,7 @@ class Source:
         shutil.rmtree(folder)  # of a command that failed it holds the log
         cores = os.sched_getaffinity(0)
         program = recorded_start.program_of(ranks, command, os.environ, cores)
+        program = replace(program, started_in=str(Path.cwd()))
         _log.info("%s", _recognised(program))
         return _of_start(self, ranks, program)
 
@@ -131,6 +132,8 @@ def read(target: Target) -> Source:
     try:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
+        return _unknown(target)
+    if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.of_command(target.command, _name(program), folder, config)
@@ -216,7 +219,11 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
     """What a command runs, with the configuration that its training was given."""
     first = min(ranks, key=lambda rank: rank.rank)
     folder, name, words = Path(first.cwd), _name(program), list(program.started_by)
-    path = _config_of_command(source.ds_config, program, folder)
+    if not folder.is_dir():  # the command has removed it at its end
+        folder = Path(program.started_in)
+    named = program.config_path
+    is_gone = named is not None and not (folder / named).is_file()
+    path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
     if path is not None:
         experiment = experiments.of_command(words, name, folder, path)
     elif first.config is not None:
@@ -237,6 +244,11 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
 def _recognised(program: Entrypoint) -> str:
     """What was seen of a command, for people."""
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
+    if program.needs_command:
+        return (
+            f"it starts {ranks}; each trial runs your command again: its ranks cannot be started "
+            f"by themselves, because {program.needs_command}"
+        )
     words = [program.script] if program.script else ["-m", program.module]
     shown = shlex.join(["python", *words, *program.args])
     python = f" with {program.interpreter}" if program.interpreter else ""
@@ -266,4 +278,4 @@ def _capture(
 def _name(program: Entrypoint) -> str:
     if program.script:
         return Path(program.script).stem
-    return program.module or program.trial_class
+    return program.module or program.trial_class or Path(program.started_by[0]).name

@@ -5,15 +5,32 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
-from dsat.engines.local.launch import binding_options, settings_of_ranks, working_folder
+from dsat.engines.local.launch import (
+    ALLOCATOR_SETTINGS,
+    allocator_is_set,
+    binding_options,
+    settings_of_ranks,
+    working_folder,
+)
 from dsat.engines.local.machine import Machine
+from dsat.engines.local.retries import COMMAND_AGAIN
 from dsat.in_trial.rank import MALLOC_VARIABLES
+from dsat.inputs.entrypoint import Entrypoint
 from dsat.report import summary
 from dsat.tuning.run import Run
 from dsat.values.text import without_secrets
+
+
+def program_of(ready: Prepared, run: Run) -> Entrypoint:
+    """What trials run, with what the profile trial has shown of it."""
+    program = ready.program
+    if any(COMMAND_AGAIN in outcome.warnings for outcome in run.outcomes.values()):
+        return replace(program, needs_command="they failed, started by dsat, in an earlier trial")
+    return program
 
 
 def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
@@ -21,12 +38,20 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
 
     None if its script cannot be told the file, runs as a Determined task only, or on several hosts.
     """
-    program, slots = ready.program, ready.plan.slots_per_trial
+    program, slots = program_of(ready, run), ready.plan.slots_per_trial
     given = ready.experiment.entrypoint
     needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
     over_hosts = slots > ready.machine.num_slots
     if program.config_path is None or needs_task or over_hosts or run.best is None:
         return None
+    found = program.for_config(
+        str(config.resolve()),
+        summary.best_config(run) or {},
+        run.best.script_args,
+        ready.experiment.arg_mappings,
+    )
+    if program.needs_command:
+        return _again(program, found)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
     launcher += ["--standalone", f"--nproc-per-node={slots}"]
@@ -41,13 +66,15 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         launcher += ["--no_python" if program.passes_local_rank else "--no-python"]
         script = ["-m", program.module] if program.module else [program.script]
         script = [own or "python3", *program.python_options, *script]
-    found = program.for_config(
-        str(config.resolve()),
-        summary.best_config(run) or {},
-        run.best.script_args,
-        ready.experiment.arg_mappings,
-    )
     return [*launcher, *script, *found.args]
+
+
+def _again(seen: Entrypoint, wanted: Entrypoint) -> list[str] | None:
+    """The user's command with other arguments of its script; None if they do not end it."""
+    command, count = list(seen.started_by), len(seen.args)
+    if tuple(command[-count:]) != seen.args:
+        return None
+    return [*command[:-count], *wanted.args]
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
@@ -71,7 +98,10 @@ def _variables(ready: Prepared, run: Run) -> dict[str, str]:
 
     Credentials are named and not written down; the shell refuses to go on without them.
     """
-    machine, words = ready.machine, {}
+    machine, program, words = ready.machine, program_of(ready, run), {}
+    if program.needs_command:  # which sets what else it needs
+        unset = machine.expandable_segments and not allocator_is_set(os.environ)
+        return dict(ALLOCATOR_SETTINGS) if unset else {}
     origins = dict.fromkeys(ready.experiment.env, "environment_variables")
     origins |= dict.fromkeys(ready.program.env, "your command")
     for name, value in {**ready.experiment.env, **ready.program.env}.items():
@@ -113,7 +143,10 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
     """What to type anywhere to train with the best configuration."""
     command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
+        program = program_of(ready, run)
         cwd = working_folder(ready.experiment, folder)
+        if program.needs_command:
+            cwd = Path(program.started_in)
         return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
     if ready.argv is None:
         return (

@@ -111,7 +111,7 @@ def run(folder: Path) -> NoReturn:
     engines: list[Any] = []  # what tells the script's own errors from a configuration's
     socket = spec.simulation_socket
     simulations = None if socket is None else server.SimulationServer(Path(socket))
-    doing = _Doing(folder / DOING_FILE if rank == 0 else None)
+    doing = Doing(folder / DOING_FILE if rank == 0 else None)
     try:
         if "deepspeed" not in sys.modules:
             doing.say("importing torch and DeepSpeed in a fresh process")
@@ -143,13 +143,13 @@ def _prepare(
     rank: int,
     meters: list[Meter],
     simulations: server.SimulationServer | None,
-    doing: _Doing,
+    doing: Doing,
 ) -> None:
     import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
     import numpy
     import torch
 
-    _tell_of_compiling(doing)
+    tell_of_compiling(doing)
     # A forked process has its parent's state, a fresh one would have a random one.
     random.seed()
     numpy.random.seed()
@@ -169,26 +169,46 @@ def _prepare(
         return
     if simulations is not None:
         simulations.install()
+    known, before = set(sys.modules), dict(os.environ)
+
+    def complete(outcome: Outcome) -> None:
+        write_outcome(folder, rank, outcome)
+        if rank == 0:
+            write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
+
+    on_step = step_counter(folder, doing) if rank == 0 and spec.meter is not None else None
+    meters.extend(lay_over(spec, folder, complete, on_step))
+
+
+def lay_over(
+    spec: RankSpec,
+    folder: Path,
+    complete: Callable[[Outcome], None],
+    on_step: Callable[[int], None] | None,
+) -> list[Meter]:
+    """Gives whatever the script does in this process the trial's configuration and its limits.
+
+    Args:
+        complete: takes what was measured.
+        on_step: takes the number of optimizer steps, after each.
+
+    Returns:
+        What measures the script; nothing if it is not measured.
+    """
     path = folder / CONFIG_FILE
     config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
+    meters = []
     if spec.meter is not None:
-        known, before = set(sys.modules), dict(os.environ)
-
-        def complete(outcome: Outcome) -> None:
-            _write(folder, rank, outcome)
-            if rank == 0:
-                write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
-
-        on_step = _step_counter(folder, doing) if rank == 0 else None
         meters.append(install(MeterSpec.from_json(spec.meter), complete, on_step))
-    elif simulations is None:
+    elif spec.simulation_socket is None:
         available_memory.adapt(None, _say)
     _adapt_trainer(spec, folder, meters)
     if spec.cpu_memory_bytes is not None:
         _limit_memory(spec.cpu_memory_bytes)
+    return meters
 
 
-def _step_counter(folder: Path, doing: _Doing) -> Callable[[int], None]:
+def step_counter(folder: Path, doing: Doing) -> Callable[[int], None]:
     """Writes how many steps were made, for people to see; microseconds, nothing is synced."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(folder / STEPS_FILE, flags, 0o600)
@@ -287,7 +307,7 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
         _leave(0)
     meter = meters[0]
     if meter.outcome is not None:
-        _write(folder, rank, meter.outcome)
+        write_outcome(folder, rank, meter.outcome)
         _leave(0)
     too_short = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
     _write_failure(folder, rank, too_short)
@@ -337,7 +357,7 @@ def _lift_to_compile(limited: int, limits: tuple[int, int]) -> None:
     OpBuilder.jit_load = unlimited
 
 
-class _Doing:
+class Doing:
     """Says in a file what takes its time in a trial, as long as it does.
 
     Args:
@@ -360,7 +380,7 @@ class _Doing:
                 self._path.unlink(missing_ok=True)
 
 
-def _tell_of_compiling(doing: _Doing) -> None:
+def tell_of_compiling(doing: Doing) -> None:
     """Tells of it while an operator of DeepSpeed's is being compiled."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -413,10 +433,10 @@ def _write_failure(
     found = failures.outcome(error)
     found = replace(found, message=message or found.message, before_engine=before_engine)
     sys.stderr.write(found.detail or found.message + "\n")
-    _write(folder, rank, found)
+    write_outcome(folder, rank, found)
 
 
-def _write(folder: Path, rank: int, outcome: Outcome) -> None:
+def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     """Tells the engine what came of this rank; what was measured is the same on all of them."""
     if not outcome.ok:
         path = folder / result_file(rank)

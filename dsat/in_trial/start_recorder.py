@@ -62,6 +62,7 @@ _OWN_ERRORS = (
     NotADirectoryError,
     IsADirectoryError,
 )
+_SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
 _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
 
 
@@ -73,6 +74,7 @@ class _Recorder:
         self._pid = os.getpid()
         self._env = _without_this(os.environ)
         self._cwd = os.getcwd()
+        self._argv = list(sys.argv)
         self._cores = sorted(os.sched_getaffinity(0))
         self._told = False
 
@@ -128,7 +130,7 @@ class _Recorder:
         if self._told:  # the script caught what was to end it
             os._exit(RECORDED_STATUS)
         self._told = True
-        rank, size = _rank_and_size()
+        rank, size = rank_and_size()
         record = {
             "rank": rank,
             "size": size,
@@ -139,6 +141,8 @@ class _Recorder:
             "prefix": sys.prefix,
             "version": list(sys.version_info[:2]),
             "command": list(sys.orig_argv),
+            # A spawned process gets those of the process that has spawned it.
+            "argv": list(sys.argv) if _SPAWNED in self._argv else self._argv,
             "cwd": self._cwd,
             "cores": self._cores,
             "env": self._env,
@@ -265,7 +269,11 @@ def _without_this(env: Mapping[str, str]) -> dict[str, str]:
     return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
 
 
-def _rank_and_size() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """What this process knows of its rank, and of how many there are; 0 of 1 if nothing."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
     for rank, size in _RANKS:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[rank]), int(os.environ[size])
@@ -315,7 +323,7 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-class _AfterImport:
+class AfterImport:
     """Finds modules as the interpreter would, and has them adapted once they are imported."""
 
     def __init__(self, adapt: dict[str, Callable[[ModuleType], None]]) -> None:
@@ -355,9 +363,9 @@ class _Loader:
         self._adapt(module)
 
 
-def _run_hidden_sitecustomize() -> None:
-    """The environment may have a `sitecustomize` of its own, which this one hides."""
-    own = os.path.dirname(os.path.abspath(__file__))
+def run_hidden_sitecustomize(hiding: str) -> None:
+    """The environment may have a `sitecustomize` of its own, which the file `hiding` hides."""
+    own = os.path.dirname(os.path.abspath(hiding))
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
@@ -383,8 +391,8 @@ def _install() -> None:
                 "torch.cuda": careful.adapt_torch_cuda,
                 "torch.serialization": careful.adapt_torch_serialization,
             }
-        sys.meta_path.insert(0, _AfterImport(adapt))  # type: ignore[arg-type]
-    _run_hidden_sitecustomize()
+        sys.meta_path.insert(0, AfterImport(adapt))  # type: ignore[arg-type]
+    run_hidden_sitecustomize(__file__)
 
 
 if __name__ == "sitecustomize":

@@ -49,6 +49,15 @@ class UnknownStart(UserInputError):
 
 
 _HF_PARSERS = ("HfArgumentParser", "TrlParser")
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_STARTS_RANKS = re.compile(
+    r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
+    re.MULTILINE,
+)
+_READS_ITS_RANK = re.compile(
+    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_)?RANK|["'](?:LOCAL_)?RANK["']\s+in\s"""
+    r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,9 @@ class Entrypoint:
         interpreter: another one than that which runs dsat, if its ranks need another.
         lacks_wrapt: whether a package is missing there that ranks need.
         started_by: the user's command, if it had to be run to see what it starts.
+        started_in: the folder that it was run in.
+        needs_command: why its ranks cannot be started by themselves, so that each trial runs the
+            user's command again; empty if they can be.
     """
 
     script: str = ""
@@ -99,6 +111,8 @@ class Entrypoint:
     interpreter: str = ""
     lacks_wrapt: bool = False
     started_by: tuple[str, ...] = ()
+    started_in: str = ""
+    needs_command: str = ""
 
     @property
     def config_path(self) -> str | None:
@@ -217,6 +231,25 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     return any(parser in source for parser in _HF_PARSERS)
 
 
+def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
+    """Whether a command is a script without a launcher that starts its ranks' processes itself.
+
+    One that asks for its rank may also be run by a launcher, and then starts none.
+
+    Args:
+        command: that `parse` understands.
+        model_dir: where its script is.
+    """
+    words = list(command)
+    take_assignments(words)
+    if _PYTHON.fullmatch(Path(words[0]).name):
+        _, words = _interpreter_options(words[1:])
+    if not words[0].endswith(".py"):
+        return False
+    source = (model_dir / words[0]).read_text(encoding="utf-8", errors="replace")
+    return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
+
+
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if isinstance(entrypoint, str):
         if _SHELL.search(entrypoint):
@@ -243,7 +276,7 @@ def _command(words: list[str]) -> Entrypoint:
         return _deepspeed(words[1:])
     if name == "torchrun":
         return _torchrun(words[1:])
-    if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
+    if _PYTHON.fullmatch(name):
         _check_interpreter(words[0])
         return _python(words[1:])
     if name.endswith(".py"):

@@ -15,6 +15,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 
+_SPAWNED = "--multiprocessing-fork"
 ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
 ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
 # Variables that launchers set for each rank anew, or that say nothing of the training.
@@ -46,6 +47,7 @@ class RankStart:
         prefix: of its environment (`sys.prefix`).
         version: of Python.
         command: the interpreter with its options, the program and its arguments.
+        argv: `sys.argv` of the process, or of that which has spawned it.
         cwd: its working folder.
         env: its variables when it began.
         has_wrapt: whether the package that dsat adapts modules with is there.
@@ -66,6 +68,7 @@ class RankStart:
     cwd: str
     env: Mapping[str, str] = field(repr=False)  # may hold credentials
     has_wrapt: bool
+    argv: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
     config_problem: str = ""
@@ -73,7 +76,9 @@ class RankStart:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankStart:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        lists = {name: tuple(known.get(name, ())) for name in ("version", "command", "cores")}
+        lists = {
+            name: tuple(known.get(name, ())) for name in ("version", "command", "argv", "cores")
+        }
         return cls(**{**known, **lists})
 
 
@@ -110,11 +115,12 @@ def program_of(
         cores: that it could use.
 
     Raises:
-        UserInputError: it is not one training on this machine, or cannot be started otherwise.
+        UserInputError: it is not one training on this machine.
     """
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
-    program = _program(first, command)
+    needs_command = _why_not_by_themselves(first)
+    program = _as_seen(first) if needs_command else entrypoints.of_interpreter(first.command[1:])
     local_rank = first.env.get("LOCAL_RANK", "0")
     passes_local_rank = program.args[:1] == (f"--local_rank={local_rank}",)
     if passes_local_rank:
@@ -131,6 +137,7 @@ def program_of(
         one_thread="OMP_NUM_THREADS" not in env and first.env.get("OMP_NUM_THREADS") == "1",
         slots=first.size,
         started_by=tuple(command),
+        needs_command=needs_command,
         takes_hf_flags=entrypoints.parses_hf_arguments(program, Path(first.cwd)),
     )
 
@@ -143,26 +150,38 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 
 
-def _program(first: RankStart, command: Sequence[str]) -> Entrypoint:
-    """What an interpreter's command line runs."""
+def _why_not_by_themselves(first: RankStart) -> str:
+    """Why a process cannot be started without the command that has started it; empty if it can."""
     words = list(first.command[1:])
-    end = _options_end(words)
-    if first.forked or words[end : end + 1] in ([], ["-c"], ["-"]):
-        raise UserInputError(
-            "its training runs in a process that another Python process makes "
-            "(torch.multiprocessing, -c, standard input), which dsat cannot start by itself",
-            where=" ".join(command[:2]),
-            hint="Let a launcher start the ranks: torchrun or deepspeed, with the script.",
-        )
-    return entrypoints.of_interpreter(words)
+    if first.forked or _SPAWNED in words:
+        return "another Python process makes them (multiprocessing)"
+    what = words[_options_end(words) :]
+    if what[:1] in ([], ["-c"], ["-"]):
+        return "their program is in no file (-c, standard input)"
+    script = [] if what[0] == "-m" else [what[0]]
+    for path in [first.cwd, first.executable, *script]:
+        if not (Path(first.cwd) / path).exists():
+            return f"{path} is gone when the command has ended"
+    return ""
+
+
+def _as_seen(first: RankStart) -> Entrypoint:
+    """The program of a process, as far as it can be named, with its arguments."""
+    words = list(first.command[1:])
+    what = words[_options_end(words) :]
+    if what[:1] == ["-m"]:
+        return Entrypoint(module=what[1], args=tuple(what[2:]))
+    script = first.argv[0] if first.argv else ""
+    is_there = bool(script) and (Path(first.cwd) / script).is_file()
+    return Entrypoint(script=script if is_there else "", args=first.argv[1:])
 
 
 def _options_end(words: Sequence[str]) -> int:
     """Where the interpreter's own options end."""
-    for index, word in enumerate(words):
-        if not word.startswith("-") or word in ("-c", "-m", "-"):
-            return index
-    return len(words)
+    end = 0
+    while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
+        end += 2 if words[end] in ("-W", "-X") else 1
+    return end
 
 
 def _is_mine(rank: RankStart) -> bool:

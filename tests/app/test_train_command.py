@@ -104,6 +104,19 @@ def test_another_interpreter_has_its_own_launchers(
     assert "/other/bin/python -m torch.distributed.run --standalone" in line
 
 
+def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepared(f"python3 {SCRIPT}", FOLDER, monkeypatch)
+    program = replace(ready.program, needs_command="they are spawned", started_in=str(tmp_path))
+    typed = replace(program, started_by=("tool", "run", *program.args))
+    line = printed_line(replace(ready, program=typed), tmp_path)
+    assert line.startswith(f"cd {tmp_path} && ") and "torchrun" not in line
+    assert " tool run --deepspeed_config /" in line and "best_ds_config.json" in line
+    inside = replace(program, started_by=("bash", "run.sh"))
+    assert "run_full_experiment" in printed_line(replace(ready, program=inside), tmp_path)
+
+
 def test_files_that_were_included_are_beside_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

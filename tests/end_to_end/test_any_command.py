@@ -6,15 +6,32 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from dsat.values.outcome import OutcomeKind
 from testing.command import kinds_of, run_of
-from testing.local import PROGRAMS, read_json
+from testing.local import PROGRAMS, processes_of, read_json
 
 pytestmark = pytest.mark.slow
+
+
+def found(place: Path, options: str, command: Sequence[str]) -> str:
+    """What a search says that ends well."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    told = subprocess.run(
+        [sys.executable, "-m", "dsat", "binary", *options.split(), "--", *command],
+        cwd=place,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr + told.stdout
+    return " ".join(told.stdout.split())
 
 
 def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
@@ -27,19 +44,7 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
         "set -e\naccelerate launch --config_file accelerate.yaml train.py "
         "--per_device_train_batch_size 4\ntouch went_on\n"
     )
-    command = [sys.executable, "-m", "dsat", "binary", *options.split(), "--", "bash", "run.sh"]
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    told = subprocess.run(
-        command,
-        cwd=tmp_path / "work",
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr + told.stdout
-    said = " ".join(told.stdout.split())
+    said = found(tmp_path / "work", options, ["bash", "run.sh"])
     assert "it starts 1 rank of `python train.py --per_device_train_batch_size 4`" in said
     assert not (tmp_path / "work" / "went_on").exists()
     run = run_of(tmp_path / "work" / "run")
@@ -49,3 +54,18 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
     best = read_json(tmp_path / "work" / "run" / "best_ds_config.json")
     assert best["zero_optimization"]["stage"] == 1
     assert isinstance(best["train_batch_size"], int), 'no "auto" is left'
+
+
+def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Path) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(PROGRAMS / "own_ranks", place)
+    options = "--max-trials 3 --finals 0 -m throughput --zero-stages 1 --max-micro-batch 16"
+    options += " --run-dir run --run-full-experiment --end-profile-step 4"
+    said = found(place, options, ["python", "-c", (place / "alone.py").read_text()])
+    assert "it starts 1 rank; each trial runs your command again: its ranks cannot be" in said
+    assert not processes_of(place / "run")
+    run = run_of(place / "run")
+    assert set(kinds_of(run)) == {OutcomeKind.OK} and len(run.trials) == 3
+    micro_batch = read_json(place / "run" / "best_ds_config.json")["train_micro_batch_size_per_gpu"]
+    trained = (place / "run" / "full" / "stdout.log").read_text()
+    assert f"trained with {micro_batch}\n" in trained

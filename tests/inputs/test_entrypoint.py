@@ -375,3 +375,26 @@ def test_the_users_own_flags_follow_the_trial(tmp_path: Path) -> None:
 )
 def test_the_plain_command(given: str, command: list[str], model_dir: Path) -> None:
     assert parse(given, model_dir).command() == [sys.executable, *command]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch.multiprocessing as mp\nmp.spawn(main, nprocs=2)", True),
+        ("from torch.multiprocessing import spawn\nif True:\n    spawn(main)", True),
+        ("os.environ['RANK'] = str(rank)\ntorch.multiprocessing.spawn(main)", True),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(main)", True),
+        ("if 'RANK' in os.environ:\n    main()\nelse:\n    mp.spawn(main)", False),
+        ("rank = int(os.environ['LOCAL_RANK'])\nmp.spawn(main)", False),
+        ("multiprocessing.Process(target=read).start()", False),
+    ],
+)
+def test_a_script_that_starts_its_ranks_itself_is_known(
+    source: str, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    command = ["COLOUR=blue", "python3", "-u", "train.py", "--steps", "2"]
+    assert entrypoint.starts_its_ranks(command, tmp_path) is expected
+    assert entrypoint.starts_its_ranks(["train.py"], tmp_path) is expected
+    assert not entrypoint.starts_its_ranks(["torchrun", "train.py"], tmp_path)
+    assert not entrypoint.starts_its_ranks(["python3", "-m", "train"], tmp_path)

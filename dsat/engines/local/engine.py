@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
+from dsat.engines.local.command_trial import CommandLaunch
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
 from dsat.engines.local.ports import free_ports
@@ -54,6 +55,7 @@ _SIMULATION_POLL_S = 0.05
 _AGAIN = {
     Again.FRESH: "%s failed in a forked process (%s); trying it once in a fresh one",
     Again.ALONE: "%s failed beside other trials (%s); it is run again alone",
+    Again.BY_COMMAND: "%s failed where your command did not (%s): it is run again in each trial",
     Again.ELSEWHERE: "%s could not go on (%s); it is run again on other slots",
 }
 _LINGER_S = 20.0
@@ -129,7 +131,9 @@ class LocalEngine:
         self._lost: list[str] = []  # slots that people have not been told of yet
         # Options of the interpreter need an interpreter of their own.
         self._retries = Retries(
-            cold=options.cold or bool(program.python_options or program.interpreter)
+            cold=options.cold
+            or bool(program.python_options or program.interpreter or program.needs_command),
+            has_command=bool(program.started_by) and len(hosts) == 1,
         )
         self._working = WorkingFolder(working_folder(experiment, folder), folder)
         self._failed_in_view: set[int] = set()
@@ -147,8 +151,14 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Slots that work."""
-        return self._slots.usable
+        """Slots that work; of one trial if each runs the user's command, one after the other."""
+        usable = self._slots.usable
+        return min(usable, self._slots_per_trial) if self.needs_command else usable
+
+    @property
+    def needs_command(self) -> str:
+        """Why each trial runs the user's command again; empty if they do not."""
+        return self._program.needs_command
 
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
@@ -350,6 +360,8 @@ class LocalEngine:
             simulation_socket=start.simulation_socket,
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
+        if program.needs_command:
+            launch = CommandLaunch.of(launch, self._program)
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
         if trial.kind is TrialKind.PROFILE and meter is not None:
             self._working.watch()
@@ -367,6 +379,7 @@ class LocalEngine:
             start.alone,
             swap=swap,
             in_view=in_view,
+            by_command=bool(program.needs_command),
         )
         if start.simulation_socket is None:
             for other in self._running.values():
@@ -497,6 +510,9 @@ class LocalEngine:
                 self._end(running, grace_s=0)
 
     def _run_again(self, running: Running, outcome: Outcome, again: Again) -> None:
+        if again is Again.BY_COMMAND:
+            why = f"started by dsat, they failed with {outcome.message}"
+            self._program = replace(self._program, needs_command=why)
         if again is not Again.AS_BEFORE:
             _log.info(_AGAIN[again], running.trial.name, outcome.message)
         alone = again is Again.ALONE or running.again_alone

@@ -26,6 +26,7 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import NONE, of_config
 
 COMMAND_FILE = "cmd.txt"
+_PACKAGE = Path(__file__).resolve().parents[2]
 # Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
 # is understood by all versions of torch; the newer one goes before it where both are set.
 ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -241,12 +242,15 @@ class Launch:
 
         An interpreter of another environment must not see what else is installed beside dsat.
         """
-        package = Path(__file__).resolve().parents[2]
         if not self.program.interpreter:
-            return package.parent
+            return _PACKAGE.parent
+        return self._linked_packages()
+
+    def _linked_packages(self) -> Path:
+        """The same of dsat's packages alone."""
         together = self.folder.resolve() / "packages"
         together.mkdir(exist_ok=True)
-        needed = [package]
+        needed = [_PACKAGE]
         if self.program.lacks_wrapt:
             needed.append(Path(wrapt.__file__).parent)
         for path in needed:
@@ -284,7 +288,7 @@ def settings_of_ranks(
             whose slots are cores.
     """
     settings = {}
-    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
+    if machine.expandable_segments and not allocator_is_set(given):
         settings.update(ALLOCATOR_SETTINGS)
     if machine.is_cpu:
         settings["OMP_NUM_THREADS"] = "1"
@@ -300,6 +304,11 @@ def settings_of_ranks(
         elif sharers > 1:
             settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
     return settings
+
+
+def allocator_is_set(env: Mapping[str, str]) -> bool:
+    """Whether the user has chosen settings of torch's allocator."""
+    return bool(_ALLOCATOR_VARIABLES & env.keys())
 
 
 def binding_options(

@@ -12,6 +12,10 @@ from dsat.values.trial import TrialKind
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
 )
+COMMAND_AGAIN = (
+    "each trial runs your command again: its ranks cannot be started by themselves (they failed "
+    "before deepspeed.initialize, where your command did not)"
+)
 BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
 _NO_FORK_CUDA = (
     "Cannot re-initialize CUDA in forked subprocess",
@@ -40,6 +44,7 @@ class Again(enum.Enum):
     AS_BEFORE = "as before"
     ALONE = "alone"
     ELSEWHERE = "on other hosts"
+    BY_COMMAND = "by the user's command"
 
 
 class Retries:
@@ -47,13 +52,16 @@ class Retries:
 
     Args:
         cold: ranks are fresh processes, whatever happens.
+        has_command: there is a command that came to its training by itself when it was run.
 
     Attributes:
         cold: whether ranks are to be fresh processes now.
     """
 
-    def __init__(self, *, cold: bool) -> None:
+    def __init__(self, *, cold: bool, has_command: bool = False) -> None:
         self.cold = cold
+        self._has_command = has_command
+        self._took_command = False
         self._fell_back = False
         self._aborts_by_itself = False
         self._cannot_fork = ""
@@ -78,6 +86,9 @@ class Retries:
         if self._may_be_the_fork(running, outcome) and not broken:
             self.cold = self._fell_back = True
             return Again.FRESH
+        if self._may_be_the_start(running, outcome) and not broken:
+            self.cold, self._fell_back, self._took_command = True, False, True
+            return Again.BY_COMMAND
         if self._deserves_another_start(running, outcome, broken=broken):
             return Again.AS_BEFORE
         return Again.ALONE if _may_be_the_others(running, outcome) else None
@@ -94,7 +105,9 @@ class Retries:
             self._forgive(fell_back=self._fell_back and not is_profile)
         if is_profile:
             self._forgive(fell_back=self._fell_back and not outcome.ok)
-            if self._fell_back or self._cannot_fork:
+            if self._took_command:
+                warnings.append(COMMAND_AGAIN)
+            elif self._fell_back or self._cannot_fork:
                 reason = f" ({self._cannot_fork})" if self._cannot_fork else ""
                 warnings.append(FRESH_PROCESSES_ONLY + reason)
         return replace(outcome, warnings=tuple(warnings))
@@ -117,6 +130,14 @@ class Retries:
         if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
             return no_fork
         return running.trial.kind is TrialKind.PROFILE or no_fork
+
+    def _may_be_the_start(self, running: Running, outcome: Outcome) -> bool:
+        """Whether the script lacks something that the command which starts it would provide: it
+        fails where the command did not when it was run."""
+        ended = running.canceled or running.timed_out or running.by_command
+        is_profile = running.trial.kind is TrialKind.PROFILE
+        failed = outcome.kind is OutcomeKind.ERROR and outcome.before_engine
+        return self._has_command and is_profile and failed and not ended
 
     def _elsewhere(self, running: Running, outcome: Outcome) -> Again | None:
         """A trial that lost a host is no worse for it, unless it was the trial that killed it: one

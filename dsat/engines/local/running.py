@@ -29,6 +29,7 @@ class Running:
         beside: another trial ran at the same time.
         ended: what the supervisors of hosts have said of its ranks' end, by host.
         lost: which host it lost, and how; empty if it has all.
+        by_command: the user's whole command runs, and starts the ranks.
     """
 
     trial: Trial
@@ -46,6 +47,7 @@ class Running:
     timed_out: bool = False
     ended: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     lost: str = ""
+    by_command: bool = False
 
     @property
     def hosts(self) -> set[int]:

@@ -15,7 +15,9 @@ Requests:
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
      "logs": [name, name] of what they print to standard output and standard error,
-     "linger_s": how long ranks may go on after one has ended well, or null}
+     "linger_s": how long ranks may go on after one has ended well, or null,
+     "done": if given, the name of a file in the folder: the trial is ended once it is there,
+     "ports": if given, the name of a file in the folder: more ports that ranks use, a line each}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "path": path}
     {"op": "ping", "limit_s": if given, this process ends with all that it started when trials run
@@ -63,6 +65,7 @@ _CANARY_LIMIT_S = 60.0
 _THREADS_END_WITHIN_S = 2.0
 _CANARY_IS_FULL = 3
 _LOOK_AROUND_EVERY_S = 30.0
+_LOOK_FOR_FILES_EVERY_S = 0.05
 
 
 @dataclass
@@ -73,6 +76,8 @@ class _Group:
     folder: str
     port: int
     linger_s: float | None
+    done: Path | None = None
+    ports: Path | None = None
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
@@ -135,7 +140,7 @@ class Supervisor:
                 self._kill(group)
             _kill_everything_below()
             for group in self._groups.values():
-                unlink_shared_memory(group.port)
+                _unlink_shared_memory(group)
 
     # -- requests
 
@@ -178,6 +183,10 @@ class Supervisor:
 
     def _launch(self, request: Mapping[str, Any]) -> None:
         group = _Group(request["trial"], request["folder"], request["port"], request["linger_s"])
+        if request.get("done"):
+            group.done = Path(group.folder) / request["done"]
+        if request.get("ports"):
+            group.ports = Path(group.folder) / request["ports"]
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
@@ -257,7 +266,7 @@ class Supervisor:
     def _finish(self, group: _Group, *, stuck: bool = False) -> None:
         del self._groups[group.trial]
         _kill_all(group.pids[0], group.descendants | self._strays(group))
-        unlink_shared_memory(group.port)
+        _unlink_shared_memory(group)
         self._answer(
             {
                 "event": "ended",
@@ -282,6 +291,10 @@ class Supervisor:
             group.kill_at = deadline
 
     def _kill_overdue(self) -> None:
+        for group in self._groups.values():
+            if group.done is not None and group.done.exists():
+                group.done = None
+                self._end(group, GRACE_AFTER_FAILURE_S)
         now = time.monotonic()
         for group in self._groups.values():
             if group.kill_at is not None and group.kill_at <= now and not group.killed:
@@ -314,6 +327,7 @@ class Supervisor:
         deadlines = [g.kill_at for g in groups if g.kill_at and not g.killed]
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
+        left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
         if self._groups and self._forsaken_at_s is not None:
             left_s = max(0.0, self._forsaken_at_s - self._clock.now_s())
             left.append(min(left_s, _LOOK_AROUND_EVERY_S))
@@ -440,6 +454,13 @@ def _num_threads() -> int:
             name = (task / "comm").read_text().strip()
             count += name not in _THREADS_THAT_MAY_FORK
     return max(1, count)
+
+
+def _unlink_shared_memory(group: _Group) -> None:
+    """Of the trial's port, and of those that its ranks chose themselves."""
+    lines = [] if group.ports is None else (_text(group.ports) or "").splitlines()
+    for port in {group.port, *(int(line) for line in lines if line.isdigit())}:
+        unlink_shared_memory(port)
 
 
 def _text(path: Path) -> str | None:

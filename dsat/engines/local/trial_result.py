@@ -11,12 +11,16 @@ from pathlib import Path
 
 from dsat.engines.local.launch import log_files
 from dsat.engines.local.running import FULL_RUN_ID, Running
+from dsat.in_trial import failures
+from dsat.in_trial.command_rank import PORTS_FILE
 from dsat.in_trial.rank import CAPTURED_FILE, METRICS_FILE, result_file
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 64 * 2**10
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what shells say of it
+_KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
 
 
 def of(running: Running, *, timeout_s: float) -> Outcome:
@@ -44,6 +48,8 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
         )
     if running.lost:
         return Outcome(OutcomeKind.ERROR, message=running.lost, duration_s=duration_s)
+    if running.by_command:
+        return command_failed(folder, statuses[0], duration_s, ranks=running.shares[0].ranks)
     ranks_per_host = running.shares[0].ranks
     killed = running.by_rank("killed")
     return failed(folder, statuses, killed, duration_s, ranks_per_host=ranks_per_host)
@@ -81,8 +87,8 @@ def failed(
         killed: whether the supervisor killed it because of another rank, by rank.
         ranks_per_host: ranks that print to the same log.
     """
-    told = _told(folder, len(statuses), duration_s)
-    for outcome in told:
+    reports = told(folder, len(statuses), duration_s)
+    for outcome in reports:
         if outcome.kind is OutcomeKind.OOM:
             return outcome
 
@@ -98,8 +104,8 @@ def failed(
     for rank, number in died:
         if number == signal.SIGKILL:
             return untold(OutcomeKind.HOST_OOM, _host_out_of_memory(rank), rank)
-    if told:
-        return told[0]
+    if reports:
+        return reports[0]
     for rank, number in died:
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name
@@ -111,7 +117,37 @@ def failed(
     return untold(OutcomeKind.ERROR, "the ranks ended without a result")
 
 
-def _told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
+def command_failed(folder: Path, status: int, duration_s: float, *, ranks: int) -> Outcome:
+    """The same of a trial that runs the user's whole command.
+
+    Args:
+        status: exit status of the command, or minus the signal.
+        ranks: that it starts.
+    """
+    reports = told(folder, ranks, duration_s)
+    for outcome in reports:
+        if outcome.kind is OutcomeKind.OOM:
+            return outcome
+    if reports:
+        return reports[0]
+    log = log_tail(folder)
+    kind, how = failures.of_text(log), f"ended with exit status {status}"
+    if status in _KILLED and kind is OutcomeKind.ERROR:
+        kind, how = OutcomeKind.HOST_OOM, _KILLED_FOR_MEMORY
+    elif status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+    before_engine = not (folder / PORTS_FILE).exists()
+    when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
+    return Outcome(
+        kind,
+        message=f"your command {how} {when}",
+        detail=log,
+        duration_s=duration_s,
+        before_engine=before_engine,
+    )
+
+
+def told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
     """What the ranks wrote about their failures, the first to fail first."""
     found = []
     for rank in range(ranks):
@@ -154,7 +190,6 @@ def _host_out_of_memory(rank: int) -> str:
 
     total = readable(psutil.virtual_memory().total, whole=True)
     return (
-        f"rank {rank} was killed with SIGKILL, most likely because the host ran out of memory "
-        f"({total}): run fewer trials at once (--max-concurrent-trials), offload less, or "
-        "use fewer data loader workers"
+        f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
+        "(--max-concurrent-trials), offload less, or use fewer data loader workers"
     )

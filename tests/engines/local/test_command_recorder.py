@@ -162,13 +162,61 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     assert (place / "customized").exists()
 
 
-@pytest.mark.parametrize("code", ["-c", "-"])
-def test_a_program_without_a_file_is_refused_with_what_works(code: str, place: Path) -> None:
-    text = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
-    command = [sys.executable, code, text] if code == "-c" else ["bash", "-c", "python3 - < code"]
-    (place / "code").write_text(text)
-    with pytest.raises(UserInputError, match="torchrun or deepspeed, with the script"):
-        seen(place, *command)
+TRAINS = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
+SPAWNS = f"""
+import multiprocessing, os, sys
+
+def train(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    {TRAINS}
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ranks = [context.Process(target=train, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+PASSES_ON = "cp train.py gone.py; trap 'rm gone.py' EXIT; python3 gone.py --steps 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "why", "script", "args", "slots"),
+    [
+        (["python3", "-c", TRAINS, "--steps"], "no file", "", ("--steps",), 1),
+        (["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
+        (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
+        (["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        (["bash", "-c", PASSES_ON], "gone.py is gone", "", ("--steps", "2"), 1),
+    ],
+    ids=["-c", "stdin", "fork", "spawn", "gone"],
+)
+def test_why_ranks_cannot_be_started_by_themselves(
+    command: Sequence[str],
+    why: str,
+    script: str,
+    args: tuple[str, ...],
+    slots: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named(place, {}, monkeypatch)
+    (place / "trains.py").write_text(TRAINS)
+    (place / "spawns.py").write_text(SPAWNS)
+    program = seen(place, *command)
+    assert why in program.needs_command
+    assert (program.script, program.args, program.slots) == (script, args, slots)
+    assert program.started_by == tuple(command)
+
+
+def test_options_of_the_interpreter_with_values_are_no_script(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    program = seen(place, "env", "python3", "-X", "utf8", "-W", "ignore", "train.py")
+    assert (program.script, program.needs_command) == ("train.py", "")
+    assert program.python_options == ("-X", "utf8", "-W", "ignore")
 
 
 @pytest.mark.slow

@@ -1,0 +1,170 @@
+"""A rank of a trial that runs the user's whole command again, from inside of the user's processes.
+
+`dsat.in_trial.command_hook` begins it in each process that imports DeepSpeed; which of them is a
+rank is not known before one calls `deepspeed.initialize`. The script has no frame of dsat's around
+it here, and what started the process is the user's own: when a rank has measured everything, or has
+failed, it says so in the trial's folder and stays where it is until the engine ends the command,
+which therefore never goes on behind its training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, determined_shim, failures, loopback
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.rank import (
+    DOING_FILE,
+    SPEC_FILE,
+    Doing,
+    RankSpec,
+    lay_over,
+    step_counter,
+    tell_of_compiling,
+    write_outcome,
+)
+from dsat.in_trial.start_recorder import rank_and_size
+from dsat.values.outcome import Outcome
+
+# In the trial's folder.
+DONE_FILE = "done"  # there once nothing is to be learned from the command any more
+PORTS_FILE = "ports"  # where ranks met, a line each; there once a rank has an engine
+_IS_ENDED_WITHIN_S = 30.0
+_begun: CommandRank | None = None
+
+
+def begin(folder: str) -> None:
+    """Makes this process ready to be a rank of the trial in the folder; does nothing twice."""
+    global _begun
+    if _begun is None:
+        _begun = CommandRank(Path(folder))
+        _begun.prepare()
+
+
+def failed(error: BaseException) -> None:
+    """Tells with what this process ends, if it was to be a rank."""
+    if _begun is not None:
+        _begun.failed(error)
+
+
+def ended() -> None:
+    """Tells that this process has come to its end, if it was to be a rank."""
+    if _begun is not None:
+        _begun.ended()
+
+
+class CommandRank:
+    """A process that may be a rank.
+
+    Args:
+        folder: of the trial.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
+        self._doing = Doing(folder / DOING_FILE)
+        self._meters: list[Meter] = []
+        self._engine_in: int | None = None  # a process that is forked from a rank is none
+        self._count: Callable[[int], None] | None = None
+
+    def prepare(self) -> None:
+        """Adapts DeepSpeed and what else the script uses, as in any rank."""
+        import deepspeed  # noqa: F401  (it may be transformers that was imported first)
+        import torch
+
+        # As in an activated environment: another version of ninja would compile everything anew.
+        programs, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+        if programs not in path.split(os.pathsep):
+            os.environ["PATH"] = os.pathsep.join([programs, path])
+        tell_of_compiling(self._doing)
+        if self._spec.threads is not None:
+            torch.set_num_threads(self._spec.threads)
+        loopback.install()
+        task: Mapping[str, Any] = {**self._spec.task, "folder": self._folder}
+        determined_shim.install(determined_shim.LocalTask(**task))
+        self._doing.say("your command runs, up to its first optimizer step")
+        self._meters = lay_over(self._spec, self._folder, self._tell, self._count_step)
+        config_injection.on_initialize(self._begin_engine)
+        previous = sys.excepthook
+
+        @functools.wraps(previous)
+        def hook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            previous(kind, error, traceback)
+            self.failed(error)
+
+        sys.excepthook = hook
+        atexit.register(self.ended)
+
+    def failed(self, error: BaseException) -> None:
+        """Tells with what this process ends."""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            self.ended()
+            return
+        # multiprocessing's own ends the process that way behind an error of the script's.
+        hidden = error.__context__ if isinstance(error, SystemExit) else None
+        found = failures.outcome(hidden or error)
+        if self._has_engine:
+            self._tell(found)
+        elif self._engine_in is None and not any(self._folder.glob("rank*.json")):
+            # The launcher of ranks that failed fails as well, after them.
+            self._tell(replace(found, before_engine=True))
+
+    def ended(self) -> None:
+        """Tells that a rank's script has come to its own end before enough was measured."""
+        if not (self._has_engine and self._meters):
+            return
+        uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
+        if uncaught is not None:
+            self.failed(uncaught)
+        else:
+            [meter] = self._meters
+            error = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
+            self._tell(meter.outcome or failures.outcome(error))
+
+    @property
+    def _has_engine(self) -> bool:
+        return self._engine_in == os.getpid()
+
+    def _begin_engine(self, arguments: Mapping[str, Any]) -> None:
+        self._engine_in = os.getpid()
+        _, size = rank_and_size()
+        if size == 1:  # no launcher told it, and DeepSpeed would look for one
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            for name, value in alone.items():
+                os.environ.setdefault(name, value)
+        with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
+            file.write(os.environ.get("MASTER_PORT", "") + "\n")
+
+    def _count_step(self, steps: int) -> None:
+        if rank_and_size()[0] == 0:
+            self._count = self._count or step_counter(self._folder, self._doing)
+            self._count(steps)
+
+    def _tell(self, outcome: Outcome) -> None:
+        rank, _ = rank_and_size()
+        write_outcome(self._folder, rank, outcome)
+        if not (self._has_engine and self._meters):
+            return  # the command goes on as it would
+        if rank == 0 or not outcome.ok:
+            (self._folder / DONE_FILE).touch()
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        time.sleep(_IS_ENDED_WITHIN_S)
+        os._exit(0)

@@ -1,0 +1,28 @@
+"""A script of one rank, for commands that hand it to Python in some way of their own.
+
+Its configuration is in its code. It reads a file before anything else if a variable names a folder.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+if "SCRATCH" in os.environ:
+    torch.manual_seed(int((Path(os.environ["SCRATCH"]) / "seed").read_text()))
+if "no-data" in sys.argv:
+    raise LookupError("there are no data")
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+model = torch.nn.Linear(16, 1)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for _ in range(3 if "short" in sys.argv else 1_000):
+    loss = engine(torch.randn(engine.train_micro_batch_size_per_gpu(), 16)).square().mean()
+    engine.backward(loss)
+    engine.step()
+print("trained with", engine.train_micro_batch_size_per_gpu())

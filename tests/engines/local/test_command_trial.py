@@ -1,0 +1,142 @@
+"""Trials that run the user's whole command again, with a real DeepSpeed where a rank trains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsat.engines.local import Host, LocalEngine, LocalOptions
+from dsat.engines.local.retries import COMMAND_AGAIN
+from dsat.inputs import experiment
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind, TrialOptions
+from testing.local import (
+    PATIENCE_S,
+    PROGRAMS,
+    Bench,
+    buffers_of,
+    cpu_machine,
+    processes_of,
+    shared_memory,
+    wait_until,
+    warnings_of,
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the programs that start their ranks in ways of their own."""
+    shutil.copytree(PROGRAMS / "own_ranks", tmp_path / "work")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    return tmp_path / "work"
+
+
+@contextlib.contextmanager
+def bench_of(place: Path, program: Entrypoint, *command: str) -> Iterator[Bench]:
+    """An engine for a command that was seen to run a program."""
+    slots, folder = program.slots or 1, place.parent / "run"
+    folder.mkdir()
+    program = Entrypoint(
+        **{**vars(program), "slots": slots, "started_by": command, "started_in": str(place)}
+    )
+    engine = LocalEngine(
+        experiment.of_command(command, "own", place, place / "ds_config.json"),
+        program,
+        [Host(cpu_machine(slots))],
+        folder,
+        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5), cold=True),
+        slots_per_trial=slots,
+    )
+    try:
+        yield Bench(engine, folder, slots)
+    finally:
+        engine.close()
+    assert not processes_of(folder)
+
+
+ALONE = Entrypoint(script="", needs_command="their program is in no file")
+
+
+@pytest.mark.slow
+def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
+    """A wrapper tries again and again, and the script never comes to an end by itself."""
+    args = ("--deepspeed_config", "ds_config.json")
+    program = Entrypoint(script="train.py", args=args, slots=2, needs_command="it spawns them")
+    again = f"until python train.py {' '.join(args)}; do sleep 0.1; done; touch went_on"
+    before = shared_memory()
+    with bench_of(place, program, "bash", "-c", again) as bench:
+        assert bench.engine.num_slots == 2
+        trial = bench.trial(micro_batch=4)
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.OK, bench.log(trial)
+        assert outcome.metrics is not None and outcome.metrics.throughput > 0
+        failing = bench.trial("fails", micro_batch=4)
+        outcome = bench.run(failing)
+        assert outcome.kind is OutcomeKind.OOM, bench.log(failing)
+        assert outcome.message.startswith("rank 1: OutOfMemoryError") and not outcome.before_engine
+    assert not (place / "went_on").exists()
+    assert shared_memory() <= before or not buffers_of(bench.folder)
+
+
+@pytest.mark.slow
+def test_a_program_on_standard_input_has_its_own_error_or_end_shown(place: Path) -> None:
+    with bench_of(place, ALONE, "bash", "-c", "python - no-data < alone.py") as bench:
+        trial = bench.trial(kind=TrialKind.PROFILE)
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine, bench.log(trial)
+        assert outcome.message == "rank 0: LookupError: there are no data"
+        assert "Traceback" in outcome.detail and "dsat/" not in outcome.detail
+    shutil.rmtree(bench.folder)
+    with bench_of(place, ALONE, "bash", "-c", "python - short < alone.py") as bench:
+        trial = bench.trial()
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.INVALID, bench.log(trial)
+        assert "3" in outcome.message
+
+
+WRAPPER = """
+scratch=$(mktemp -d)
+trap 'rm -r "$scratch"' EXIT
+echo 3 > "$scratch/seed"
+SCRATCH=$scratch python alone.py
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
+    place: Path,
+) -> None:
+    """A wrapper deletes the folder that its child needs."""
+    (place / "run.sh").write_text(WRAPPER)
+    gone = {"SCRATCH": str(place / "gone")}
+    with bench_of(place, Entrypoint(script="alone.py", env=gone), "bash", "run.sh") as bench:
+        assert not bench.engine.needs_command
+        profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
+        outcome = bench.run(profile)
+        assert outcome.kind is OutcomeKind.OK, bench.log(profile)
+        assert warnings_of(outcome) == (COMMAND_AGAIN,)
+        assert "FileNotFoundError" in bench.engine.needs_command
+        assert "bash run.sh" in bench.read(profile, "cmd.txt")
+
+
+def test_all_that_a_command_starts_ends_with_the_engine(place: Path) -> None:
+    starts = "setsid sleep 1000 & setsid bash -c 'sleep 1000; true' & wait"
+    with bench_of(place, ALONE, "bash", "-c", starts) as bench:
+        bench.engine.launch(bench.trial())
+        wait_until(lambda: len(processes_of(bench.folder)) >= 4, "all of them run")
+
+
+def test_a_command_that_ends_too_soon_is_quoted(place: Path) -> None:
+    with bench_of(place, ALONE, "bash", "-c", "echo no such cluster >&2; exit 3") as bench:
+        outcome = bench.run(bench.trial())
+    assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine
+    assert "exit status 3 before it called deepspeed.initialize" in outcome.message
+    assert outcome.detail == "no such cluster"
