@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dsat
 from dsat.search import SEARCHES, RandomSearch
 from testing import readme
 from testing.local import PROGRAMS, processes_of
@@ -24,6 +26,10 @@ def test_the_examples_in_python_run_as_they_stand(
 ) -> None:
     shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
     monkeypatch.chdir(tmp_path / "tiny")
+    # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
+    steps = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
+    quick = functools.partial(dsat.tune, slots=1, memory_model="formula", **steps)
+    monkeypatch.setattr(dsat, "tune", quick)
     names: dict[str, Any] = {"__name__": "readme"}
     try:
         for number, example in enumerate(readme.python_examples()):
