@@ -12,7 +12,7 @@ import pytest
 
 from dsat.values.outcome import OutcomeKind
 from testing.command import run_of
-from testing.local import PROGRAMS
+from testing.local import PROGRAMS, SLOW_MACHINE_S
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
@@ -20,12 +20,16 @@ _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 
 
-# A library that wants to know of devices where it is imported; only asking CUDA itself tells.
-ASKING = """
+# A library that wants to know of devices where it is imported; only asking CUDA itself tells. And
+# time for simulations, which import torch anew there: else a loaded machine predicts by formula.
+ASKING = f"""
 import sys
 if "dsat.engines.local.supervisor" in sys.orig_argv:
     import torch
     torch.cuda.device_count()
+if sys.orig_argv[1:3] == ["-m", "dsat"]:
+    from dsat.memory import anchors
+    anchors.TIMEOUT_S = {SLOW_MACHINE_S}
 """
 
 
@@ -38,7 +42,7 @@ def _search(run_dir: Path, max_trials: int) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=2 * SLOW_MACHINE_S,
         cwd=PROGRAMS / "names_cuda",
     )
 
