@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,8 +46,7 @@ SUPERVISOR = ("-m", "dsat.engines.local.supervisor")
 @functools.cache
 def prefix() -> tuple[str, ...]:
     """What goes before the command of a supervisor, on a CPU, so that it is forked."""
-    folder = tempfile.TemporaryDirectory(prefix="dsat-warm-")
-    address = Path(folder.name) / "s"
+    address = Path(tempfile.mkdtemp(prefix="dsat-warm-")) / "s"
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(address)],
         stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ def prefix() -> tuple[str, ...]:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"listening\n"
-    _kept.extend((folder, process))
+    _kept.append(process)
     return (sys.executable, "-S", "-E", "-c", CLIENT, str(address))
 
 
@@ -64,7 +64,7 @@ _kept: list[Any] = []  # until this process ends
 
 
 def serve(address: str) -> None:
-    """Forks supervisors until the standard input ends."""
+    """Forks supervisors until the standard input ends; then removes the folder of its socket."""
     from dsat.engines.local.supervisors import WARM_MODULES
 
     for name in WARM_MODULES:
@@ -80,6 +80,7 @@ def serve(address: str) -> None:
                 listener.close()
                 _attend(connection)
             connection.close()
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
 
 
 def _attend(connection: socket.socket) -> NoReturn:
