@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -32,6 +33,7 @@ from testing.soak import Tally
 
 METHODS = ("asha", "binary", "random", "gridsearch")
 _LIMIT_S = 120.0
+_MOST_SAID_BYTES = 2**20
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 Harm = Callable[[], None]
 
@@ -62,12 +64,16 @@ class Search:
     def exists(self) -> bool:
         return (self.folder / FILE_NAME).exists()
 
-    def start(self, harm: Harm = lambda: None) -> tuple[int, Path]:
-        """Starts the command, or goes on with it; its process and what will hold what it says."""
-        said = Path(tempfile.mkstemp(prefix="dsat-soak-said-")[1])
+    def start(self, harm: Harm = lambda: None) -> tuple[int, int]:
+        """Starts the command, or goes on with it; its process and where to read what it says."""
+        # No file, which a limit on the size of files would hold for as well.
+        said, to_say = os.pipe()
+        fcntl.fcntl(to_say, fcntl.F_SETPIPE_SZ, _MOST_SAID_BYTES)
         pid = os.fork()
         if pid == 0:
-            self._run(said, harm)
+            os.close(said)
+            self._run(to_say, harm)
+        os.close(to_say)
         return pid, said
 
     def run(self, harm: Harm = lambda: None) -> Told:
@@ -83,15 +89,14 @@ class Search:
                 found.append(event)
         return found
 
-    def _run(self, said: Path, harm: Harm) -> NoReturn:
+    def _run(self, to_say: int, harm: Harm) -> NoReturn:
         status = 70
         try:
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            descriptor = os.open(said, os.O_WRONLY | os.O_TRUNC)
             for standard in (1, 2):
-                os.dup2(descriptor, standard)
+                os.dup2(to_say, standard)
+            os.close(to_say)
             sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             with (
@@ -100,7 +105,9 @@ class Search:
             ):
                 argv = self.command(resume=self.exists)
                 harm()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python has it
                 status = main.main(argv)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         except SystemExit as stop:
             status = stop.code if isinstance(stop.code, int) else 1
         except BaseException:
@@ -123,7 +130,7 @@ class Search:
         return SimulatedEngine(outcome_of, num_slots=2, slots_per_trial=2)
 
 
-def wait(pid: int, said: Path) -> Told:
+def wait(pid: int, said: int) -> Told:
     """Waits for a command; -SIGALRM if it hangs."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
@@ -133,12 +140,15 @@ def wait(pid: int, said: Path) -> Told:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            said.unlink()
+            os.close(said)
             return Told(-signal.SIGALRM, "it hangs")
         time.sleep(0.005)
-    text = said.read_text(encoding="utf-8", errors="replace")
-    said.unlink()
-    return Told(os.waitstatus_to_exitcode(status), text)
+    os.set_blocking(said, False)  # what it has left behind may still hold the other end
+    text = b""
+    with contextlib.suppress(BlockingIOError):
+        text = os.read(said, _MOST_SAID_BYTES)
+    os.close(said)
+    return Told(os.waitstatus_to_exitcode(status), text.decode("utf-8", "replace"))
 
 
 @contextlib.contextmanager
