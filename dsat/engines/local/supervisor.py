@@ -340,7 +340,6 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
 
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = _num_threads()
-    gc.disable()  # which looks for garbage among all that is imported, for a seventh of the time
     with _without_compile_workers():
         for name in modules:
             try:
@@ -350,7 +349,6 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
                 SystemExit,
             ) as error:  # a user's library may do anything
                 sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
-    gc.enable()
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
