@@ -132,8 +132,13 @@ class CommandRank:
             self.failed(uncaught)
         else:
             [meter] = self._meters
-            error = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
-            self._tell(meter.outcome or failures.outcome(error))
+            try:
+                meter.finish()
+            except (InvalidTrial, RuntimeError) as error:
+                self._tell(failures.outcome(error))
+                return
+            too_short = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
+            self._tell(meter.outcome or failures.outcome(too_short))
 
     @property
     def _has_engine(self) -> bool:

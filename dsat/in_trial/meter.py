@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,10 @@ OWN_ACCUMULATION = (
 SHORT_BATCHES = (
     "some optimizer steps had fewer samples than they should, as at the end of an epoch; they were "
     "not measured. Give the script more data, or drop_last=True to its data loader"
+)
+NOT_WARM = (
+    "the script ended after {steps} optimizer steps, before its device had run long enough to be "
+    "warm: its last steps were measured. Give it more data for figures that can be relied on"
 )
 HOST_ACCIDENTS = (
     "rare steps took far longer than all others, by the host's doing rather than the training's; "
@@ -234,6 +239,7 @@ class Meter:
             else None
         )
         self._steps: list[StepMarks] = []
+        self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
         self._samples = SampleCounter(
             spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions
         )
@@ -356,7 +362,10 @@ class Meter:
             more, slowest_s = self._ahead(marks, applied)
             self._first_measured += more
             self._next_check = self._affordable(self._next_check, slowest_s)
+            self._early = deque(maxlen=self._next_check)
             self._current = StepMarks(begin=self._clock.mark())
+        elif self.spec.options.start_step <= applied < self._first_measured:
+            self._early.append(marks)
         self._warm_up_over = applied + 1 >= self._first_measured
         if applied >= self._first_measured:
             self._steps.append(marks)
@@ -387,8 +396,12 @@ class Meter:
             return max(wanted, 1)
         return max(int(longest_s / step_s), 1)
 
-    def _check(self) -> None:
-        """Agrees with the other ranks on what was measured; ends the trial if it is enough."""
+    def _check(self, *, is_last: bool = False) -> None:
+        """Agrees with the other ranks on what was measured; ends the trial if it is enough.
+
+        Args:
+            is_last: the script has ended, so it is enough.
+        """
         spec, seen = self.spec, len(self._steps)
         per_step = self._slowest_rank(
             [
@@ -422,6 +435,8 @@ class Meter:
         self.outcome = self._outcome(
             rows, times, [samples[i] for i in full], [tokens[i] for i in full]
         )
+        if is_last:
+            return
         measured_s = sum(row[0] for row in rows) / 1e3
         count = len(full)
         most = self._affordable(spec.options.max_steps, measured_s / count)
@@ -439,6 +454,25 @@ class Meter:
         # Steps that were not full are made up for.
         self._next_check = min(most + MAX_EXTRA_STEPS, seen + max(1, wanted - count))
         self._current = StepMarks(begin=self._clock.mark())
+
+    def finish(self) -> None:
+        """Takes the last steps of a script that came to its own end before its device was warm.
+
+        Does nothing if something was measured, or if even the steps that are always wanted are
+        missing. Called on all ranks, if on any; they then make the same steps.
+
+        Raises:
+            InvalidTrial: none of these steps was full.
+        """
+        if self.outcome is not None or not self.attached or self.spec.profile:
+            return
+        self._steps = [*self._early, *self._steps]
+        fewest = -int(self._maximum([-float(len(self._steps))])[0])
+        if fewest < self._next_check:
+            return
+        self._steps = self._steps[-fewest:]
+        self.warn(NOT_WARM.format(steps=self.steps_seen))
+        self._check(is_last=True)
 
     def _is_beaten(self, outcome: Outcome) -> bool:
         """Whether not even the better end of the interval reaches what there is to beat."""

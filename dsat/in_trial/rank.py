@@ -306,6 +306,13 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
         atexit._run_exitfuncs()
         _leave(0)
     meter = meters[0]
+    try:
+        meter.finish()
+    except InvalidTrial as error:
+        _write_failure(folder, rank, error)
+        _leave(FAILED)
+    except RuntimeError as error:  # the script has already parted its ranks
+        _say(f"nothing more can be measured: {error}")
     if meter.outcome is not None:
         write_outcome(folder, rank, meter.outcome)
         _leave(0)

@@ -80,6 +80,36 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
     assert metrics_of(measured).backward == pytest.approx(5)
 
 
+def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    use_accelerator(monkeypatch, Device(clock))
+    engine = FakeEngine(clock)
+    meter = attach(engine)
+    slow_at_first = lambda step: setattr(engine, "times_ms", (0, 0, 12 if step < 20 else 9))  # noqa: E731
+    assert train(engine, steps=30, before=slow_at_first) is None
+    assert meter.outcome is None
+    meter.finish()
+    assert meter.outcome is not None
+    metrics = metrics_of(meter.outcome)
+    assert metrics.num_steps == SPEC.options.end_step - SPEC.options.start_step + 1
+    assert metrics.latency == pytest.approx(9)
+    assert any("after 30 optimizer steps, before its device" in w for w in meter.outcome.warnings)
+    measured = meter.outcome
+    meter.finish()
+    assert meter.outcome is measured
+
+
+def test_too_few_steps_are_not_measured_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    use_accelerator(monkeypatch, Device(clock))
+    meter = attach(FakeEngine(clock))
+    assert train(meter._engine, steps=SPEC.options.end_step - 1) is None
+    meter.finish()
+    assert meter.outcome is None
+
+
 def test_the_meters_communicator_is_made_before_memory_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
