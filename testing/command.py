@@ -116,6 +116,6 @@ class Background:
         self.process.communicate()
         wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes", 10)
 
-    def end(self) -> Told:
-        out, err = self.process.communicate(timeout=120)
+    def end(self, timeout_s: float = 120.0) -> Told:
+        out, err = self.process.communicate(timeout=timeout_s)
         return Told(self.process.returncode, out, err)

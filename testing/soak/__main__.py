@@ -8,7 +8,9 @@ A finding is printed with the seed that shows it again, and makes the exit statu
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
+import math
 import multiprocessing
 import os
 import platform
@@ -40,6 +42,7 @@ def main() -> int:
     # Each in a process of its own: what one leaves is not the next one's.
     context = multiprocessing.get_context("spawn")
     tallies: dict[str, Tally] = {}
+    left = collections.Counter(name for name, _, _ in pieces)
     with context.Pool(args.jobs, maxtasksperchild=1) as pool:
         for name, tally in pool.imap_unordered(piece, pieces):
             found = tallies.setdefault(name, Tally())
@@ -50,7 +53,9 @@ def main() -> int:
             for finding in tally.findings:
                 print(f"{name}: {finding}".encode("ascii", "backslashreplace").decode(), flush=True)
             print(f"{name}: {found.tried} tried, {len(found.findings)} findings", flush=True)
-    _write(tallies, args.seed, time.monotonic() - began)
+            left[name] -= 1
+            if not left[name]:
+                _write(name, found, args.seed, time.monotonic() - began)
     return 1 if any(tally.findings for tally in tallies.values()) else 0
 
 
@@ -60,26 +65,26 @@ def _pieces(name: str, scale: float) -> list[int]:
     return [min(attack.piece, count - begun) for begun in range(0, count, attack.piece)]
 
 
-def _write(tallies: dict[str, Tally], seed: int, took_s: float) -> None:
-    """Puts the figures into their place in the page; what was not attacked keeps its older row."""
+def _write(name: str, tally: Tally, seed: int, took_s: float) -> None:
+    """Puts an attack's figures into their place in the page; all others keep theirs."""
     text = REPORT.read_text(encoding="utf-8")
     before, _, rest = text.partition(_BEGIN)
     figures, _, after = rest.partition(_END)
     rows = {line.split(" | ")[0].strip("| "): line for line in figures.splitlines()}
     today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
-    for name, tally in tallies.items():
-        by = ", ".join(f"{ending} {count}" for ending, count in sorted(tally.by.items()))
-        title, found = ATTACKS[name].title, len(tally.findings)
-        rows[title] = f"| {title} | {tally.tried:,} | {by} | {found} | {today}, {seed} |"
+    by = ", ".join(f"{ending} {count}" for ending, count in sorted(tally.by.items()))
+    title, found, minutes = ATTACKS[name].title, len(tally.findings), math.ceil(took_s / 60)
+    rows[title] = (
+        f"| {title} | {tally.tried:,} | {by} | {found} | {today}, {seed} | {minutes} min |"
+    )
     titles = [attack.title for attack in ATTACKS.values()]
     lines = [
         _BEGIN,
         "",
-        f"dsat {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores; the last "
-        f"attacks took {took_s / 60:.0f} minutes.",
+        f"dsat {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
         "",
-        "| attack | tried | how it ended | findings | when, with which seed |",
-        "|---|---:|---|---:|---|",
+        "| attack | tried | how it ended | findings | when, with which seed | done after |",
+        "|---|---:|---|---:|---|---:|",
         *(rows[title] for title in titles if title in rows),
         "",
         _END,

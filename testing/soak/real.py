@@ -142,7 +142,7 @@ def several_at_once(seed: int, count: int) -> Tally:
             run_dirs = [Path(above) / name for name in ("one", "other")]
             options = [*_OPTIONS, "--random-seed", str(seed + tally.tried)]
             both = [Background(command_of("asha", "tiny", path, *options)) for path in run_dirs]
-            told = [one.end() for one in both]
+            told = [one.end(timeout_s=600.0) for one in both]  # four ranks, on two cores perhaps
             left = [each for path in run_dirs for each in left_of(path, set())]
             finding = f"left {left}" if left else ""
             for one in told:

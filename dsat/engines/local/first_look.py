@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from dsat.inputs.experiment import Experiment
 
 # argparse's, and that of others who find a command line wrong.
 _USAGE_STATUS = 2
+_SAMPLES = 5
+_BETWEEN_SAMPLES_S = 0.01
 _HARMLESS_OPTIONS = frozenset(("-u", "-B", "-O", "-OO"))
 
 
@@ -130,8 +133,14 @@ class FirstLook:
 
 def _has_a_core_to_spare() -> bool:
     """Whether one is idle besides that which dsat's own imports take."""
-    busy, _, _ = os.getloadavg()
-    return busy <= len(os.sched_getaffinity(0)) - 1 > 0
+    return max(_running() for _ in range(_SAMPLES)) <= len(os.sched_getaffinity(0)) - 1 > 0
+
+
+def _running() -> int:
+    """Threads on this machine that run or want to, this one among them; proc(5)."""
+    time.sleep(_BETWEEN_SAMPLES_S)
+    *_, counts, _ = Path("/proc/loadavg").read_text().split()
+    return int(counts.partition("/")[0])
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

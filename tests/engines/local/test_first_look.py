@@ -12,26 +12,33 @@ from pathlib import Path
 import pytest
 
 from dsat.cli.main import main
+from dsat.engines.local import first_look
 from dsat.engines.local.first_look import FirstLook
 from dsat.errors import ScriptFailed
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from testing.local import is_alive, wait_until
 
+RUNNING = first_look._running  # the real one
+
 
 @pytest.fixture(autouse=True)
 def _a_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 3.0, 3.0))
+    monkeypatch.setattr(first_look, "_running", lambda: 1)
 
 
-@pytest.mark.parametrize(("cores", "load"), [(1, 0.0), (2, 1.5), (8, 7.5)])
+@pytest.mark.parametrize(("cores", "running"), [(1, 1), (2, 2), (8, 9)])
 def test_there_is_none_without_a_core_to_spare(
-    cores: int, load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cores: int, running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(first_look, "_running", lambda: running)
     assert look_at(tmp_path, "undefined") is None
+
+
+def test_this_thread_is_among_those_that_run() -> None:
+    assert RUNNING() >= 1
 
 
 def look_at(folder: Path, script: str, *args: str, **more: object) -> FirstLook | None:
@@ -193,7 +200,8 @@ def test_it_ends_when_dsat_is_killed(tmp_path: Path) -> None:
         "from dsat.engines.local.first_look import FirstLook\n"
         "from dsat.inputs import experiment as experiments\n"
         "from dsat.inputs.entrypoint import Entrypoint\n"
-        "os.sched_getaffinity, os.getloadavg = lambda _: {0, 1}, lambda: (0.0, 0.0, 0.0)\n"
+        "from dsat.engines.local import first_look\n"
+        "os.sched_getaffinity, first_look._running = lambda _: {0, 1}, lambda: 1\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "own = experiments.of_command(['python3', 'train.py'], 'train', folder, None)\n"
         "look = FirstLook.at(own, Entrypoint(script='train.py'))\n"
