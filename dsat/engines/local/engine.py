@@ -146,7 +146,7 @@ class LocalEngine:
             try:
                 self._warm_up(meanwhile=meanwhile)
             except BaseException:
-                self._supervisors.close()
+                self._supervisors.kill()
                 raise
 
     @property
