@@ -385,7 +385,10 @@ def _install() -> None:
         }
         parent = os.environ.get(CAREFUL_VARIABLE)
         if parent is not None:
-            careful = _Careful(folder, int(parent))
+            try:
+                careful = _Careful(folder, int(parent))
+            except BaseException:  # Python would go on with the script, which would then train
+                _leave()
             adapt |= {
                 "deepspeed": careful.adapt_deepspeed,
                 "torch.cuda": careful.adapt_torch_cuda,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from testing.soak import Tally
-from testing.soak.runs import METHODS, Calm, Search, complaint, folders, wait
+from testing.soak.runs import METHODS, Calm, Search, complaint, folders, resumed, wait
 
 _NOBODY = (
     65534  # the user `nobody` of Linux: what root may not do to a folder, others may not either
@@ -40,14 +40,10 @@ def full_disks(seed: int, count: int) -> Tally:
                 (disk / "taken").write_bytes(b"x" * taken)
                 search = Search(method, disk / "run")
                 told = search.run()
-                finding = complaint(told)
                 ending = "full" if told.status else "enough"
                 (disk / "taken").unlink()
                 subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-                if not finding:
-                    told = search.run()
-                    if told.status or search.result() != calm[method]:
-                        finding = f"ends otherwise: {told.status} {told.said[-600:]}"
+                finding = complaint(told) or resumed(search, calm)
                 where = f"{seed}/{tally.tried}: {method}, {taken} taken: "
                 tally.note(ending, where + finding if finding else "")
             finally:
@@ -70,12 +66,8 @@ def read_only_folders(seed: int, count: int) -> Tally:
             _set_writable(above, False)
             told = wait(pid, said)
             _set_writable(above, True)
-            finding = complaint(told)
             ending = "met" if told.status else "not met"
-            if not finding:
-                told = wait(*search.start(_without_rights))
-                if told.status or search.result() != calm[method]:
-                    finding = f"ends otherwise: {told.status} {told.said[-600:]}"
+            finding = complaint(told) or resumed(search, calm, _without_rights)
             tally.note(ending, f"{seed}/{tally.tried}: {method}: {finding}" if finding else "")
             subprocess.run(["rm", "-r", above], check=True)
     return tally

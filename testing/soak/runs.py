@@ -244,11 +244,7 @@ def failing_calls(seed: int, count: int) -> Tally:
 
             told = search.run(harm)
             ending = errno.errorcode[code] if told.status else "not met"
-            finding = complaint(told)
-            if not finding:
-                told = search.run()
-                if told.status or search.result() != calm[method]:
-                    finding = f"{method} ends otherwise: {told.status} {told.said[-600:]}"
+            finding = complaint(told) or resumed(search, calm)
             where = f"{seed}/{tally.tried}: call {after} of {method}, {errno.errorcode[code]}: "
             tally.note(ending, where + finding if finding else "")
             shutil.rmtree(search.folder, ignore_errors=True)
@@ -261,6 +257,14 @@ def complaint(told: Told) -> str:
         return f"status {told.status}: {told.said[-600:]}"
     if told.status and "error: " not in told.said:
         return f"says nothing: {told.said[-600:]}"
+    return ""
+
+
+def resumed(search: Search, calm: Calm, harm: Harm = lambda: None) -> str:
+    """What is wrong with how a search ends that is continued; empty if it is as undisturbed."""
+    told = search.run(harm)
+    if told.status or search.result() != calm[search.method]:
+        return f"{search.method} ends otherwise: {told.status} {told.said[-600:]}"
     return ""
 
 
@@ -304,11 +308,7 @@ def surroundings(seed: int, count: int) -> Tally:
             name, harm = rng.choice(list(_surroundings(rng).items()))
             search = Search(method, next(new))
             told = search.run(harm)
-            finding = complaint(told)
-            if not finding:
-                told = search.run()
-                if told.status or search.result() != calm[method]:
-                    finding = f"ends otherwise: {told.status} {told.said[-600:]}"
+            finding = complaint(told) or resumed(search, calm)
             tally.note(name, f"{seed}/{tally.tried}: {name}: {finding}" if finding else "")
     return tally
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from dsat.cli.main import main
 from dsat.engines.local import first_look
 from dsat.engines.local.first_look import FirstLook
 from dsat.errors import ScriptFailed
+from dsat.in_trial import start_recorder
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from testing.local import is_alive, wait_until
@@ -191,6 +193,20 @@ def test_nothing_is_left_of_one_that_is_ended_or_forgotten(tmp_path: Path) -> No
             look.check()
         assert process.returncode is not None
         assert not folder.exists()
+
+
+def test_without_its_guard_nothing_is_run(tmp_path: Path) -> None:
+    shutil.copyfile(start_recorder.__file__, tmp_path / "sitecustomize.py")
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        start_recorder.FOLDER_VARIABLE: str(tmp_path),
+        start_recorder.CAREFUL_VARIABLE: "no number, so that the guard cannot be set",
+    }
+    script = [sys.executable, "-c", "open('made', 'w')"]
+    ended = subprocess.run(script, cwd=tmp_path, env=env, check=False)
+    assert ended.returncode == start_recorder.RECORDED_STATUS
+    assert not (tmp_path / "made").exists()
 
 
 def test_it_ends_when_dsat_is_killed(tmp_path: Path) -> None:
