@@ -8,7 +8,7 @@ HelloDeepSpeed. Each is copied into a fresh folder and tuned by the command that
 with. The first useful line tells what a configuration other than the user's own does; the verdict
 is the end of the command. Nothing is fetched.
 
-And three scripts that fail before `deepspeed.initialize`: how much later than by themselves.
+And scripts that fail before `deepspeed.initialize`: how much later than by themselves.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ COMMANDS: dict[str, list[str]] = {
     "gpt": ["torchrun", "--standalone", "--nproc_per_node", "1", "gpt.py", "--batch_size", "12"],
     "hello": ["bash", "hello.sh"],
 }
-FAILING = {
-    "an unknown option": "import argparse, torch, deepspeed\n"
-    "argparse.ArgumentParser().parse_args(['--typo'])\n",
-    "a missing file": "import torch, deepspeed\nopen('no/such/file')\n",
-    "a missing module": "import not_there\n",
+_BY_ITSELF, _BY_SHELL = ("python3", "train.py"), ("bash", "run.sh")
+_NO_FILE = "import torch, deepspeed\nopen('no/such/file')\n"
+FAILING: dict[str, tuple[str, tuple[str, ...]]] = {
+    "an unknown option": (
+        "import argparse, torch, deepspeed\nargparse.ArgumentParser().parse_args(['--typo'])\n",
+        _BY_ITSELF,
+    ),
+    "a missing file": (_NO_FILE, _BY_ITSELF),
+    "a missing module": ("import not_there\n", _BY_ITSELF),
+    "a missing file, in a shell script": (_NO_FILE, _BY_SHELL),
+    "a missing module, in a shell script": ("import not_there\n", _BY_SHELL),
 }
 
 
@@ -110,9 +116,10 @@ def tune(name: str, method: str) -> Answered:
 def fail(name: str, runs: int) -> Failed:
     """Runs a script that fails, by itself and by dsat."""
     with tempfile.TemporaryDirectory(prefix="dsat-real-") as folder:
-        (Path(folder) / "train.py").write_text(FAILING[name])
-        alone = [sys.executable, "train.py"]
-        shown = [sys.executable, "-m", "dsat", "model", "--", "python3", "train.py"]
+        text, alone = FAILING[name]
+        (Path(folder) / "train.py").write_text(text)
+        (Path(folder) / "run.sh").write_text("python3 train.py\n")
+        shown = [sys.executable, "-m", "dsat", "model", "--", *alone]
         return Failed(name, *(_seconds(command, folder, runs) for command in (alone, shown)))
 
 

@@ -252,7 +252,7 @@ def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDe
         was_known = source.config_known
         if was_known:
             deepspeed.check(source.experiment, source.program)
-        source = source.with_known_start(machine, survey.TIMEOUT_S)
+        source = source.with_known_start(survey.TIMEOUT_S)
         if source.program.needs_command:
             raise UserInputError(
                 "cannot be simulated: its ranks cannot be started by themselves, because "

@@ -109,14 +109,18 @@ def _prepared(
     first_look: FirstLook | None,
 ) -> list[Prepared]:
     check = [] if first_look is None else [first_look.check]
+    was_known = source.config_known
+    if not source.start_known:
+        if was_known:
+            deepspeed.check(source.experiment, source.program)
+        # Before the devices are looked at: what is wrong with the command is shown at once.
+        source = source.with_known_start(settings.trial_timeout_s)
     with slow.told(_log, "looking at the accelerators"):
         hosts = find_hosts(settings.engine, settings.nodes, source.program, *check)
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
-    was_known = source.config_known
     if was_known:
         deepspeed.check(source.experiment, source.program)
-    source = source.with_known_start(machine, settings.trial_timeout_s)
     if source.program.needs_command and len(hosts) > 1:
         raise UserInputError(
             "runs on one machine only: its ranks cannot be started by themselves, because "

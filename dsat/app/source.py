@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, command_recorder
+from dsat.engines.local import Host, LocalEngine, LocalOptions, command_recorder
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
@@ -46,7 +46,7 @@ class Source:
     start_known: bool = True
     ds_config: Path | None = None
 
-    def with_known_start(self, machine: Machine, timeout_s: float) -> Source:
+    def with_known_start(self, timeout_s: float) -> Source:
         """This with the program that its ranks run, for which the command may have to be run once.
 
         Raises:
@@ -58,13 +58,7 @@ class Source:
         command = self.program.started_by
         _log.info("running `%s` once, to see how it starts its training", shlex.join(command))
         folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-        ranks = command_recorder.record(
-            command,
-            Path.cwd(),
-            folder,
-            machine=machine,
-            timeout_s=timeout_s,
-        )
+        ranks = command_recorder.record(command, Path.cwd(), folder, timeout_s=timeout_s)
         shutil.rmtree(folder)  # of a command that failed it holds the log
         cores = os.sched_getaffinity(0)
         program = recorded_start.program_of(ranks, command, os.environ, cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ _CDF = np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in _Z])
 _LOG_CDF = np.log(_CDF)
 _LOG_GAIN = np.log(_Z * _CDF + _PDF)
 
+_HALF_OF_DRAWS = 256
+_SMALLEST_SD = 1e-5  # covariances are known to rounding only
 MOST_DRAWS = 16
 _NEAR, _PER_UNIT = 10.0, 100
 _U = np.linspace(-_NEAR, _NEAR, 2 * int(_NEAR) * _PER_UNIT + 1)
@@ -58,6 +61,26 @@ def expected_largest_gain(mean: Array, sd: Array, draws: Array) -> Array:
     found: Array = least + np.maximum(0.0, draws - fewer) * (next_ - least)
     found = np.minimum(draws, 1.0) * (found + np.maximum(0.0, z - _NEAR))
     return sd * found
+
+
+def expected_largest_gain_of(mean: Array, covariance: Array) -> float:
+    """E[max(0, x_1, ..., x_n)] of normal x_i that depend on each other, by fixed random draws.
+
+    Args:
+        mean: (n,).
+        covariance: (n, n).
+    """
+    count = len(mean)
+    root = np.linalg.cholesky(covariance + _SMALLEST_SD**2 * np.eye(count))
+    drawn = mean + _draws(count) @ root.T
+    return float(drawn.max(axis=1).clip(0.0).mean())
+
+
+@functools.cache
+def _draws(count: int) -> Array:
+    """Standard normal draws, each with its opposite, (2 * `_HALF_OF_DRAWS`, count)."""
+    half = np.random.default_rng(0).standard_normal((_HALF_OF_DRAWS, count))
+    return np.concatenate((half, -half))
 
 
 def inverse_mills_ratio(z: float) -> float:

@@ -256,6 +256,24 @@ class Fit:
         moved: Array = sd**2 / np.sqrt(sd**2 + self.run_sd**2 + self.own_sd**2)
         return moved
 
+    def learnable_together(self, points: Points, reference: Points) -> Array:
+        """How predictions will move when all n configurations are measured, each telling of others.
+
+        Args:
+            reference: one configuration; it is the differences to it that are predicted.
+
+        Returns:
+            The covariance of what they will be, (n, n).
+        """
+        gradient = self.layout.predict(self.theta, points)[1]
+        gradient -= self.layout.predict(self.theta, reference)[1]
+        gradient[:, _FLOOR] = 0.0  # as in `grid`
+        covariance = gradient @ self.covariance @ gradient.T
+        noise = np.eye(len(points)) * (self.run_sd**2 + self.own_sd**2)
+        moved = covariance @ np.linalg.solve(covariance + noise, covariance)
+        symmetric: Array = (moved + moved.T) / 2
+        return symmetric
+
     def knob_effects(self, knobs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of what rows of features add to the logarithm of the time,
         where nothing is diluted."""

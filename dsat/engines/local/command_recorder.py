@@ -24,18 +24,20 @@ _REST_OF_THE_COMMAND_S = 20.0
 _BETWEEN_RANKS_S = 30.0
 _TRIAL = 0
 _HERE = 0
+# The command is run before the devices are looked at: its own errors are shown at once, and
+# what it has of the devices is given back by then.
+_NOT_LOOKED_AT = Machine(
+    accelerator="", device_name="", devices=(), visible_devices=(), memory_bytes=0
+)
 
 
-def record(
-    command: Sequence[str], cwd: Path, folder: Path, *, machine: Machine, timeout_s: float
-) -> list[RankStart]:
+def record(command: Sequence[str], cwd: Path, folder: Path, *, timeout_s: float) -> list[RankStart]:
     """How the ranks of a command's training are started. The training itself does not begin.
 
     Args:
         command: with its arguments, as a person types it.
         cwd: where.
         folder: an empty one, for logs and records.
-        machine: this one.
         timeout_s: how long the command may take until its ranks are there.
 
     Raises:
@@ -48,7 +50,7 @@ def record(
     hook.mkdir()
     records.mkdir()
     shutil.copyfile(start_recorder.__file__, hook / "sitecustomize.py")
-    supervisors = Supervisors([Host(machine)], folder, env={})
+    supervisors = Supervisors([Host(_NOT_LOOKED_AT)], folder, env={})
     try:
         supervisors.send(
             _HERE,

@@ -136,7 +136,7 @@ def _environment(accelerator: str, own: Mapping[str, str], folder: Path) -> dict
         "PYTHONPATH": os.pathsep.join(path),
         # Neither asks CUDA for its devices, which would keep the process from forking.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "DS_ACCELERATOR": accelerator,
+        **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
         "PYTHONSAFEPATH": "1",
         # Of all that is forked below it, whatever that makes of its variables.
         RUN_VARIABLE: str(folder),

@@ -16,7 +16,7 @@ from dsat.engines.local import command_recorder
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
-from testing.local import PROGRAMS, cpu_machine, processes_of
+from testing.local import PROGRAMS, processes_of
 
 BIN = Path(sys.executable).parent
 
@@ -31,8 +31,7 @@ def place(tmp_path: Path) -> Path:
 def seen(place: Path, *command: str, timeout_s: float = 60.0) -> Entrypoint:
     folder = place.parent / "recording"
     folder.mkdir()
-    machine = cpu_machine(1)
-    ranks = command_recorder.record(command, place, folder, machine=machine, timeout_s=timeout_s)
+    ranks = command_recorder.record(command, place, folder, timeout_s=timeout_s)
     assert not processes_of(folder)
     return recorded_start.program_of(ranks, command, os.environ, os.sched_getaffinity(0))
 
