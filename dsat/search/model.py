@@ -83,8 +83,7 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search when its next three minutes are expected to gain less than this,
-            as a fraction; 0 for never. Their trials are expected to gain what the best of as many
-            does that promise as much as the most promising one, and know nothing of each other.
+            as a fraction; 0 for never. What they may gain is told by `_worth`.
         early_stopping: end the search after so many trials without a new best.
 
     Attributes:

@@ -41,6 +41,7 @@ _T99 = (
     *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
     *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
 )
+_LEAST_ERROR = 1e-6  # no measurement is better than that
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
 
@@ -115,7 +116,8 @@ def leaders(
 
     Returns:
         Configurations that are slower than the fastest by no more than that, or cannot be told
-        apart from it. If only one is wanted, the smallest of the former.
+        apart from it. If only one is wanted, the smallest of those that are expected to be slower
+        by no more than that.
     """
     if not tried:
         return []
@@ -125,17 +127,42 @@ def leaders(
         return fastest.log_value - contestant.log_value
 
     worth = math.log1p(indifference)
-    if most == 1:
-        return [min((c for c in tried if behind(c) <= worth), key=lambda c: (c.size, behind(c)))]
     close = [
         contestant
         for contestant in tried
         if behind(contestant)
         <= max(worth, 1.96 * math.hypot(fastest.standard_error, contestant.standard_error))
     ]
+    if most == 1:  # nothing will tell more of these
+        expected = _expected_again(close)
+        level = max(expected)
+        close = [c for c, value in zip(close, expected, strict=True) if level - value <= worth]
+        return [min(close, key=lambda c: (c.size, behind(c)))]
     smallest = min(close, key=lambda c: (c.size, behind(c)))
     ordered = [fastest, smallest, *sorted(close, key=lambda c: (behind(c), c.trial_id))]
     return list(dict.fromkeys(ordered))[:most]
+
+
+def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
+    """What each is expected to measure if it runs again, as a logarithm.
+
+    What one of many noisy measurements is above the others is mostly noise: each is drawn to their
+    mean, the more the less they differ beyond their own errors. How much they do is estimated by
+    the moments (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
+    """
+    values = [c.log_value for c in contestants]
+    variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
+    weights = [1 / variance for variance in variances]
+    mean = statistics.fmean(values, weights)
+    total = sum(weights)
+    beyond = sum(w * (v - mean) ** 2 for v, w in zip(values, weights, strict=True))
+    scale = total - sum(w * w for w in weights) / total
+    spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
+    mean = statistics.fmean(values, [1 / (variance + spread) for variance in variances])
+    return [
+        mean + (value - mean) * spread / (spread + variance)
+        for value, variance in zip(values, variances, strict=True)
+    ]
 
 
 def num_leaders(trials: int, *, same_batch: bool = False) -> int:

@@ -13,8 +13,10 @@ from dsat.tuning.finals import Comparison, Contestant, Finals, Role
 OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)
 
 
-def leader(trial_id: int, gain: float = 1.4, *, batch: int = 8, **known: int) -> Contestant:
-    return Contestant(trial_id, math.log(gain), 0.01, train_batch_size=batch, **known)
+def leader(
+    trial_id: int, gain: float = 1.4, *, batch: int = 8, error: float = 0.01, **known: int
+) -> Contestant:
+    return Contestant(trial_id, math.log(gain), error, train_batch_size=batch, **known)
 
 
 def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: float = 0.0) -> str:
@@ -71,11 +73,27 @@ def test_the_fastest_the_smallest_and_the_next_take_part() -> None:
 
 
 def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
-    tried = [leader(2, 1.40, batch=64), leader(3, 1.38, batch=16), leader(4, 1.39, batch=32)]
+    tried = [
+        leader(2, 1.40, batch=64, error=0.001),
+        leader(3, 1.38, batch=16, error=0.001),
+        leader(4, 1.39, batch=32, error=0.001),
+    ]
     assert [c.trial_id for c in rules.leaders(tried, 1)] == [2]
     assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.01)] == [4]
     assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.02)] == [3]
     assert rules.leaders([], 1) == []
+
+
+@pytest.mark.parametrize(("error", "chosen"), [(0.03, 2), (0.002, 4)])
+def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, chosen: int) -> None:
+    tried = [
+        leader(2, 1.33, batch=16, error=error),
+        leader(3, 1.38, batch=32, error=error),
+        leader(4, 1.41, batch=64, error=error),
+        leader(5, 1.36, batch=128, error=error),
+        leader(6, 1.10, batch=8, error=error),
+    ]
+    assert [c.trial_id for c in rules.leaders(tried, 1)] == [chosen]
 
 
 # -- who runs, and when it is enough
