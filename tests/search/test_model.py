@@ -335,6 +335,23 @@ def test_the_dearer_its_trials_the_sooner_it_ends() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] >= 3
 
 
+def test_neighbours_of_what_ran_do_not_keep_it_going() -> None:
+    """Noise leaves each of them promising, and all of them are alike."""
+    counts = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+
+        def noisy(proposal: Proposal, rng: np.random.Generator = rng) -> Outcome:
+            found = timed(proposal.micro_batch)
+            assert found.metrics is not None
+            rate = found.metrics.throughput * math.exp(0.06 * rng.standard_normal())
+            return replace(found, metrics=replace(found.metrics, throughput=rate, ci95=0.12))
+
+        search = model_of(stages(1, 2, 3), ceiling=120, stop_when=0.02, costs=Price(5.0))
+        counts.append(len(proposals_of(search, noisy, limit=60)))
+    assert sum(counts) <= 20  # 26 if each counted by itself
+
+
 def test_nothing_that_takes_too_long_is_proposed_once_a_step_is_known() -> None:
     search = model_of(stages(1, 2, 3), ceiling=60, costs=Price(1.0, longest_step_s=0.3))
     asked = proposals_of(search, lambda p: timed(p.micro_batch), limit=60)

@@ -11,6 +11,7 @@ from dsat.search import step_time
 from dsat.search.normal import (
     Array,
     expected_largest_gain,
+    expected_largest_gain_of,
     inverse_mills_ratio,
     log_cdf,
     log_expected_gain,
@@ -291,6 +292,37 @@ def test_the_best_of_several_gains_less_than_their_sum() -> None:
     assert expected_largest_gain(mean[:3], sd[:3], np.ones(3)) == pytest.approx(one, rel=0.02)
     half = expected_largest_gain(mean[:3], sd[:3], np.full(3, 0.5))
     assert half == pytest.approx(one / 2, rel=0.02)
+
+
+def test_what_is_alike_gains_no_more_than_one_of_it() -> None:
+    mean, sd = np.array([0.0, 0.0, 0.0, 0.0]), 0.03
+    alone = expected_largest_gain(mean[:1], np.array([sd]), np.ones(1))[0]
+    all_four = expected_largest_gain(mean[:1], np.array([sd]), np.array([4.0]))[0]
+    alike = expected_largest_gain_of(mean, sd**2 * np.ones((4, 4)))
+    independent = expected_largest_gain_of(mean, sd**2 * np.eye(4))
+    assert alike == pytest.approx(alone, rel=0.05)
+    assert independent == pytest.approx(all_four, rel=0.05) and independent > 2 * alike
+
+
+def test_measured_together_neighbours_tell_of_each_other() -> None:
+    truth = Truth(0, 0.05)
+    table = points_of(truth.rng, 12)
+    fit = step_time.fit(layout_of(), table, truth.measure(table), np.full(12, 0.1))
+    sizes = np.array([40.0, 41.0, 42.0, 8.0])
+    asked = step_time.Points(np.full(4, 3), sizes, np.ones(4), np.zeros((4, KNOBS)))
+    reference = step_time.Points(*(getattr(table, key)[:1] for key in vars(table)))
+    moved = fit.learnable_together(asked, reference)
+    together = np.sqrt(np.diag(moved))
+    alone = [
+        fit.learnable_together(
+            step_time.Points(*(getattr(asked, key)[[n]] for key in vars(asked))), reference
+        )[0, 0]
+        ** 0.5
+        for n in range(4)
+    ]
+    assert (together >= np.array(alone) * 0.999).all() and together[1] > 1.1 * alone[1]
+    assert moved[0, 1] > 0.9 * together[0] * together[1]
+    assert moved[0, 3] < 0.95 * together[0] * together[3]
 
 
 @pytest.mark.parametrize("count", [10, 400])
