@@ -153,16 +153,20 @@ def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
     values = [c.log_value for c in contestants]
     variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
     weights = [1 / variance for variance in variances]
-    mean = statistics.fmean(values, weights)
+    mean = _weighted_mean(values, weights)
     total = sum(weights)
     beyond = sum(w * (v - mean) ** 2 for v, w in zip(values, weights, strict=True))
     scale = total - sum(w * w for w in weights) / total
     spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
-    mean = statistics.fmean(values, [1 / (variance + spread) for variance in variances])
+    mean = _weighted_mean(values, [1 / (variance + spread) for variance in variances])
     return [
         mean + (value - mean) * spread / (spread + variance)
         for value, variance in zip(values, variances, strict=True)
     ]
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
 def num_leaders(trials: int, *, same_batch: bool = False) -> int:
