@@ -16,6 +16,7 @@ from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
+from testing import warm_command
 from testing.local import PROGRAMS, is_alive, wait_until
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.
@@ -33,17 +34,24 @@ class Told:
 
 
 def command_of(
-    method: str, program: str, run_dir: Path, *options: object, **more: Any
+    method: str,
+    program: str,
+    run_dir: Path,
+    *options: object,
+    config: Path | None = None,
+    model_dir: Path | None = None,
+    imported: bool = False,
 ) -> list[str]:
-    config = more.pop("config", PROGRAMS / program / "deepspeed.yaml")
-    model_dir = more.pop("model_dir", PROGRAMS / program)
-    words = [method, config, model_dir, "--run-dir", run_dir, *options]
-    return [sys.executable, "-m", "dsat", *map(str, words)]
+    """The command for a program; `imported` as of `testing.local.engine_of`."""
+    config = config or PROGRAMS / program / "deepspeed.yaml"
+    words = [method, config, model_dir or PROGRAMS / program, "--run-dir", run_dir, *options]
+    start = warm_command.words() if imported else [sys.executable, "-m", "dsat"]
+    return [*start, *map(str, words)]
 
 
 def dsat(method: str, program: str, run_dir: Path, *options: object, **more: Any) -> Told:
-    """Runs the command to its end."""
-    command = command_of(method, program, run_dir, *options, **more)
+    """Runs the command to its end; arguments as of `command_of`, but imported unless told."""
+    command = command_of(method, program, run_dir, *options, **{"imported": True, **more})
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return Told(process.returncode, process.stdout, process.stderr)
 

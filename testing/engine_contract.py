@@ -23,8 +23,9 @@ class Behaviour(str, enum.Enum):
     HANGS = "hangs"
 
 
-class EngineContract(abc.ABC):
-    """Inherit this in a class that pytest collects, and say how to make an engine.
+class TrialContract(abc.ABC):
+    """What becomes of trials. Inherit this, or what follows, in a class that pytest collects, and
+    say how to make an engine.
 
     Attributes:
         patience_s: the longest that a trial which does not hang may take.
@@ -98,6 +99,27 @@ class EngineContract(abc.ABC):
             told += [ended for ended, _ in self.ended(engine, 1)]
         assert told == [2, 3]
 
+    def test_cancels_one_trial_and_leaves_the_others(self, engine: Engine) -> None:
+        engine.launch(self.trial(1, Behaviour.HANGS))
+        engine.launch(self.trial(2, Behaviour.HANGS))
+        engine.cancel(self.first_id + 1)
+        engine.cancel(self.first_id + 1)
+        [(trial_id, outcome)] = self.ended(engine, 1)
+        assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
+        assert outcome.metrics is None
+        assert engine.poll(0) == []
+
+    def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
+        engine.launch(self.trial(1, Behaviour.HANGS))
+        engine.launch(self.trial(2))
+        engine.close()
+        assert engine.poll(0.05) == []
+        engine.close()
+
+
+class EngineContract(TrialContract):
+    """What becomes of trials, and how an engine keeps its books of them."""
+
     def test_does_not_start_a_trial_twice_and_has_nothing_to_cancel_when_it_ended(
         self, engine: Engine
     ) -> None:
@@ -123,25 +145,8 @@ class EngineContract(abc.ABC):
         engine.launch(self.trial(3))
         assert [trial_id for trial_id, _ in self.ended(engine, 1)] == [3]
 
-    def test_cancels_one_trial_and_leaves_the_others(self, engine: Engine) -> None:
-        engine.launch(self.trial(1, Behaviour.HANGS))
-        engine.launch(self.trial(2, Behaviour.HANGS))
-        engine.cancel(self.first_id + 1)
-        engine.cancel(self.first_id + 1)
-        [(trial_id, outcome)] = self.ended(engine, 1)
-        assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
-        assert outcome.metrics is None
-        assert engine.poll(0) == []
-
     def test_tells_nothing_when_nothing_ends_in_time(self, engine: Engine) -> None:
         assert engine.poll(0) == []
         assert engine.poll(0.05) == []
         engine.launch(self.trial(1, Behaviour.HANGS))
         assert engine.poll(0.05) == []
-
-    def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
-        engine.launch(self.trial(1, Behaviour.HANGS))
-        engine.launch(self.trial(2))
-        engine.close()
-        assert engine.poll(0.05) == []
-        engine.close()

@@ -155,7 +155,9 @@ class Bench:
         return self.read(trial, "stdout.log") + self.read(trial, "stderr.log")
 
     def supervisor(self, host: int = 0) -> psutil.Process:
-        return psutil.Process(self.engine._supervisors._clients[host].pid)
+        """Asks it, for what was started may only have started it elsewhere."""
+        answers = self.engine._supervisors._look(self.folder)
+        return psutil.Process(answers[host]["pid"])
 
 
 @contextlib.contextmanager

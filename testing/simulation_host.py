@@ -71,6 +71,9 @@ class FakeSimulationHost:
             threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
         return failure
 
+    def has_simulation_server(self) -> bool:
+        return True
+
     def stop_simulation_server(self) -> None: ...
 
     def _serve(self, address: str) -> None:

@@ -2,16 +2,18 @@
 
     python -m testing.warm_host SOCKET
 
-The imports take a supervisor six seconds of a core. This process makes them once, and forks a
-supervisor whenever `CLIENT`, which stands where a command that reaches another host would, hands it
-three pipes, a folder and variables. It ends with whoever started it. A supervisor that is forked so
-has the pipes of the engine itself, and ends as any does; but it is no child of the engine's process
-nor of the client's, so tests of what becomes of processes need a host without it.
+The imports take a supervisor six seconds of a core, and three to look at the accelerators. This
+process makes them once, and forks a supervisor, a look or a program that is given with `-c`,
+whenever `CLIENT`, which stands where a command that reaches another host would, hands it three
+pipes, a folder and variables. It ends with whoever started it. What is forked so has the pipes of
+the engine itself, and ends as any does; but it is no child of the engine's process nor of the
+client's, so tests of what becomes of processes need a host without it.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import functools
 import importlib
 import json
@@ -40,27 +42,37 @@ with socket.socket(socket.AF_UNIX) as there:
         os.close(number)
     sys.exit(int(there.makefile().readline() or 1))
 """
-SUPERVISOR = ("-m", "dsat.engines.local.supervisor")
+SUPERVISOR = ["-m", "dsat.engines.local.supervisor"]
+LOOK = ["-m", "dsat.engines.local.machine"]
+
+
+def prefix(**variables: str) -> tuple[str, ...]:
+    """What goes before a command so that it is forked.
+
+    Args:
+        variables: of the process that imports; by default it is on a CPU.
+    """
+    return _started(tuple({"DS_ACCELERATOR": "cpu", **variables}.items()))
 
 
 @functools.cache
-def prefix() -> tuple[str, ...]:
-    """What goes before the command of a supervisor, on a CPU, so that it is forked."""
+def _started(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     address = Path(tempfile.mkdtemp(prefix="dsat-warm-")) / "s"
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(address)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, **dict(variables)},
         start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"listening\n"
-    _kept.append(process)
+    atexit.register(_end, process)
     return (sys.executable, "-S", "-E", "-c", CLIENT, str(address))
 
 
-_kept: list[Any] = []  # until this process ends
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.communicate()
 
 
 def serve(address: str) -> None:
@@ -105,11 +117,8 @@ def _attend(connection: socket.socket) -> NoReturn:
 
 
 def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
-    from dsat.engines.local.supervisor import Supervisor
-
     status = 1
     try:
-        assert tuple(start["command"][1:]) == SUPERVISOR, start["command"]
         os.setsid()
         for number, pipe in enumerate(pipes):
             os.dup2(pipe, number)
@@ -119,12 +128,26 @@ def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         os.chdir(start["folder"])
-        Supervisor().run()
+        _run(start["command"][1:])
+        sys.stdout.flush()
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _run(words: list[str]) -> None:
+    from dsat.engines.local import machine
+    from dsat.engines.local.supervisor import Supervisor
+
+    if words == SUPERVISOR:
+        Supervisor().run()
+    elif words[:1] == ["-c"]:
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        assert words[:2] == LOOK, words
+        machine.answer_to(words[2:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 import dsat
 from dsat.search import SEARCHES, RandomSearch
-from testing import readme
+from testing import readme, warm_command, warm_host
 from testing.local import PROGRAMS, processes_of
 
 
@@ -26,6 +26,7 @@ def test_the_examples_in_python_run_as_they_stand(
 ) -> None:
     shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
     monkeypatch.chdir(tmp_path / "tiny")
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
     steps = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
     quick = functools.partial(dsat.tune, slots=1, memory_model="formula", **steps)

@@ -35,6 +35,8 @@ class SimulationHost(Protocol):
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
 
+    def has_simulation_server(self) -> bool: ...
+
     def stop_simulation_server(self) -> None: ...
 
 
@@ -343,10 +345,15 @@ def _connect(
         failure = engine.start_simulation_server(address, script_args)
         deadline = time.monotonic() + timeout_s
         while not select.select([listener], [], [], 0.1)[0]:
+            goes_on = engine.has_simulation_server()  # before a look at what it wrote
             if failure.exists():
                 message = json.loads(failure.read_text(encoding="utf-8"))["message"]
                 raise SimulationUnavailable(
                     f"the script cannot be simulated: {_explained(message)}"
+                )
+            if not goes_on:
+                raise SimulationUnavailable(
+                    "the script's process died before its first step, without a word"
                 )
             if time.monotonic() > deadline:
                 raise SimulationUnavailable(

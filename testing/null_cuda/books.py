@@ -111,18 +111,12 @@ class NullCuda:
                 error, `hang` or `abort`.
             variables: more of them.
         """
-        folders = [self._libraries.driver, *([self._libraries.nvml] if self._nvml else [])]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "NULL_CUDA_"))}
-        before = env.get("LD_LIBRARY_PATH")
         return {
             **env,
-            "LD_PRELOAD": str(self._libraries.preload),
-            "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([before] if before else [])]),
+            **loading(self._libraries, nvml=self._nvml),
             "NULL_CUDA_BOOKS": str(self._path.resolve()),
             "NULL_CUDA_FAULTS": faults,
-            # The older interface has questions that can be answered without a device.
-            "TORCH_CUDNN_V8_API_DISABLED": "1",
-            "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
             **variables,
         }
 
@@ -153,3 +147,17 @@ class NullCuda:
             for entry in self._books.entry
             if entry.pid and entry.bytes and os.path.exists(f"/proc/{entry.pid}")
         }
+
+
+def loading(libraries: Libraries, *, nvml: bool = True) -> dict[str, str]:
+    """Variables of a process that loads the null CUDA. What has devices is to be known only when
+    one is used first, in whatever it forks."""
+    folders = [libraries.driver, *([libraries.nvml] if nvml else [])]
+    before = os.environ.get("LD_LIBRARY_PATH")
+    return {
+        "LD_PRELOAD": str(libraries.preload),
+        "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([before] if before else [])]),
+        # The older interface has questions that can be answered without a device.
+        "TORCH_CUDNN_V8_API_DISABLED": "1",
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    }

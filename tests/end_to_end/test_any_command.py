@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsat.values.outcome import OutcomeKind
+from testing import warm_command
 from testing.command import kinds_of, run_of
 from testing.local import PROGRAMS, processes_of, read_json
 
@@ -22,7 +23,7 @@ def found(place: Path, options: str, command: Sequence[str]) -> str:
     """What a search says that ends well."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     told = subprocess.run(
-        [sys.executable, "-m", "dsat", "binary", *options.split(), "--", *command],
+        [*warm_command.words(), "binary", *options.split(), "--", *command],
         cwd=place,
         env={**os.environ, "PATH": path},
         capture_output=True,

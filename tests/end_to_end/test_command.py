@@ -79,7 +79,7 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
 def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     run_dir = tmp_path_factory.mktemp("asha") / "run"
     options = [*FAST, "-mt", 5, "-m", "throughput", "--run-full-experiment"]
-    return run_dir, dsat("asha", "tiny", run_dir, *options)
+    return run_dir, dsat("asha", "tiny", run_dir, *options, imported=False)
 
 
 def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
@@ -275,7 +275,7 @@ def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
 
 def test_trials_run_cold(tmp_path: Path) -> None:
     steps = FAST[: FAST.index("--slot-memory")]  # a fresh process has its libraries still to import
-    told = dsat("random", "tiny", tmp_path / "run", *steps, "-mt", 2, "--cold")
+    told = dsat("random", "tiny", tmp_path / "run", *steps, "-mt", 2, "--cold", imported=False)
     run = assert_a_result(tmp_path / "run", told)
     assert kinds_of(run) == [OutcomeKind.OK]
 

@@ -29,13 +29,17 @@ WAYS = ("dict", "path", "args", "positional", "config_params")
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("in_code", tmp_path_factory.mktemp("single"), own_micro_batch=3) as bench:
+    with bench_of(
+        "in_code", tmp_path_factory.mktemp("single"), own_micro_batch=3, imported=True
+    ) as bench:
         yield bench
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("in_code", tmp_path_factory.mktemp("pair"), slots_per_trial=2) as bench:
+    with bench_of(
+        "in_code", tmp_path_factory.mktemp("pair"), slots_per_trial=2, imported=True
+    ) as bench:
         yield bench
 
 
@@ -87,7 +91,7 @@ OWN = read_json(PROGRAMS / "in_code" / "own.json")
 def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """An engine that is given no configuration."""
     folder = tmp_path_factory.mktemp("unknown")
-    with bench_of("in_code", folder, ds_config={}) as bench:
+    with bench_of("in_code", folder, ds_config={}, imported=True) as bench:
         yield bench
 
 

@@ -30,13 +30,15 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     shutil.copytree(PROGRAMS / "deepspeed_trial", program, dirs_exist_ok=True)
     for name, text in BROKEN.items():
         (program / f"{name}.py").write_text(text)
-    with bench_of(str(program), folder, own_micro_batch=2) as bench:
+    with bench_of(str(program), folder, own_micro_batch=2, imported=True) as bench:
         yield bench
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of("deepspeed_trial", tmp_path_factory.mktemp("pair"), slots_per_trial=2) as bench:
+    with bench_of(
+        "deepspeed_trial", tmp_path_factory.mktemp("pair"), slots_per_trial=2, imported=True
+    ) as bench:
         yield bench
 
 

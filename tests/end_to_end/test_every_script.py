@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
+from testing import warm_command
 from testing.command import FAST, Told, events_of, kinds_of, run_of, searched
 from testing.local import buffers_of, environment_of_a_rank, processes_of, read_json
 
@@ -31,7 +31,7 @@ SMALL_MODEL = "--width 64 --layers 1 --length 8 --steps 12".split()
 
 def dsat(folder: Path, *words: object) -> Told:
     """The real command, typed in a folder."""
-    command = [sys.executable, "-m", "dsat", *map(str, words)]
+    command = [*warm_command.words(), *map(str, words)]
     process = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )

@@ -176,7 +176,7 @@ def test_arguments_in_code_follow_the_trial(
     output = tmp_path / "output"
     monkeypatch.setenv("OUTPUT_DIR", str(output))
     (output / "checkpoint-3").mkdir(parents=True)  # of an earlier training
-    with bench_of("hf_trainer", tmp_path, entry="python3 in_code.py") as bench:
+    with bench_of("hf_trainer", tmp_path, entry="python3 in_code.py", imported=True) as bench:
         own = bench.trial(micro_batch=4, kind=TrialKind.PROFILE)  # warms up for the others
         outcome = bench.run(own)
         assert outcome.ok, bench.log(own)
@@ -210,7 +210,7 @@ def test_arguments_in_code_follow_the_trial(
 def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
     entry = f"python3 train.py --deepspeed ds_config.json --output_dir {tmp_path / 'output'}"
     entry += " --record seen.json --gradient_checkpointing"
-    with bench_of("hf_trainer", tmp_path, slots=2, entry=entry) as bench:
+    with bench_of("hf_trainer", tmp_path, slots=2, entry=entry, imported=True) as bench:
         trials = [
             replace(bench.trial(), script_args={"gradient_checkpointing": on})
             for on in (True, False)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "testing" / "programs"
-QUICK = "--max-trials 3 --slot-memory 400MiB --metric throughput".split()
+QUICK = "--max-trials 2 --slot-memory 400MiB --metric throughput".split()
 QUICK += "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 QUICK += ["--memory-model", "formula"]
 

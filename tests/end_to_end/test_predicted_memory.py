@@ -6,13 +6,13 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.values.outcome import OutcomeKind
+from testing import warm_command
 from testing.command import FAST, dsat, experiment_of, inline, run_of
 from testing.local import processes_of
 from tests.conftest import ROOT
@@ -30,7 +30,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def estimate(*words: object, cwd: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsat", "estimate", *map(str, words)]
+    command = [*warm_command.words(), "estimate", *map(str, words)]
     environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["env", *(f"{k}={v}" for k, v in environment.items()), *command],

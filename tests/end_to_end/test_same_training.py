@@ -42,7 +42,7 @@ class Trainings:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("one_rank")
-    with bench_of("seeded", folder, end_step=LAST_STEP) as bench:
+    with bench_of("seeded", folder, end_step=LAST_STEP, imported=True) as bench:
         yield Trainings(bench)
 
 
@@ -97,7 +97,9 @@ def test_a_bucket_that_is_reduced_too_early(alone: Trainings, every: int) -> Non
 
 
 def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
-    with bench_of("seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP) as bench:
+    with bench_of(
+        "seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP, imported=True
+    ) as bench:
         both = Trainings(bench)
         assert both.compare(stage=2, zero=RACING) == Finding(Agreement.SAME)
         found = both.compare("races 3 1", stage=2, zero=RACING)
@@ -117,7 +119,12 @@ def test_muon_whose_gradients_were_scattered(
     }
     del config["optimizer"]
     with bench_of(
-        "seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP, ds_config=config
+        "seeded",
+        tmp_path,
+        slots_per_trial=2,
+        end_step=LAST_STEP,
+        ds_config=config,
+        imported=True,
     ) as bench:
         both = Trainings(bench, reduce_scatter=False)
         assert both.compare(stage=2, zero={"reduce_scatter": True}) == Finding(Agreement.SAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +11,7 @@ import pytest
 
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
+from testing import warm_command
 from testing.command import run_of
 from testing.local import read_json
 
@@ -59,7 +59,7 @@ def tuned(folder: Path, *options: str, every: int) -> tuple[Run, str]:
     words = "random --finals 0 -m throughput --memory-model formula --slot-memory 150MiB "
     words += "--max-profile-steps 8 --fix all -z 1 --run-dir run"
     process = subprocess.run(
-        [sys.executable, "-m", "dsat", *words.split(), *options, "--", "python3", "train.py"],
+        [*warm_command.words(), *words.split(), *options, "--", "python3", "train.py"],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr

@@ -1,4 +1,4 @@
-"""The memory limit of a rank on the CPU, each time in a process of its own."""
+"""The memory limit of a rank on the CPU, each time in a process that is forked for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from testing import warm_host
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,7 @@ rank._limit_memory(BUDGET)
 
 def after_the_limit(code: str, *, budget_mib: int = 50) -> str:
     limited = LIMITED.replace("BUDGET", str(budget_mib * 2**20))
-    command = [sys.executable, "-c", limited + code]
+    command = [*warm_host.prefix(), sys.executable, "-c", limited + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return (done.stderr or done.stdout).strip().splitlines()[-1]
 

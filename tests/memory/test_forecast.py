@@ -224,6 +224,9 @@ class Unwilling:
         self.file.write_text(json.dumps({"message": "no GPU here"}))
         return self.file
 
+    def has_simulation_server(self) -> bool:
+        return True
+
     def stop_simulation_server(self) -> None: ...
 
 

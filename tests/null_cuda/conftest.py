@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.null_cuda import Device, Libraries, NullCuda, NullCudaUnavailable, build
+from testing import warm_host
+from testing.null_cuda import Device, Libraries, NullCuda, NullCudaUnavailable, build, loading
 
 ROOT = Path(__file__).parents[2]
 MachineOf = Callable[..., NullCuda]
@@ -17,6 +18,13 @@ def libraries() -> Libraries:
         return build(ROOT / ".cache" / "null_cuda")
     except NullCudaUnavailable as error:
         pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def imported(libraries: Libraries) -> tuple[str, ...]:
+    """What goes before a command so that it is forked from a process that has imported torch and
+    DeepSpeed, and finds the devices of the machine that its variables name; with NVML."""
+    return warm_host.prefix(DS_ACCELERATOR="cuda", **loading(libraries))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 import dsat
 from dsat.errors import EngineError
+from testing import warm_command
 from testing.local import PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
@@ -19,6 +20,11 @@ from tests.null_cuda.conftest import MachineOf
 _GIB = 2**30
 _PROGRAM = PROGRAMS / "on_devices"
 _ECC, _NVLINK = 214, 220
+
+
+@pytest.fixture(autouse=True)
+def _imported(imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_command.use(imported, monkeypatch.setattr)
 
 
 def _devices(count: int, *, busy: int | None = None) -> list[Device]:

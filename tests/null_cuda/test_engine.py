@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine, find_machines
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -44,8 +44,9 @@ def engine_on_devices(
     slots: int = 1,
     program: str = "tiny",
     timeout_s: float = 120.0,
+    prefix: Sequence[str] = (),
 ) -> Iterator[LocalEngine]:
-    """On some of the machine's devices, or on all."""
+    """On some of the machine's devices, or on all; everything is run behind a prefix."""
     folder.mkdir()
     user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
     hparams = {**user.hparams, "deepspeed_config": _CONFIG}
@@ -53,7 +54,7 @@ def engine_on_devices(
     engine = LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),
-        [Host(find_machine().only(devices, ()))],
+        [Host(find_machines({"here": prefix})[0].only(devices, ()), prefix=tuple(prefix))],
         folder,
         LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4, warm_up_s=0.1, measured_s=0.1)),
         slots_per_trial=slots,
@@ -105,7 +106,10 @@ FAILURES = [
 
 @pytest.mark.slow
 def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
-    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    null_cuda: MachineOf,
+    imported: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = null_cuda(*[Device()] * 8)
     found: dict[int, Outcome] = {}
@@ -120,9 +124,9 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 
     monkeypatch.setattr("dsat.engines.local.slots.problems_with", all_work)
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
-    others: dict[str, Any] = {"slots": 2, "program": "on_devices"}
+    others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (
-        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=40, **others) as patient,
+        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=10, **others) as patient,
         engine_on_devices(tmp_path / "run", *range(4), **others) as engine,
     ):
         # Those that hang do so while all else is run: one by one, for beside others each that
@@ -135,6 +139,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         while len(found) < len(FAILURES):
             found.update(patient.poll(10.0))
         assert engine.num_slots == patient.num_slots == 4
+        patient._options = engine._options
         last = [outcome_of(each, len(FAILURES), ranks=2) for each in (engine, patient)]
     wrong = [
         f"{fault}: {found[number].kind.value} {found[number].message}"
@@ -150,10 +155,13 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 
 @pytest.mark.slow
 def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
-    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    null_cuda: MachineOf,
+    imported: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = null_cuda(Device(), Device(), Device())
-    with engine_on_devices(tmp_path / "run", slots=1) as engine:
+    with engine_on_devices(tmp_path / "run", slots=1, prefix=imported) as engine:
         assert outcome_of(engine, 0, kind=TrialKind.PROFILE).ok
         machine.break_device(0, 214)
         for number in (1, 2, 3):
@@ -198,8 +206,8 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
         ("torch", "deepspeed", "determined_spoilt"),
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert find_machine().devices == ("MIG-0b",)
     with engine_on_devices(tmp_path / "run") as engine:
+        assert engine._machine.devices == ("MIG-0b",)
         outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
         assert outcome.ok, outcome.detail
         [warning] = [text for text in outcome.warnings if "fresh processes" in text]
@@ -244,8 +252,12 @@ def test_memory_that_is_reserved_is_what_is_allocated(
 
 @pytest.mark.slow
 def test_devices_are_chosen_as_the_user_chose_them(
-    null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    null_cuda: MachineOf, imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def find_machine() -> Machine:
+        [machine] = find_machines({"here": imported})
+        return machine
+
     devices = [Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB), Device(4 * _GIB)]
     machine = null_cuda(*devices)
     found = find_machine()

@@ -238,6 +238,13 @@ class LocalEngine:
         self._start(trial, folder, None, address)
         return folder / result_file(0)
 
+    def has_simulation_server(self) -> bool:
+        """Whether what `start_simulation_server` started goes on, or is yet to begin."""
+        if not self._closed:
+            self._untold += self._ended(0.0)
+        waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
+        return waiting or SIMULATION_ID in self._running
+
     def stop_simulation_server(self) -> None:
         """Ends what `start_simulation_server` started, and waits until nothing of it is left.
 

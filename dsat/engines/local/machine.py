@@ -437,10 +437,15 @@ def _processor_name() -> str:
     return "CPU"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--check"]:
-        answer: Mapping[str, Any] = _check(sys.argv[2], sys.argv[3].split(","), sys.argv[4:])
+def answer_to(options: Sequence[str]) -> None:
+    """Prints the answer to a question: the options of this module as a program."""
+    if options[:1] == ["--check"]:
+        answer: Mapping[str, Any] = _check(options[1], options[2].split(","), options[3:])
     else:
         answer = asdict(_inspect())
     print(_MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    answer_to(sys.argv[1:])
     os._exit(0)  # an orderly end takes the interpreter a second, with torch in it

@@ -29,7 +29,8 @@ from dsat.inputs import entrypoint, experiment
 from dsat.values import slow
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind, TrialOptions
-from testing.engine_contract import Behaviour, EngineContract
+from testing import warm_host
+from testing.engine_contract import Behaviour, EngineContract, TrialContract
 from testing.local import (
     PATIENCE_S,
     Bench,
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.slow
 AT_ONCE_S = 30.0  # one that aborts is run again in fresh processes
 
 
-class _LocalContract(EngineContract):
+class _LocalContract(TrialContract):
     cold: bool
 
     @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def warm() -> Iterator[list[LocalEngine]]:
         engine.close()
 
 
-class TestWarmEngine(_LocalContract):
+class TestWarmEngine(_LocalContract, EngineContract):
     """One engine for all: what each test leaves running is ended after it."""
 
     cold = False
@@ -105,6 +106,8 @@ class TestWarmEngine(_LocalContract):
 
 
 class TestColdEngine(_LocalContract):
+    """An engine keeps its books alike however ranks are started: with warm ones it is seen to."""
+
     cold = True
 
 
@@ -112,27 +115,31 @@ class TestColdEngine(_LocalContract):
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Trials of two ranks."""
     folder = tmp_path_factory.mktemp("pair")
-    with bench_of("behaviours", folder, slots_per_trial=2, own_micro_batch=7) as bench:
+    with bench_of(
+        "behaviours", folder, slots_per_trial=2, own_micro_batch=7, imported=True
+    ) as bench:
         yield bench
 
 
 @pytest.fixture(scope="module")
 def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Two slots for trials of one rank."""
-    with bench_of("behaviours", tmp_path_factory.mktemp("singles"), slots=2) as bench:
+    with bench_of(
+        "behaviours", tmp_path_factory.mktemp("singles"), slots=2, imported=True
+    ) as bench:
         yield bench
 
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Two trials of two ranks with little memory and little time."""
+    """Two trials of two ranks with little memory."""
     with bench_of(
         "behaviours",
         tmp_path_factory.mktemp("tight"),
         slots=4,
         slots_per_trial=2,
         slot_memory_bytes=400 * 2**20,
-        timeout_s=12.0,
+        imported=True,
     ) as bench:
         yield bench
 
@@ -228,7 +235,10 @@ def test_a_rank_that_leaves_without_a_word_is_missed(tight: Bench) -> None:
     assert_nothing_is_left(tight)
 
 
-def test_a_hang_is_a_timeout(tight: Bench) -> None:
+def test_a_hang_is_a_timeout(tight: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tight.engine._options
+    hasty = replace(options, trial=replace(options.trial, timeout_s=3.0))
+    monkeypatch.setattr(tight.engine, "_options", hasty)
     trials = [tight.trial(behaviour) for behaviour in ("hangs", "hangs on 1")]
     for trial in trials:
         tight.engine.launch(trial)
@@ -238,8 +248,8 @@ def test_a_hang_is_a_timeout(tight: Bench) -> None:
     for trial in trials:
         outcome = outcomes[trial.id]
         assert outcome.kind is OutcomeKind.TIMEOUT, tight.log(trial)
-        assert "12 s" in outcome.message and "--trial-timeout" in outcome.message
-        assert 12 <= outcome.duration_s < 16
+        assert "3 s" in outcome.message and "--trial-timeout" in outcome.message
+        assert 3 <= outcome.duration_s < 3 + AT_ONCE_S
     assert_nothing_is_left(tight)
 
 
@@ -298,7 +308,7 @@ def test_it_ends_although_another_trial_goes_on(singles: Bench, left: str) -> No
 
 
 def test_close_ends_everything(tmp_path: Path) -> None:
-    with bench_of("behaviours", tmp_path, slots=2) as bench:
+    with bench_of("behaviours", tmp_path, slots=2, imported=True) as bench:
         trials = [bench.trial(f"leaves and hangs: {left}") for left in ("session", "daemon")]
         for trial in trials:
             bench.engine.launch(trial)
@@ -554,7 +564,7 @@ def test_a_module_with_an_include(tmp_path: Path) -> None:
         "python3 -m package.main --deepspeed_config ds_config.json", user.model_dir
     )
     options = LocalOptions(TrialOptions(timeout_s=60))
-    hosts = [Host(cpu_machine(1))]
+    hosts = [Host(cpu_machine(1), prefix=warm_host.prefix())]
     engine = LocalEngine(user, program, hosts, tmp_path, options, slots_per_trial=1)
     try:
         bench = Bench(engine, tmp_path)
