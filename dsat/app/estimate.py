@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ from dsat.app import cards
 from dsat.app import source as sources
 from dsat.app.cards import Advice
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
+from dsat.app.simulation_engine import SimulationEngine
 from dsat.app.source import Source
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local import Host, find_machine
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
@@ -35,7 +36,7 @@ from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
 from dsat.values.files import cache_folder
-from dsat.values.trial import BatchTriple, TrialOptions
+from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
 
 _WAYS: Mapping[str | None, Sequence[bool | None]] = {
@@ -162,23 +163,22 @@ def estimate(settings: EstimateSettings) -> Estimate:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    with InstalledDeepSpeed() as deepspeed:
-        machine = find_machine()
-        source = _source(settings, machine, deepspeed)
+    source = _source(settings)
+    engine = SimulationEngine(source, survey.TIMEOUT_S)
     experiment, program = source.experiment, source.program
-    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-    engine = LocalEngine(
-        experiment,
-        program,
-        [Host(machine)],
-        folder,
-        LocalOptions(TrialOptions(timeout_s=survey.TIMEOUT_S)),
-        slots_per_trial=1,
-    )
     log_tells_more = False
     try:
+        with InstalledDeepSpeed() as deepspeed:
+            check = functools.cache(partial(deepspeed.check, experiment, program))
+            if not deepspeed.has_answered:  # side by side, since both take seconds
+                engine.warm_up(lambda: check() if deepspeed.has_answered else None)
+            check()
         with Simulator(
-            engine, as_cpu=False, cache=cache_folder("memory"), timeout_s=survey.TIMEOUT_S
+            engine,
+            as_cpu=False,
+            cache=cache_folder("memory"),
+            start=engine.start,
+            timeout_s=survey.TIMEOUT_S,
         ) as simulator:
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
@@ -186,15 +186,14 @@ def estimate(settings: EstimateSettings) -> Estimate:
             return in_all_ways(experiment.name, base, simulator, settings)
     except SimulationUnavailable as error:
         log_tells_more = True
-        log = folder / "simulation" / "stderr.log"
         raise DsatError(
             f"memory cannot be estimated: {error}. The script was run up to its first training "
-            f"step; its log is {log}."
+            f"step; its log is {engine.log}."
         ) from None
     finally:
         engine.close()
         if not log_tells_more:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(engine.folder, ignore_errors=True)
 
 
 def in_all_ways(
@@ -245,13 +244,15 @@ def _way(
     return Way(recomputed, facts, found, advice)
 
 
-def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDeepSpeed) -> Source:
+def _source(settings: EstimateSettings) -> Source:
     """The user's script, or the one of ours that trains the model of a configuration."""
     if settings.hf_config is None:
         source = sources.read(settings)
-        was_known = source.config_known
-        if was_known:
-            deepspeed.check(source.experiment, source.program)
+        if source.start_known and source.config_known:
+            return source
+        if source.config_known:
+            with InstalledDeepSpeed() as deepspeed:
+                deepspeed.check(source.experiment, source.program)
         source = source.with_known_start(survey.TIMEOUT_S)
         if source.program.needs_command:
             raise UserInputError(
@@ -260,10 +261,7 @@ def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDe
                 where="command",
                 hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
             )
-        source = source.with_known_config([Host(machine)], 1, survey.TIMEOUT_S)
-        if not was_known:
-            deepspeed.check(source.experiment, source.program)
-        return source
+        return source.with_known_config([Host(find_machine())], 1, survey.TIMEOUT_S)
     path = hf_config.find(settings.hf_config)
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:
@@ -280,7 +278,6 @@ def _source(settings: EstimateSettings, machine: Machine, deepspeed: InstalledDe
     usual = hf_config.ds_config(settings.dtype, OPTIMIZERS[settings.optimizer])
     config = ds_config.merge(usual, own)
     experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
-    deepspeed.check(experiment, program)
     return Source(experiment, program, is_command=True)
 
 

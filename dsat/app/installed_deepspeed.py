@@ -56,6 +56,11 @@ class InstalledDeepSpeed:
             self._process.wait()
         self._errors.close()
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether what it says is known, or that it says nothing; otherwise that takes a while."""
+        return self._process is None or self._process.poll() is not None
+
     @functools.cached_property
     def schema(self) -> Schema | None:
         """What it accepts; None if there is no DeepSpeed, or it cannot be asked."""

@@ -110,7 +110,7 @@ def run(folder: Path) -> NoReturn:
     meter: list[Meter] = []
     engines: list[Any] = []  # what tells the script's own errors from a configuration's
     socket = spec.simulation_socket
-    simulations = None if socket is None else server.SimulationServer(Path(socket))
+    simulations = None if socket is None else server.SimulationServer(Path(socket), folder)
     doing = Doing(folder / DOING_FILE if rank == 0 else None)
     try:
         if "deepspeed" not in sys.modules:

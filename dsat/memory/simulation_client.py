@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate, as_simulated
+from dsat.memory.remembered_script import RememberedScript, ScriptModel
 from dsat.values.files import write_atomically
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
@@ -48,13 +49,16 @@ class Simulator:
     """Memory of configurations of one script, simulated where possible.
 
     The script is started at the first question, because only it can tell what its model is, and
-    goes on until the simulator is closed. Used as a context manager.
+    goes on until the simulator is closed; it is not where it has been asked everything before, and
+    nothing has changed since. Used as a context manager.
 
     Args:
         engine: runs the script.
         as_cpu: trials run on a CPU.
         cache: folder of the answers; they are found by what they depend on.
         script_args: switches of the script.
+        start: all that tells this way of starting the script from any other, as JSON; None: the
+            script is always started. Only of use with a cache.
         timeout_s: for the script to reach its first step, and for each simulation.
     """
 
@@ -65,9 +69,16 @@ class Simulator:
         as_cpu: bool,
         cache: Path | None = None,
         script_args: Mapping[str, Any] | None = None,
+        start: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
         self._engine = engine
+        self._model: ScriptModel | None = None
+        self._remembered_script = None
+        if cache is not None and start is not None:
+            of_start = {**start, "script_args": dict(script_args or {}), "versions": _versions()}
+            self._remembered_script = RememberedScript(cache, of_start)
+            self._model = self._remembered_script.find()
         self._facts: ModelFacts | None = None
         self._recompute: bool | None = None
         self._recomputes = False
@@ -135,7 +146,7 @@ class Simulator:
         """
         peaks = self._activations(config)
         self._facts = ModelFacts(
-            **self._connected().sizes,
+            **self._script_model().sizes,
             forward_bytes_per_sample=peaks["forward"],
             backward_bytes_per_sample=peaks["backward"],
             first_gradient_bytes_per_sample=peaks["first_gradient"],
@@ -180,7 +191,7 @@ class Simulator:
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        return self._connected().sequence_length
+        return self._script_model().sequence_length
 
     def prepare(self, questions: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
         """Simulates side by side what will be asked for one by one.
@@ -225,6 +236,23 @@ class Simulator:
         Raises:
             SimulationUnavailable: the script cannot be asked.
         """
+        unknown = self._unknown(questions)
+        if unknown and self._connection is None:
+            self._connected()
+            unknown = self._unknown(questions)  # the script may be another than was remembered
+        if not unknown:
+            return
+        try:
+            answers = self._connected().ask(list(unknown.values()), self._timeout_s + _PATIENCE_S)
+        except SimulationUnavailable as error:
+            self._problem = str(error)
+            raise
+        for key, answer in zip(unknown, answers, strict=True):
+            self._answers[key] = answer
+            self._remember(key, answer)
+
+    def _unknown(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Those of which no answer is known, by their keys; makes known what is in the cache."""
         unknown = {}
         for question in questions:
             key = self._key(question)
@@ -235,14 +263,15 @@ class Simulator:
                 unknown[key] = {**question, "timeout_s": self._timeout_s}
             else:
                 self._answers[key] = answer
-        try:
-            answers = self._connected().ask(list(unknown.values()), self._timeout_s + _PATIENCE_S)
-        except SimulationUnavailable as error:
-            self._problem = str(error)
-            raise
-        for key, answer in zip(unknown, answers, strict=True):
-            self._answers[key] = answer
-            self._remember(key, answer)
+        return unknown
+
+    def _script_model(self) -> ScriptModel:
+        if self._problem:
+            raise SimulationUnavailable(self._problem)
+        if self._model is None:
+            self._connected()
+        assert self._model is not None
+        return self._model
 
     def _connected(self) -> _Connection:
         if self._problem:
@@ -254,15 +283,18 @@ class Simulator:
                 self._problem = str(error)
                 self._engine.stop_simulation_server()
                 raise
+            self._model = self._connection.model
+            if self._remembered_script is not None:
+                self._remembered_script.keep(self._model)
         return self._connection
 
     # -- the cache
 
     def _key(self, question: Mapping[str, Any]) -> str:
         content = {
-            "model": self._connected().model,
+            "model": self._script_model().description,
             "script_args": self._script_args,
-            "versions": {name: version(name) for name in _VERSIONS},
+            "versions": _versions(),
             "question": question,
         }
         text = json.dumps(content, sort_keys=True, default=str)
@@ -289,10 +321,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
         self._stream = connection.makefile(encoding="utf-8", newline="\n")
-        hello = self._receive(timeout_s)
-        self.model: list[Any] = hello["model"]
-        self.sizes: dict[str, int] = hello["sizes"]
-        self.sequence_length: int | None = hello["sequence_length"]
+        self.model = ScriptModel.from_json(self._receive(timeout_s))
 
     def ask(self, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
         """The answers, in the order of the requests.
@@ -322,6 +351,10 @@ class _Connection:
     def close(self) -> None:
         self._stream.close()
         self._socket.close()
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _VERSIONS}
 
 
 def _explained(message: str) -> str:

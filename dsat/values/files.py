@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # What a run writes may hold what its scripts are given, passwords among them.
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
@@ -46,6 +46,14 @@ def write_atomically(path: Path, text: str) -> None:
         error.filename, error.filename2 = str(path), None
         raise
     sync_folder(path.parent)
+
+
+def stamp(path: str) -> list[Any]:
+    """A file's path, time of change in ns and size, both None if it is not there; as JSON."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return [path, found.st_mtime_ns, found.st_size]
+    return [path, None, None]
 
 
 def open_private(path: Path) -> TextIO:

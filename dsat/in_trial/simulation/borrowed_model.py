@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat.in_trial import config_injection
 from dsat.in_trial.simulation import script_key
+from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
 from dsat.in_trial.simulation.recomputation import Recomputation
@@ -66,6 +66,7 @@ class BorrowedModel:
         self._config = config
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
+        self._on_host: dict[int, torch.Tensor] = {}
 
     def engine_for_the_script(self) -> Any:
         """DeepSpeed's engine of stage 0 with a simple optimizer, on fake parameters.
@@ -121,6 +122,12 @@ class BorrowedModel:
     def _later(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
+    def keep_integers(self, args: Any, kwargs: Any) -> None:
+        """Copies what the batch has of them on a device, which a forked process cannot read."""
+        for tensor in tensors_in([args, dict(kwargs)]):
+            if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
+                self._on_host[id(tensor)] = tensor.cpu()
+
     def description(self, args: Any, kwargs: Any) -> list[Any]:
         """All of the script, its model and its batch that memory depends on, as JSON."""
         batch = [[list(t.shape), str(t.dtype)] for t in tensors_in([args, dict(kwargs)])]
@@ -171,6 +178,7 @@ class BorrowedModel:
             snapshot=self._snapshot,
             micro_batch=micro_batch,
             packed_length=packed_length,
+            on_host=self._on_host,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
@@ -196,7 +204,7 @@ class BorrowedModel:
         def script_step(*_: Any, **__: Any) -> None:
             finish()
 
-        outputs = engine(*args, **kwargs)
+        outputs = simulation.forward(args, kwargs)
         self._follow(engine, script_backward, script_step)
         # The script's engine, which it may hold in many places, becomes the candidate's.
         object.__setattr__(self._engine, "__dict__", engine.__dict__)
@@ -270,7 +278,7 @@ def _on_fake_cpu() -> Iterator[None]:
     real_accelerator.ds_accelerator = accelerator = CPU_Accelerator()
     accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
     try:
-        with for_fake_cpu(), FakeTensorMode(allow_non_fake_inputs=True), StorageTracker("cpu"):
+        with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
             yield
     finally:
         real_accelerator.ds_accelerator = before

@@ -63,6 +63,8 @@ class _OnCpu(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if func is torch.device and torch.cuda.is_available():  # see `pretend`
+            return func(*args, **(kwargs or {}))
         args = tuple(renamed(value, "cpu") for value in args)
         kwargs = {key: renamed(value, "cpu") for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
@@ -93,7 +95,10 @@ def stand_in() -> None:
 
 
 def pretend() -> None:
-    """Says that there is CUDA, for scripts that cannot do without; for the rest of the process."""
+    """Says that there is CUDA, for scripts that cannot do without; for the rest of the process.
+
+    A `torch.device` is then what it is called, and only what is put there is the CPU's.
+    """
     torch.cuda.is_available = lambda: True
 
 

@@ -22,6 +22,7 @@ from dsat.in_trial.simulation import named_cuda
 from dsat.in_trial.simulation.attention import attention
 from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
+from dsat.in_trial.simulation.fake_quantizer import QuantizerBuilder
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 
 aten = torch.ops.aten
@@ -113,6 +114,8 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     # A fake mode would first make a real tensor to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
     _remove_operators()
+    if device_type == DEVICE_TYPE:
+        importlib.import_module("deepspeed.ops.op_builder").QuantizerBuilder = QuantizerBuilder  # type: ignore[attr-defined]
     # They compare values, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")

@@ -45,6 +45,7 @@ from typing import Any, NoReturn
 
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.simulation.files_read import FilesRead
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
@@ -68,10 +69,13 @@ class SimulationServer:
 
     Args:
         address: path of the socket where whoever wants simulations listens.
+        folder: of this process's own files.
     """
 
-    def __init__(self, address: Path) -> None:
+    def __init__(self, address: Path, folder: Path) -> None:
         self._address = address
+        self._folder = folder
+        self._files: FilesRead | None = None
         self._answer: int | None = None
         self._fakes: Any = None
         self._undo = contextlib.ExitStack()
@@ -88,6 +92,7 @@ class SimulationServer:
         import deepspeed
         import torch.distributed
 
+        self._files = FilesRead(without=self._folder)
         self._initialize = deepspeed.initialize
         original = torch.distributed.init_process_group
 
@@ -166,10 +171,12 @@ class SimulationServer:
         self._undo.close()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
+            model.keep_integers(args, kwargs)
             hello = {
                 "model": model.description(args, kwargs),
                 "sizes": model.sizes(),
                 "sequence_length": model.sequence_length(args, kwargs),
+                "files": None if self._files is None else self._files.stamps(),
             }
             connection.sendall(json.dumps(hello).encode() + b"\n")
             queue = _Queue(connection)

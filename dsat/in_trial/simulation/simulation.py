@@ -7,15 +7,16 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsat.in_trial.simulation import fake_device, patches
 from dsat.in_trial.simulation.autocast import Autocast
+from dsat.in_trial.simulation.fake_parameters import is_scripts
+from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import (
     Initialize,
     ModuleSnapshot,
@@ -60,6 +61,7 @@ class Captured:
         dtype: of the parameters that the script saw when it made the batch.
         packed_length: of the one row in which the samples lie one behind the other; 0 if each has a
             row of its own.
+        on_host: copies of integers that it has on another device, by the `id` of each.
     """
 
     initialize: Initialize
@@ -68,6 +70,7 @@ class Captured:
     micro_batch: int
     dtype: torch.dtype
     packed_length: int = 0
+    on_host: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def shape_with(self, micro_batch: int, shape: Sequence[int]) -> list[int]:
         """What a shape of the batch becomes with another micro batch."""
@@ -76,6 +79,14 @@ class Captured:
             return [grown if size == self.packed_length else size for size in shape]
         samples, rest = divmod(shape[0], self.micro_batch)
         return [shape[0] if rest else samples * micro_batch, *shape[1:]]
+
+    def with_samples(self, micro_batch: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the batch with another micro batch: its samples over and over again."""
+        shape = self.shape_with(micro_batch, tensor.shape)
+        for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+            if own != wanted:
+                tensor = tensor.index_select(dim, torch.arange(wanted) % own)
+        return tensor
 
 
 class _FakeDevice:
@@ -97,8 +108,9 @@ class _FakeDevice:
         self.tracker = StorageTracker(
             self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
         )
+        self._values = ValuesMode()
         self._modes = (
-            FakeTensorMode(allow_non_fake_inputs=True),
+            self._values,
             self.tracker,
             patches.FunctionRules(self._adopt, as_cpu=candidate.as_cpu),
         )
@@ -132,12 +144,16 @@ class _FakeDevice:
             return known[1]
         if tensor.dim() == 0:
             return tensor
-        shape = self._captured.shape_with(self._candidate.micro_batch, tensor.shape)
+        micro_batch = self._candidate.micro_batch
+        shape = self._captured.shape_with(micro_batch, tensor.shape)
         dtype = tensor.dtype
         if dtype.is_floating_point and dtype == self._captured.dtype:
             dtype = self._dtype
         fake = torch.empty(shape, dtype=dtype, device=self._device)
         self._adopted[id(tensor)] = tensor, fake
+        real = self._captured.on_host.get(id(tensor), tensor)
+        if real.device.type == "cpu" and not (is_scripts(real) or dtype.is_floating_point):
+            self._values.know(fake, lambda: self._captured.with_samples(micro_batch, real))
         return fake
 
 
@@ -153,6 +169,7 @@ class Simulation(_FakeDevice):
         super().__init__(captured, candidate)
         self.engine = self._make_engine()
         self._dtype = next(self.engine.module.parameters()).dtype
+        self._own_forward = vars(self.engine.module).get("forward")
 
     def _make_engine(self) -> Any:
         captured = self._captured
@@ -198,7 +215,7 @@ class Simulation(_FakeDevice):
         for micro_step in range(2 * gas - 1):
             steady = micro_step >= gas
             tracker.begin("forward" if steady else "warm-up")
-            loss = _some_loss(engine(*args, **kwargs))
+            loss = _some_loss(self.forward(args, kwargs))
             if steady:
                 tracker.begin("backward")
             engine.backward(loss)
@@ -209,6 +226,12 @@ class Simulation(_FakeDevice):
         gc.collect()
         tracker.forget_counts()
         tracker.begin("forward")
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The engine's forward pass."""
+        if self._own_forward is not None:  # Lightning puts one there, for a single call
+            vars(self.engine.module)["forward"] = self._own_forward
+        return self.engine(*args, **kwargs)
 
     def result(self) -> MemoryEstimate:
         """What the tracker saw."""

@@ -27,7 +27,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
 
 with open(args.deepspeed_config) as file:
     config = json.load(file)
-config.pop("optimizer", None)
+for key in ("optimizer", "gradient_accumulation_steps"):  # which are Lightning's to set
+    config.pop(key, None)
 strategy = DeepSpeedStrategy(config=config)
 trainer = lightning.Trainer(
     accelerator="gpu",  # the strategy insists on it

@@ -1,0 +1,84 @@
+"""An engine for simulations alone, made when it is needed: its imports take seconds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dsat.app.source import Source
+from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine
+from dsat.values.trial import TrialOptions
+
+
+class SimulationEngine:
+    """Runs a script for simulations, on this machine.
+
+    Args:
+        source: the script and its configuration.
+        timeout_s: for it to come to its first step.
+
+    Attributes:
+        log: of the script.
+    """
+
+    def __init__(self, source: Source, timeout_s: float) -> None:
+        self._source = source
+        self._timeout_s = timeout_s
+        self._engine: LocalEngine | None = None
+        self.folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "simulation" / "stderr.log"
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """All that tells this way of starting the script from any other, as JSON."""
+        experiment = self._source.experiment
+        return {
+            "program": asdict(self._source.program),
+            "config": experiment.config,
+            "hparams": experiment.hparams,
+            "ds_config": experiment.base_config,
+            "model_dir": str(experiment.model_dir.resolve()),
+            "includes": [str(path.resolve()) for path in experiment.includes],
+            "env": experiment.env,
+            "arg_mappings": experiment.arg_mappings,
+        }
+
+    def warm_up(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Imports what a script needs, if that has not been done yet.
+
+        Args:
+            meanwhile: called now and then; what it raises ends the imports.
+        """
+        if self._engine is None:
+            self._engine = LocalEngine(
+                self._source.experiment,
+                self._source.program,
+                [Host(find_machine())],
+                self.folder,
+                LocalOptions(TrialOptions(timeout_s=self._timeout_s)),
+                slots_per_trial=1,
+                meanwhile=meanwhile,
+            )
+
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        self.warm_up()
+        assert self._engine is not None
+        return self._engine.start_simulation_server(address, script_args)
+
+    def has_simulation_server(self) -> bool:
+        return self._engine is not None and self._engine.has_simulation_server()
+
+    def stop_simulation_server(self) -> None:
+        if self._engine is not None:
+            self._engine.stop_simulation_server()
+
+    def close(self) -> None:
+        """Ends whatever runs; the folder stays."""
+        if self._engine is not None:
+            self._engine.close()

@@ -1,0 +1,181 @@
+"""Fake tensors whose values are known: small integers, such as tokens, masks and sizes of images.
+
+Models compare and count these, index with them, and have shapes that depend on them. Every operator
+whose arguments are known is run for real too, on the CPU, beside its fake run; what it gives is
+known again. Views of a real tensor are views of it, so what is written in place is known as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dsat.in_trial.simulation.fake_parameters import value_of
+
+aten = torch.ops.aten
+_MOST_INTEGERS = 2**22
+_MOST_FLOATS = 2**12  # positions in an image, say; no activations
+_REAL = "_dsat_real"  # attribute of a fake tensor: the real one
+
+
+class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode of fake tensors some of which have values.
+
+    Where a value is asked for that is not known, there is one of the right type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+
+    def know(self, fake: torch.Tensor, values: Callable[[], torch.Tensor]) -> None:
+        """Gives a fake tensor of this mode its values, unless there are too many.
+
+        Args:
+            values: makes a real tensor of the same shape and type on the CPU.
+        """
+        if _is_small(fake):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                setattr(fake, _REAL, values())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_known = self._is_known(func, args, kwargs)
+        if func in (aten._local_scalar_dense.default, aten.equal.default):
+            if is_known:
+                return self._run(func, args, kwargs)
+            return True if func is aten.equal.default else value_of(args[0].dtype)
+        if func is aten.masked_select.default and self._real(args[1]) is not None:
+            with self:
+                tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+                return tensor[mask]
+        if not is_known:
+            self._forget_written(func, args, kwargs)
+            return super().__torch_dispatch__(func, types, tuple(args), kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return self._of_real(self._run(func, args, kwargs), _device(args))
+        out = super().__torch_dispatch__(func, types, tuple(args), kwargs)
+        if self._may_be_known(out, has_inputs=_has_any((*args, *kwargs.values()))):
+            self._add_values(out, func, args, kwargs)
+        else:
+            self._forget_written(func, args, kwargs)
+        return out
+
+    # -- which are known
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor; None if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            is_there = tensor.device.type == "cpu" and _is_small(tensor)
+            return tensor.detach() if is_there else None
+        real: torch.Tensor | None = getattr(tensor, _REAL, None)
+        if real is None or real.untyped_storage() in self._unknown:
+            return None
+        return real
+
+    def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether all that an operator reads is known, and no collective makes something of it."""
+        if func.namespace not in ("aten", "prims"):
+            return False
+        inputs = _tensors((*args, *kwargs.values()))
+        return all(self._real(tensor) is not None for tensor in inputs)
+
+    @staticmethod
+    def _may_be_known(out: Any, *, has_inputs: bool) -> bool:
+        fakes = [part for part in _tensors([out]) if isinstance(part, FakeTensor)]
+        integers = not any(fake.dtype.is_floating_point for fake in fakes)
+        return bool(fakes) and all(map(_is_small, fakes)) and (has_inputs or integers)
+
+    def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What an operator writes into is not known any more, nor are its views."""
+        if not func._schema.is_mutable:
+            return
+        written = [
+            kwargs.get(argument.name) if argument.kwarg_only else part
+            for argument, part in zip(
+                func._schema.arguments,
+                (*args, *[None] * (len(func._schema.arguments) - len(args))),
+                strict=True,
+            )
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in _tensors(written):
+            real = getattr(tensor, _REAL, None)
+            if real is not None:
+                self._unknown.add(real.untyped_storage())
+
+    # -- the real run
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return func(*self._as_real(args), **self._as_real(kwargs))
+
+    def _as_real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._real(value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            return [self._as_real(part) for part in value]
+        if isinstance(value, Mapping):
+            return {key: self._as_real(part) for key, part in value.items()}
+        return value
+
+    def _add_values(
+        self, out: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        try:
+            real = self._run(func, args, kwargs)
+        except Exception as error:  # of an operator that the CPU has not got, say
+            logging.getLogger(__name__).debug("%s: %s", func, error)
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, values in zip(_tensors([out]), _tensors([real]), strict=True):
+            if isinstance(fake, FakeTensor):
+                setattr(fake, _REAL, values)
+
+    def _of_real(self, value: Any, device: torch.device) -> Any:
+        """Fake tensors for real ones, whose shapes only values tell."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._of_real(part, device) for part in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        with self:
+            fake = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+        setattr(fake, _REAL, value)
+        return fake
+
+
+def _has_any(values: Iterable[Any]) -> bool:
+    return next(_tensors(values), None) is not None
+
+
+def _device(args: Iterable[Any]) -> torch.device:
+    return next(tensor.device for tensor in _tensors(args))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    most = _MOST_FLOATS if tensor.dtype.is_floating_point else _MOST_INTEGERS
+    return tensor.numel() <= most and not tensor.dtype.is_complex
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
