@@ -41,12 +41,14 @@ browser:
 test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster'
 
-# Real Slurm daemons, several nodes on this machine, and an ssh server; Debian's packages have them.
+# Real daemons of Slurm and Ray, several nodes on this machine, and an ssh server. Debian's packages
+# have the others; Ray's jobs need its dashboard.
 CLUSTER := slurmctld slurmd slurm-client openssh-client openssh-server
 test-cluster: setup
 	@{ command -v slurmctld && command -v sshd; } >/dev/null || { apt-get update -qq && \
 		apt-get install -qq -y --no-install-recommends $(CLUSTER) >/dev/null; } || \
 		{ echo "make test-cluster needs Slurm and sshd: install $(CLUSTER)"; exit 1; }
+	$(PY) -m pip install --quiet 'ray[default]>=2.40'
 	$(PY) -m pytest -m cluster
 
 # The documentation as a site in build/site.

@@ -17,7 +17,7 @@ from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
-from dsat.app.prepare import Prepared, prepare
+from dsat.app.prepare import Prepared, prepared
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import DsatError, SearchFailed, UserInputError
@@ -152,7 +152,8 @@ def tune(
             return _tune_on_cluster(settings, choice)
         if slurm_submission.is_wanted(settings):
             return _tune_in_job(settings)
-        return _tune_here(prepare(settings), list(callbacks))
+        with prepared(settings) as runs:
+            return _tune_here(runs, list(callbacks))
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise DsatError(f"{name}{error.strerror or error}") from error

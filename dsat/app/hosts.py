@@ -1,15 +1,16 @@
-"""On which hosts trials run: this machine, those of a hostfile, or all nodes of the Slurm
-allocation around it."""
+"""On which hosts trials run: this machine, those of a hostfile, all nodes of the Slurm allocation
+around it, or what is free of a Ray cluster."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dsat.engines import ssh
 from dsat.engines.local import Host, find_machine, find_machines
+from dsat.engines.ray import Reservation, Wish, is_job
 from dsat.engines.slurm import Allocation
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
@@ -24,22 +25,35 @@ def find_hosts(
     num_nodes: int | None = None,
     program: Entrypoint | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    *,
+    gpus_per_node: str | None = None,
+    ray_address: str | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts where trials run.
+    """The hosts where trials run, for whoever releases them in the end.
 
     Args:
-        engine: `slurm` for the nodes of the allocation; `auto` for the machines that the program's
-            launcher is given, or else for these nodes if there is more than one.
-        num_nodes: so many are expected in the allocation, if anything is.
+        engine: `slurm` for the nodes of the allocation; `ray` for what is free of the cluster;
+            `auto` for the machines that the program's launcher is given, or else for the cluster
+            whose job this is, or for the allocation's nodes if there is more than one.
+        num_nodes: so many are expected in the allocation, or wanted of the cluster, if anything is.
         program: what is run.
-        meanwhile: called now and then while this machine is looked at; what it raises ends that.
+        meanwhile: called now and then while hosts are looked for; what it raises ends that.
+        gpus_per_node: of a Ray cluster; None for as many as are free.
+        ray_address: of the cluster; None for the one that Ray finds.
 
     Raises:
         UserInputError: there is no allocation, or hosts are not equal, or cannot be reached.
-        EngineError: the accelerators of a host cannot be found.
+        EngineError: the accelerators of a host cannot be found, or Ray gives nothing.
     """
     if engine == "auto" and program is not None and program.hosts:
         return _of_hostfile(dict(program.hosts), program.ssh_port)
+    if engine == "ray" or (engine == "auto" and is_job(os.environ)):
+        why = (
+            ""
+            if engine == "ray"
+            else ": this is a Ray job (--engine local takes its machine alone)"
+        )
+        return _of_ray(ray_address, Wish.of(num_nodes, gpus_per_node), why, meanwhile)
     allocation = Allocation.of(os.environ) if engine in ("auto", "slurm") else None
     if engine == "slurm" and allocation is None:
         raise UserInputError(
@@ -72,6 +86,46 @@ def find_hosts(
     ]
     check_equal(hosts)
     return tuple(hosts)
+
+
+def _of_ray(
+    address: str | None, wish: Wish, why: str, meanwhile: Callable[[], None]
+) -> tuple[Host, ...]:
+    """What is free of a cluster, reserved."""
+    given = address or os.environ.get("RAY_ADDRESS", "")
+    if given.startswith("ray://"):
+        raise UserInputError(
+            f"{given} is for Ray Client, from outside of a cluster",
+            where="--engine ray",
+            hint="Start dsat on a node of it, or as a job: ray job submit -- python3 -m dsat ...",
+        )
+    reserved = Reservation(address, wish, say=_log.info, meanwhile=meanwhile)
+    try:
+        _log.info("tuning on what Ray has free, %s%s", reserved.text, why)
+        prefixes = {node.name: node.prefix for node in reserved.nodes}
+        machines = find_machines(prefixes, meanwhile)
+        hosts = [
+            Host(
+                machine,
+                node.name,
+                node.prefix,
+                node.address,
+                is_here=node.is_here,
+                release=reserved.end,
+            )
+            for node, machine in zip(reserved.nodes, machines, strict=True)
+        ]
+        check_equal(hosts)
+    except BaseException:
+        reserved.end()
+        raise
+    return tuple(hosts)
+
+
+def release(hosts: Iterable[Host]) -> None:
+    """Gives back what was reserved for trials; does nothing twice."""
+    for host in hosts:
+        host.release()
 
 
 def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> tuple[Host, ...]:

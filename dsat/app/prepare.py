@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
 from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
-from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only
+from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only, release
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
@@ -68,6 +69,17 @@ class Prepared:
         }
 
 
+@contextlib.contextmanager
+def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[list[Prepared]]:
+    """What `prepare` returns; what was reserved of hosts is given back afterwards."""
+    runs = prepare(settings, argv)
+    try:
+        yield runs
+    finally:
+        for ready in runs:
+            release(ready.hosts)
+
+
 def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepared]:
     """Reads and checks everything the user gave.
 
@@ -116,7 +128,34 @@ def _prepared(
         # Before the devices are looked at: what is wrong with the command is shown at once.
         source = source.with_known_start(settings.trial_timeout_s)
     with slow.told(_log, "looking at the accelerators"):
-        hosts = find_hosts(settings.engine, settings.nodes, source.program, *check)
+        hosts = find_hosts(
+            settings.engine,
+            settings.nodes,
+            source.program,
+            *check,
+            gpus_per_node=settings.gpus_per_node,
+            ray_address=settings.ray_address,
+        )
+    try:
+        return _prepared_on(
+            hosts, settings, argv, source, deepspeed, first_look, was_known=was_known
+        )
+    except BaseException:
+        release(hosts)
+        raise
+
+
+def _prepared_on(
+    hosts: tuple[Host, ...],
+    settings: Settings,
+    argv: Sequence[str] | None,
+    source: Source,
+    deepspeed: InstalledDeepSpeed,
+    first_look: FirstLook | None,
+    *,
+    was_known: bool,
+) -> list[Prepared]:
+    check = [] if first_look is None else [first_look.check]
     hosts = only(hosts, source.program.devices, source.program.not_devices)
     machine = hosts[0].machine
     if was_known:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from dsat.app import estimate, local, past_runs, slurm_submission, watch
-from dsat.app.prepare import Prepared, prepare
+from dsat.app.prepare import Prepared, prepared
 from dsat.cli import output, settings_from_argv, streams
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from dsat.cli.look import look
@@ -101,21 +101,21 @@ def _tune_in_job(settings: Settings) -> int:
 
 
 def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
-    runs = prepare(settings, argv)
-    if settings.dry_run:
+    with prepared(settings, argv) as runs:
+        if settings.dry_run:
+            for ready in runs:
+                output.print_plan(ready)
+            return EXIT_OK
+        done, status = [], EXIT_OK
         for ready in runs:
-            output.print_plan(ready)
-        return EXIT_OK
-    done, status = [], EXIT_OK
-    for ready in runs:
-        search, ended = _search(ready, view)
-        done.append(search)
-        status = max(status, ended)
-    if len(runs) > 1:
-        for search in local.compare(done):
-            slots = search.ready.plan.slots_per_trial
-            print(f"{slots} slots: {verdict(search.run)[0]}")
-    return status
+            search, ended = _search(ready, view)
+            done.append(search)
+            status = max(status, ended)
+        if len(runs) > 1:
+            for search in local.compare(done):
+                slots = search.ready.plan.slots_per_trial
+                print(f"{slots} slots: {verdict(search.run)[0]}")
+        return status
 
 
 def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:

@@ -29,12 +29,12 @@ def choose(engine: str, env: Mapping[str, str], logins: Mapping[str, str], *, fi
     """Decides by the option, then by what is configured.
 
     Args:
-        engine: `auto`, `local`, `slurm` or `determined`.
+        engine: `auto`, `local`, `slurm`, `ray` or `determined`.
         env: environment variables.
         logins: users by the master that they are logged in to (`logins_of`).
         fits: whether the command can be one for a cluster.
     """
-    if engine in ("local", "slurm"):
+    if engine in ("local", "slurm", "ray"):
         return Choice(None, f"--engine {engine}")
     configured = _configured(env, logins)
     if engine == "determined":

@@ -41,9 +41,18 @@ ESTIMATE = "estimate"
 # By what users call them, the names that DeepSpeed knows.
 OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
 SLURM = "slurm"
-ENGINES = ("auto", "local", SLURM, "determined")
+RAY = "ray"
+ENGINES = ("auto", "local", SLURM, RAY, "determined")
 # Settings of a job that is submitted to Slurm.
 OF_SLURM_JOB = ("nodes", "gpus_per_node", "time", "sbatch_options")
+# Engines that a setting is for, where it is not for all.
+_GOES_WITH = {
+    "nodes": (SLURM, RAY),
+    "gpus_per_node": (SLURM, RAY),
+    "time": (SLURM,),
+    "sbatch_options": (SLURM,),
+    "ray_address": (RAY,),
+}
 RAMPED = ("model", "asha", "binary", "random")  # searches of the micro batch without an order
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
@@ -309,10 +318,18 @@ class Settings(Target):
         choices=ENGINES,
         default="auto",
         group=Group.RUNNING,
-        help="where trials run: on this machine, on the nodes of a Slurm allocation, or on a "
-        "Determined cluster (auto: there if DET_MASTER is set or `det user login` was used, else "
-        "on the nodes if dsat runs in an allocation of several). In front of an allocation, slurm "
-        "submits a job and follows it",
+        help="where trials run: on this machine, on the nodes of a Slurm allocation or of a Ray "
+        "cluster, or on a Determined cluster (auto: there if DET_MASTER is set or `det user login` "
+        "was used, else on the nodes if dsat runs in a Ray job or in an allocation of several). In "
+        "front of an allocation, slurm submits a job and follows it",
+    )
+    ray_address: str | None = option(
+        "--ray-address",
+        kind=WORD,
+        metavar="ADDRESS",
+        group=Group.RUNNING,
+        help="with --engine ray: of the cluster (default: as Ray finds it, by RAY_ADDRESS or on "
+        "this machine)",
     )
     run_dir: Path | None = option(
         "--run-dir",
@@ -418,14 +435,14 @@ class Settings(Target):
         kind=at_least(1),
         metavar="N",
         group=Group.JOB,
-        help="with --engine slurm: nodes of the job",
+        help="with --engine slurm: nodes of the job; with --engine ray: that many nodes",
     )
     gpus_per_node: str | None = option(
         "--gpus-per-node",
         kind=WORD,
         metavar="[TYPE:]N",
         group=Group.JOB,
-        help="with --engine slurm: GPUs of each node",
+        help="with --engine slurm or ray: GPUs of each node",
     )
     time: str | None = option(
         "--time",
@@ -457,9 +474,9 @@ class Settings(Target):
                 "steps from --start-profile-step to --end-profile-step"
             )
         for own in options_of(Settings):
-            of_slurm = own.name in OF_SLURM_JOB and getattr(self, own.name) is not None
-            if of_slurm and self.engine != SLURM:
-                raise UserInputError(f"{own.flags[-1]} goes with --engine slurm")
+            engines = _GOES_WITH.get(own.name)
+            if engines and getattr(self, own.name) is not None and self.engine not in engines:
+                raise UserInputError(f"{own.flags[-1]} goes with --engine {' or '.join(engines)}")
         both = set(self.tune) & set(self.fix)
         if both:
             raise UserInputError(

@@ -48,6 +48,7 @@ COMMON: dict[str, Any] = {
     "trial_timeout_s": 1800.0,
     "slot_memory_bytes": None,
     "engine": "auto",
+    "ray_address": None,
     "memory_model": "simulation",
     "cold": False,
     "finals": None,

@@ -41,7 +41,7 @@ def test_a_bug_is_called_a_bug(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom dsat.cli import main\n"
         "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"
-        "main.prepare = fails\n"
+        "main.prepared = fails\n"
         "main.submit.where = lambda settings: type('C', (), {'master': None})\n"
         "sys.exit(main.main(['asha', 'a.yaml', '.']))"
     )

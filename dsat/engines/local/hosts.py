@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.loopback import ADDRESS, is_loopback
+
+
+def _nothing() -> None:
+    """There is nothing to give back."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,7 @@ class Host:
         prefix: what goes before a command so that it runs there; nothing where that is here.
         address: by which ranks on other hosts reach it.
         is_here: whether it is the one that this process runs on.
+        release: gives back what of it was reserved, when no more is run there.
     """
 
     machine: Machine
@@ -25,6 +31,7 @@ class Host:
     prefix: tuple[str, ...] = ()
     address: str = ADDRESS
     is_here: bool = True
+    release: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
 
     @property
     def is_loopback(self) -> bool:

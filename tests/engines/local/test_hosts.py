@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dsat.engines import Engine
-from dsat.engines.local import Host, LocalEngine, Machine, heartbeats
+from dsat.engines.local import Host, Machine, heartbeats
 from dsat.engines.local.slots import Slots
 from dsat.errors import EngineError
 from dsat.in_trial import loopback
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial
-from testing.engine_contract import Behaviour, EngineContract
+from testing.hosts_contract import HostsContract
 from testing.local import (
     PATIENCE_S,
     Bench,
@@ -129,46 +126,14 @@ def test_the_interface_to_an_address_is_found() -> None:
 # -- trials
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalEngine]]:
-    """Engines that tests of the contract use one after the other."""
-    engines: list[LocalEngine] = []
-    yield engines
-    for engine in engines:
-        engine.close()
-
-
 @pytest.mark.slow
-class TestEngineOverTwoHosts(EngineContract):
-    """With a slot each; one engine for all tests that do not close it."""
+class TestEngineOverTwoHosts(HostsContract):
+    """Both of them this machine."""
 
-    _tests = itertools.count(1)
-
-    @pytest.fixture(autouse=True)
-    def _in_a_folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self.folder = tmp_path_factory.mktemp("hosts")
-        self.first_id = 100 * next(self._tests)
-
-    def make(self, num_slots: int) -> Engine:
-        return engine_of("behaviours", self.folder, hosts=hosts_here(num_slots, imported=True))
-
-    @pytest.fixture
-    def engine(self, shared: list[LocalEngine]) -> Iterator[Engine]:
-        if not shared or shared[-1]._closed:
-            made = self.make(2)
-            assert isinstance(made, LocalEngine)
-            shared.append(made)
-        engine = shared[-1]
-        yield engine
-        for trial_id in list(engine._running):
-            engine.cancel(trial_id)
-        while engine._running:
-            engine.poll(self.patience_s)
-
-    def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
-        plain = super().trial(trial_id, behaviour)
-        zero = {"zero_optimization": {"stage": plain.stage}}
-        return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hosts(cls) -> Sequence[Host]:
+        return hosts_here(2, imported=True)
 
 
 @pytest.fixture(scope="module")

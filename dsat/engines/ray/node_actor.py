@@ -1,0 +1,183 @@
+"""What runs on each node: starts commands there, and hands their pipes on.
+
+Ray sends the class as it is, so that nodes need no dsat for it: only the standard library is used.
+The pipes of a command belong to this process alone. When Ray ends it, with its driver or the node's
+own daemon, the command's standard input ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Variables with which Ray tells a process its devices, by kind of accelerator.
+_OF_DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ONEAPI_DEVICE_SELECTOR",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+)
+_CHUNK = 1 << 16
+# Ray kills the children of a process of its that ends. A command is a grandchild: it ends in order,
+# with its standard input. Ray's processes have Ctrl-C blocked.
+_PARENT = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    what = sys.argv[1]
+    try:
+        os.chdir(what)
+        what = sys.argv[2]
+        os.execve(what, sys.argv[2:], os.environ)
+    except OSError as error:
+        os.write(2, f"{what} on {os.uname().nodename}: {error.strerror}\\n".encode())
+    os._exit(127)
+signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+for number in (0, 1, 2):
+    os.close(number)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+os._exit(status if status >= 0 else 128 - status)
+"""
+
+
+@dataclass
+class _Command:
+    """A command that goes on.
+
+    Attributes:
+        ended: readable when it has.
+        outputs: by where they are to go, 1 or 2.
+        writing: held by whoever uses its standard input.
+    """
+
+    process: subprocess.Popen[bytes]
+    ended: int
+    outputs: dict[int, int]
+    writing: threading.Lock
+
+
+class NodeActor:
+    """Runs commands on its node. Its methods are called from several threads.
+
+    Args:
+        cores: so many processor cores are for the commands; None for all.
+        cpu_only: none of the node's accelerators is.
+    """
+
+    def __init__(self, cores: int | None, cpu_only: bool) -> None:
+        self._commands: dict[int, _Command] = {}
+        self._numbers = itertools.count(1)
+        self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
+        if cpu_only:
+            self._env = {"DS_ACCELERATOR": "cpu"}
+        # Ray has its processes end first where memory runs out, and run last: commands inherit it.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("0")
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        own = sorted(os.sched_getaffinity(0))
+        if cores is not None and cores < len(own):
+            os.sched_setaffinity(0, own[:cores])
+
+    def where(self) -> tuple[str, str]:
+        """The node's number, Ray's, and its host's name."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), socket.gethostname()
+
+    def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
+        """Starts a command, with variables of which those that name devices are this node's.
+
+        Returns:
+            Its number, for the other methods.
+        """
+        others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-I", "-S", "-c", _PARENT, cwd, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**others, **self._env},
+        )
+        assert process.stdout is not None and process.stderr is not None
+        outputs = {1: process.stdout.fileno(), 2: process.stderr.fileno()}
+        number = next(self._numbers)
+        self._commands[number] = _Command(
+            process, os.pidfd_open(process.pid), outputs, threading.Lock()
+        )
+        return number
+
+    def write(self, number: int, data: bytes) -> None:
+        """Writes to a command's standard input; nothing if it reads no more."""
+        if number not in self._commands:
+            return
+        command = self._commands[number]
+        stdin = command.process.stdin
+        assert stdin is not None
+        with command.writing, contextlib.suppress(BrokenPipeError):
+            while data and not stdin.closed:
+                data = data[stdin.write(data) or 0 :]
+
+    def end(self, number: int) -> None:
+        """Ends a command's standard input."""
+        if number not in self._commands:
+            return
+        command = self._commands[number]
+        assert command.process.stdin is not None
+        with command.writing:
+            command.process.stdin.close()
+
+    def terminate(self, number: int) -> None:
+        """Sends a command SIGTERM, which one ignores that ends with its standard input."""
+        if number in self._commands:
+            self._commands[number].process.terminate()
+
+    def read(self, number: int) -> tuple[int, bytes] | int:
+        """What a command has written, after waiting for it.
+
+        Returns:
+            1 or 2 for where to, and what; or the exit status of a command that has ended.
+        """
+        command = self._commands[number]
+        ended = False
+        while True:
+            watched = [*command.outputs.values(), *([] if ended else [command.ended])]
+            # What others hold open that the command has left behind may never end.
+            ready, _, _ = select.select(watched, [], [], 0 if ended else None)
+            if command.ended in ready:
+                ended = True
+                continue
+            for target, output in list(command.outputs.items()):
+                if output not in ready:
+                    continue
+                data = os.read(output, _CHUNK)
+                if data:
+                    return target, data
+                del command.outputs[target]
+            if ended and not ready:
+                return self._status_of(number)
+
+    def _status_of(self, number: int) -> int:
+        command = self._commands.pop(number)
+        os.close(command.ended)
+        process = command.process
+        with command.writing:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+        return process.wait()

@@ -1,0 +1,59 @@
+"""The engine contract over hosts, of whatever kind, with a slot each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dsat.engines import Engine
+from dsat.engines.local import Host, LocalEngine
+from dsat.values.trial import Trial
+from testing.engine_contract import Behaviour, EngineContract
+from testing.local import engine_of
+
+
+class HostsContract(EngineContract):
+    """Inherit this in a class that pytest collects, with a fixture `hosts`: two, with a slot each.
+
+    One engine serves all tests that do not close it.
+    """
+
+    _tests = itertools.count(1)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engines(cls) -> Iterator[list[LocalEngine]]:
+        """All that were made; closed after the last test."""
+        made: list[LocalEngine] = []
+        yield made
+        for engine in made:
+            engine.close()
+
+    @pytest.fixture(autouse=True)
+    def _on_hosts(self, hosts: Sequence[Host], tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.hosts_now = hosts
+        self.folder = tmp_path_factory.mktemp("hosts")
+        self.first_id = 100 * next(self._tests)
+
+    def make(self, num_slots: int) -> LocalEngine:
+        assert num_slots == len(self.hosts_now)
+        return engine_of("behaviours", self.folder, hosts=self.hosts_now)
+
+    @pytest.fixture
+    def engine(self, engines: list[LocalEngine]) -> Iterator[Engine]:
+        if not engines or engines[-1]._closed:
+            engines.append(self.make(2))
+        engine = engines[-1]
+        yield engine
+        for trial_id in list(engine._running):
+            engine.cancel(trial_id)
+        while engine._running:
+            engine.poll(self.patience_s)
+
+    def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
+        plain = super().trial(trial_id, behaviour)
+        zero = {"zero_optimization": {"stage": plain.stage}}
+        return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})

@@ -1,0 +1,132 @@
+"""A real Ray cluster, several nodes of it on this machine, in a process of its own.
+
+    python -m testing.ray_cluster CORE ...
+
+Makes a node of one processor core for each that is named, says how it is found and which processes
+are the nodes, adds a node for each further line of its standard input, and ends with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import psutil
+
+_MEMORY_BYTES = 80 * 2**20  # of a node's object store, which has nothing to hold
+
+
+@dataclass
+class RayCluster:
+    """A cluster that runs.
+
+    Attributes:
+        address: by which drivers find it.
+        env: of programs that are to find it by themselves.
+        nodes: the process of each node's own daemon; the first is the head's.
+    """
+
+    address: str
+    dashboard: str
+    process: subprocess.Popen[str]
+    nodes: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return {**os.environ, "RAY_ADDRESS": self.address}
+
+    def add(self, core: int) -> psutil.Process:
+        """Adds a node."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{core}\n")
+        self.process.stdin.flush()
+        self.nodes.append(psutil.Process(_told(self.process)["pid"]))
+        return self.nodes[-1]
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("ray") is not None
+
+
+@contextlib.contextmanager
+def running(nodes: int) -> Iterator[RayCluster]:
+    """A cluster of so many nodes; all of it has ended afterwards."""
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = [str(cores[number % len(cores)]) for number in range(nodes)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, *chosen],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        head = _told(process)
+        cluster = RayCluster(head["address"], head["dashboard"], process)
+        cluster.nodes += [psutil.Process(_told(process)["pid"]) for _ in chosen]
+        yield cluster
+    finally:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        below = psutil.Process(process.pid).children(recursive=True)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            for left in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
+
+
+def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the cluster has ended"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _serve(cores: list[int]) -> None:
+    # What Ray prints goes elsewhere.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for number, core in enumerate(cores):
+        node = _add(cluster, core)
+        if number == 0:
+            _tell(answers, address=cluster.address, dashboard=cluster.webui_url or "")
+        _tell(answers, pid=node)
+    for line in sys.stdin:
+        _tell(answers, pid=_add(cluster, int(line)))
+    cluster.shutdown()
+
+
+def _add(cluster: Any, core: int) -> int:
+    """A node whose processes have one core, as those of a machine would have theirs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        node = cluster.add_node(num_cpus=1, object_store_memory=_MEMORY_BYTES)
+    finally:
+        os.sched_setaffinity(0, before)
+    [raylet] = node.all_processes["raylet"]
+    return int(raylet.process.pid)
+
+
+def _tell(answers: IO[str], **what: Any) -> None:
+    answers.write(json.dumps(what) + "\n")
+
+
+if __name__ == "__main__":
+    _serve([int(core) for core in sys.argv[1:]])

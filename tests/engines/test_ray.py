@@ -1,0 +1,373 @@
+"""Ray: what is taken of a cluster, and a real one of three nodes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsat.app.hosts import find_hosts, release
+from dsat.engines.local import Host, heartbeats
+from dsat.engines.ray import Wish, is_job
+from dsat.engines.ray.choice import Parts, State, choose
+from dsat.engines.ray.node_actor import NodeActor
+from dsat.errors import UserInputError
+from dsat.inputs.settings import Settings
+from testing import ray_cluster
+from testing.command import (
+    FAST,
+    Background,
+    command_of,
+    events_of,
+    experiment_of,
+    inline,
+    run_of,
+)
+from testing.hosts_contract import HostsContract
+from testing.local import (
+    PATIENCE_S,
+    bench_of,
+    buffers_of,
+    is_alive,
+    processes_of,
+    read_json,
+    wait_until,
+)
+from testing.ray_cluster import RayCluster
+
+ENDS_WITHIN_S = 240.0
+SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+# -- what is taken
+
+
+def node(
+    cpus: float, gpus: float = 0, *, kind: str = "", of: tuple[float, float] | None = None
+) -> State:
+    """With so much free, out of so much."""
+    total_cpus, total_gpus = of or (cpus, gpus)
+    total = {"CPU": total_cpus, "node:10.0.0.1": 1.0, "memory": 2.0**34}
+    if total_gpus:
+        total |= {"GPU": total_gpus}
+    if kind:
+        total |= {f"accelerator_type:{kind}": 1.0}
+    return State(total, {"CPU": cpus, "GPU": gpus})
+
+
+BUSY = node(0, 0, of=(16, 8))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wish", "expected"),
+    [
+        ([node(64, 8), node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
+        ([node(8), node(64, 8), node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
+        ([node(4), node(4), node(4)], Wish(), Parts(3, "", 4, 4)),
+        # Of others' work: as many cores as go with the devices, and are free.
+        ([node(10, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 10)),
+        ([node(60, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 32)),
+        ([node(0, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 0)),
+        # Equal parts, of as many nodes as make the most of it.
+        ([node(64, 8), node(64, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 8, 64)),
+        ([node(64, 8), node(64, 6, of=(64, 8))], Wish(), Parts(2, "GPU", 6, 48)),
+        ([node(64, 8), BUSY, node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
+        ([node(3.5, of=(4, 0)), node(4)], Wish(), Parts(2, "", 3, 3)),
+        # One kind of accelerator.
+        (
+            [node(8, 8, kind="T4"), node(8, 8, kind="A100"), node(8, 8, kind="A100")],
+            Wish(),
+            Parts(2, "GPU", 8, 8, "A100"),
+        ),
+        (
+            [node(8, 8, kind="T4"), node(8, 8, kind="A100")],
+            Wish(kind="T4"),
+            Parts(1, "GPU", 8, 8, "T4"),
+        ),
+        # What is asked for.
+        ([node(64, 8)] * 3, Wish(2), Parts(2, "GPU", 8, 64)),
+        ([node(64, 8)] * 3, Wish(None, 2), Parts(3, "GPU", 2, 16)),
+        ([node(64, 8)] * 3, Wish(2, 4), Parts(2, "GPU", 4, 32)),
+        # What an autoscaler may bring, or another's end.
+        ([node(64, 8)], Wish(2, 8), Parts(2, "GPU", 8, 8)),
+        ([node(2)], Wish(2, 8, "A100"), Parts(2, "GPU", 8, 8, "A100")),
+        ([node(64, 8)], Wish(2), None),
+        ([node(8), BUSY], Wish(), None),
+        ([node(0, of=(4, 0))], Wish(), None),
+        ([], Wish(), None),
+    ],
+)
+def test_equal_parts_are_taken_of_what_nobody_uses(
+    nodes: Sequence[State], wish: Wish, expected: Parts | None
+) -> None:
+    assert choose(nodes, wish) == expected
+
+
+def test_what_is_taken_is_said() -> None:
+    assert str(Parts(2, "GPU", 8, 64, "A100")) == "2 nodes with 8 A100 GPUs each"
+    assert str(Parts(1, "", 4, 4)) == "1 node with 4 CPUs"
+    assert Parts(2, "GPU", 8, 64, "A100").bundle == {
+        "CPU": 64,
+        "GPU": 8,
+        "accelerator_type:A100": 0.001,
+    }
+    assert Parts(1, "", 4, 4).bundle == {"CPU": 4}
+
+
+def test_what_is_asked_for() -> None:
+    assert Wish.of(2, "A100:8") == Wish(2, 8, "A100")
+    assert Wish.of(None, "4") == Wish(None, 4)
+    for wrong in ("many", "A100:", "0", "-1"):
+        with pytest.raises(UserInputError, match=f"--gpus-per-node {wrong}: is not a number"):
+            Wish.of(None, wrong)
+
+
+def test_ray_is_taken_only_where_that_is_wanted() -> None:
+    assert is_job({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
+    assert not is_job({"RAY_ADDRESS": "10.0.0.1:6379"})
+    with pytest.raises(UserInputError, match="--ray-address goes with --engine ray"):
+        Settings(method="asha", ray_address="auto")
+    with pytest.raises(UserInputError, match="--time goes with --engine slurm"):
+        Settings(method="asha", engine="ray", time="1:00:00")
+
+
+def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match=r"needs Ray, .*pip install 'dsat\[ray\]'"):
+        find_hosts("ray")
+
+
+def test_dsat_runs_inside_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(UserInputError, match=r"ray://head:10001 is for Ray Client.*ray job submit"):
+        find_hosts("ray")
+
+
+# -- a command on a node
+
+SHOWS = """
+import os, sys
+print([os.getcwd(), os.environ["OWN"], os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:]])
+sys.stderr.write(str(len(sys.stdin.read())))
+sys.exit(3)
+"""
+
+
+def finished(actor: NodeActor, number: int) -> tuple[int, bytes, bytes]:
+    """The exit status of a command and what it writes to its two outputs."""
+    written = {1: b"", 2: b""}
+    while not isinstance(found := actor.read(number), int):
+        written[found[0]] += found[1]
+    return found, written[1], written[2]
+
+
+def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    env = {"OWN": "a 'b'\n$c", "CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}
+    for actor, devices in ((NodeActor(None, False), "2,3"), (NodeActor(None, True), None)):
+        number = actor.start([sys.executable, "-c", SHOWS, "x y", "`z`\n"], str(tmp_path), env)
+
+        def give(actor: NodeActor = actor, number: int = number) -> None:
+            for _ in range(10):
+                actor.write(number, b"input\n" * 10_000)
+            actor.end(number)
+
+        giving = threading.Thread(target=give)
+        giving.start()
+        status, out, err = finished(actor, number)
+        giving.join()
+        expected = [str(tmp_path), "a 'b'\n$c", devices, "x y", "`z`\n"]
+        assert (status, out.decode(), err) == (3, f"{expected}\n", b"600000")
+
+
+def test_a_command_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    actor = NodeActor(None, True)
+    for command, folder in (("/no/python", str(tmp_path)), ("/bin/true", "/no/folder")):
+        status, _, err = finished(actor, actor.start([command], folder, {}))
+        assert status == 127
+        assert err.decode().endswith(f"on {os.uname().nodename}: No such file or directory\n")
+
+
+def test_a_command_ends_with_its_input_or_by_a_signal_and_leaves_others_its_output(
+    tmp_path: Path,
+) -> None:
+    actor = NodeActor(None, True)
+    reads = actor.start(["/bin/cat"], "/", {})
+    actor.end(reads)
+    assert finished(actor, reads)[0] == 0
+    actor.write(reads, b"too late")
+    sleeps = actor.start(["/bin/sh", "-c", "echo there; exec sleep 600"], "/", {})
+    assert actor.read(sleeps) == (1, b"there\n")
+    actor.terminate(sleeps)
+    assert finished(actor, sleeps)[0] == 128 + 15
+    left = actor.start(["/bin/sh", "-c", "sleep 30 & echo $!"], "/", {})
+    status, out, _ = finished(actor, left)
+    os.kill(int(out), 9)
+    assert status == 0
+
+
+def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    code = "import sys; print('there', flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"
+    program = (
+        "import os, sys, time\n"
+        "from dsat.engines.ray.node_actor import NodeActor\n"
+        "actor = NodeActor(None, True)\n"
+        "number = actor.start(sys.argv[1:], '/', {})\n"
+        "assert actor.read(number)[1] == b'there\\n'\n"
+        "actor._commands[number].process.kill()\n"
+        "os._exit(0)\n"
+    )
+    command = [sys.executable, "-c", program, sys.executable, "-c", code, str(ended)]
+    subprocess.run(command, check=True, timeout=60)
+    wait_until(ended.exists, "the command's end", 10)
+
+
+# -- a real cluster
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RayCluster]:
+    """A cluster of three nodes with a processor core each."""
+    if not ray_cluster.is_installed():
+        pytest.skip("Ray is not installed: make test-cluster does that")
+    with ray_cluster.running(3) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def reserved(cluster: RayCluster, nodes: int) -> Iterator[tuple[Host, ...]]:
+    """So many of its nodes, as dsat has them."""
+    hosts = find_hosts("ray", nodes, ray_address=cluster.address)
+    try:
+        yield hosts
+    finally:
+        release(hosts)
+
+
+def search_of(run_dir: Path, cluster: RayCluster, *options: object) -> list[str]:
+    """A search with trials over two nodes."""
+    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
+    config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
+    on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", 2)
+    return command_of("random", "tiny", run_dir, *on_ray, *FAST, *options, config=config)
+
+
+def assert_nothing_is_left(run_dir: Path) -> None:
+    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
+    assert buffers_of(run_dir) == []
+
+
+def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Process, psutil.Process]:
+    """The daemon of the node that a process runs on, and the actor there."""
+    above = process.parents()
+    [daemon] = [each for each in above if each in cluster.nodes]
+    return daemon, above[above.index(daemon) - 1]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+class TestEngineOverRay(HostsContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hosts(cls, three: RayCluster) -> Iterator[Sequence[Host]]:
+        with reserved(three, 2) as hosts:
+            yield hosts
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_search_on_a_cluster(three: RayCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = search_of(run_dir, three, "--max-trials", 2)
+    told = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "tuning on what Ray has free, 3 nodes with 1 CPUs each" in told.stdout
+    assert "3 hosts (" in told.stdout and "each with 1 cpu slot" in told.stdout
+    run = run_of(run_dir)
+    assert run.best is not None
+    folder = run_dir / "trials" / run.best.name
+    second = (folder / "cmd.txt").read_text().partition("\n# on ")[2].split()
+    assert {"RANK=1", "LOCAL_RANK=0", "CROSS_RANK=1", "LOCAL_WORLD_SIZE=1"} <= set(second)
+    assert (folder / "stdout-1.log").exists()
+    assert_nothing_is_left(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_two_trials_over_two_nodes_each_and_nodes_that_end(
+    three: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "PING_EVERY_S", 1.0)
+    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 8.0)
+    three.add(min(os.sched_getaffinity(0)))
+    with (
+        reserved(three, 4) as hosts,
+        bench_of("behaviours", tmp_path, slots_per_trial=2, hosts=hosts) as bench,
+    ):
+        both = [bench.trial(stage=stage) for stage in (1, 2)]
+        for trial in both:
+            bench.engine.launch(trial)
+        ended = dict(bench.engine.poll(PATIENCE_S))
+        while len(ended) < len(both):
+            ended |= dict(bench.engine.poll(PATIENCE_S))
+        assert [ended[trial.id].ok for trial in both] == [True, True], ended
+        # Of the four, one stops: its trial runs on two that are left.
+        trial = bench.trial("hangs at first")
+        bench.engine.launch(trial)
+        mark = tmp_path / "trials" / f"{trial.name}.began1"
+        wait_until(mark.exists, "the ranks", PATIENCE_S)
+        pids = [read_json(bench.path(trial) / f"facts{rank}.json")["pid"] for rank in (0, 1)]
+        _, actor = of_node(psutil.Process(pids[1]), three)
+        actor.suspend()
+        try:
+            [(_, outcome)] = bench.engine.poll(PATIENCE_S)
+        finally:
+            actor.resume()
+        assert outcome.ok, (outcome, bench.log(trial))
+        assert "nothing was heard of it for 8 s" in " ".join(outcome.warnings)
+        wait_until(lambda: not any(map(is_alive, pids)), "the end of its first ranks", 20)
+        # Another one's daemon is killed.
+        trial = bench.trial("hangs at first")
+        bench.engine.launch(trial)
+        mark = tmp_path / "trials" / f"{trial.name}.began1"
+        wait_until(mark.exists, "the ranks", PATIENCE_S)
+        pids = [read_json(bench.path(trial) / f"facts{rank}.json")["pid"] for rank in (0, 1)]
+        daemon, _ = of_node(psutil.Process(pids[1]), three)
+        daemon.kill()
+        [(_, outcome)] = bench.engine.poll(PATIENCE_S)
+        assert outcome.ok, (outcome, bench.log(trial))
+        wait_until(lambda: not any(map(is_alive, pids)), "the end of its first ranks", 20)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_nothing_is_left_when_dsat_or_rays_driver_is_killed(
+    three: RayCluster, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    first = Background(search_of(run_dir, three, "--max-trials", 200))
+    wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
+    [driver] = [p for p in first.process.children() if "dsat.engines.ray.driver" in p.cmdline()]
+    driver.kill()
+    told = first.end()
+    assert told.status == 1
+    assert "Continue with --resume" in told.err and "Traceback" not in told.err
+    assert_nothing_is_left(run_dir)
+    known = len(run_of(run_dir).outcomes)
+    second = Background(search_of(run_dir, three, "--max-trials", 200, "--resume"))
+    wait_until(lambda: len(run_of(run_dir).outcomes) > known, "one more trial", ENDS_WITHIN_S)
+    second.kill()
+    assert_nothing_is_left(run_dir)
+    assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
+    with reserved(three, 2) as hosts:
+        assert len(hosts) == 2, "what was reserved is free again"
