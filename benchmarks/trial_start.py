@@ -3,14 +3,16 @@
     python -m benchmarks.trial_start [--runs 7]
 
 Beside dsat's warm and cold trials: the same script as plain processes with environment variables,
-under torchrun and under the deepspeed launcher, each until its last process has ended. The kinds
-take turns, so that a slow spell of the machine meets all of them. DeepSpeed's operators are
-compiled before anything is counted. One more figure is what a run pays once: the warm-up.
+under torchrun and under the deepspeed launcher, each until its last process has ended. Where Slurm
+or Ray is installed, also warm trials with a rank on each of two nodes, all daemons on this machine.
+The kinds take turns, so that a slow spell of the machine meets all of them. DeepSpeed's operators
+are compiled before anything is counted. One more figure is what a run pays once: the warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,14 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.common import run_trial
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
+from dsat.app.hosts import find_hosts, release
+from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing import ray_cluster, slurm
 
 PROGRAM = Path(__file__).parent / "programs" / "six_steps.py"
 BIN = Path(sys.executable).parent
@@ -40,14 +45,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7, help="counted runs of each kind")
     runs = parser.parse_args().runs
     machine = find_machine()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         folder = Path(scratch)
         began = time.perf_counter()
-        warm = DsatTrials(machine, folder / "warm", cold=False)
+        warm = DsatTrials([Host(machine)], folder / "warm", cold=False)
         warm_up_s = time.perf_counter() - began
-        cold = DsatTrials(machine, folder / "cold", cold=True)
+        cold = DsatTrials([Host(machine)], folder / "cold", cold=True)
+        over_hosts = {
+            name: DsatTrials(opened.enter_context(hosts), folder / name.split()[-1], cold=False)
+            for name, hosts in clusters(folder).items()
+        }
         kinds: dict[str, Callable[[], None]] = {
             "dsat, warm": warm.run,
+            **{name: trials.run for name, trials in over_hosts.items()},
             "dsat --cold": cold.run,
             "plain python": plain_python,
             "torchrun": torchrun,
@@ -60,8 +70,8 @@ def main() -> None:
                 run()
                 if number:  # the first round compiles operators and fills caches
                     times[name].append(time.perf_counter() - began)
-        warm.close()
-        cold.close()
+        for trials in (warm, cold, *over_hosts.values()):
+            trials.close()
     print(f"{machine.describe()}; Python {platform.python_version()}; medians of {runs} runs")
     print(f"warm-up of a run, once: {warm_up_s:.2f} s\n")
     print(f"{'':20} {'median s':>9} {'min':>7} {'max':>7} {'x warm':>7}")
@@ -72,10 +82,38 @@ def main() -> None:
         print(f"{row} {median / base:7.1f}")
 
 
+def clusters(folder: Path) -> dict[str, AbstractContextManager[Sequence[Host]]]:
+    """What is installed, by the name of its line."""
+    found: dict[str, AbstractContextManager[Sequence[Host]]] = {}
+    if not slurm.missing():
+        found["dsat, Slurm"] = slurm_nodes(folder / "slurm")
+    if ray_cluster.is_installed():
+        found["dsat, Ray"] = ray_nodes()
+    return found
+
+
+@contextlib.contextmanager
+def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
+    """Two nodes with a processor core each."""
+    folder.mkdir()
+    with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
+        os.environ.update(variables)
+        yield find_hosts("slurm")
+
+
+@contextlib.contextmanager
+def ray_nodes() -> Iterator[Sequence[Host]]:
+    """Two nodes with a processor core each."""
+    with ray_cluster.running(2) as cluster:
+        hosts = find_hosts("ray", ray_address=cluster.address)
+        yield hosts
+        release(hosts)
+
+
 class DsatTrials:
     """A local engine that is given the same trial again and again."""
 
-    def __init__(self, machine: Machine, folder: Path, *, cold: bool) -> None:
+    def __init__(self, hosts: Sequence[Host], folder: Path, *, cold: bool) -> None:
         model_dir = folder / "model"
         model_dir.mkdir(parents=True)
         shutil.copy(PROGRAM, model_dir)
@@ -90,7 +128,7 @@ class DsatTrials:
         self.engine = LocalEngine(
             user,
             entrypoint.parse(user.entrypoint, model_dir),
-            [Host(machine)],
+            hosts,
             folder,
             LocalOptions(TrialOptions(timeout_s=600.0, end_step=6, max_steps=4), cold=cold),
             slots_per_trial=RANKS,

@@ -57,3 +57,7 @@ class HostsContract(EngineContract):
         plain = super().trial(trial_id, behaviour)
         zero = {"zero_optimization": {"stage": plain.stage}}
         return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})
+
+    def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
+        # Here, and so after all others: they have the same engine.
+        super().test_tells_nothing_after_it_was_closed(engine)

@@ -93,6 +93,28 @@ class Slurm:
         wait_until(lambda: self._idle() == len(self.nodes), "idle nodes", timeout_s)
         return self.state(job)
 
+    @contextlib.contextmanager
+    def allocation(self, nodes: int) -> Iterator[Mapping[str, str]]:
+        """So many nodes, as a shell has them that `salloc` begins: by its variables."""
+        script = "env -0; echo; exec cat >/dev/null"
+        with subprocess.Popen(
+            ["salloc", "--quiet", f"--nodes={nodes}", "sh", "-c", script],
+            env=self.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as shell:
+            assert shell.stdin is not None and shell.stdout is not None
+            told = b""
+            while not told.endswith(b"\0\n"):
+                told += os.read(shell.stdout.fileno(), 65536)
+                assert shell.poll() is None, "salloc has ended"
+            variables = told.decode().removesuffix("\0\n").split("\0")
+            try:
+                yield dict(each.partition("=")[::2] for each in variables)
+            finally:
+                shell.stdin.close()
+                shell.wait(_PATIENCE_S)
+
     def _idle(self) -> int:
         return self.ask("sinfo", "--noheader", "--Node", "--format=%t").split().count("idle")
 

@@ -371,3 +371,23 @@ def test_nothing_is_left_when_dsat_or_rays_driver_is_killed(
     assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
     with reserved(three, 2) as hosts:
         assert len(hosts) == 2, "what was reserved is free again"
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = search_of(run_dir, three, "--max-trials", 2)
+    place = words.index("--engine")
+    del words[place : place + 4]  # nothing says that there is a Ray
+    if not three.dashboard:
+        pytest.skip("Ray's jobs need ray[default]")
+    submit = [str(Path(sys.executable).parent / "ray"), "job", "submit"]
+    submit += ["--address", f"http://{three.dashboard}", "--", *words]
+    told = subprocess.run(submit, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "this is a Ray job (--engine local takes its machine alone)" in told.stdout
+    run = run_of(run_dir)
+    assert run.best is not None
+    assert "\n# on " in (run_dir / "trials" / run.best.name / "cmd.txt").read_text()
+    assert_nothing_is_left(run_dir)

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ import pytest
 from dsat.app import hosts, local, source
 from dsat.cli.main import main
 from dsat.engines import ssh
-from dsat.engines.local import Machine
+from dsat.engines.local import Host, Machine
 from dsat.engines.local.ports import free_ports
 from dsat.errors import UserInputError
 from testing.command import ADAM, FAST, run_of
+from testing.hosts_contract import HostsContract
 from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
 
 # Runs the command here, in another folder, without variables.
@@ -215,15 +216,14 @@ PermitRootLogin yes
 """
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """sshd, and an ssh that knows it and has a key for it."""
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     client, daemon = shutil.which("ssh"), shutil.which("sshd", path=path)
     if client is None or daemon is None:
         pytest.skip("ssh or sshd not found: make test-cluster installs them")
-    folder, [port] = tmp_path / "ssh", free_ports(1)
-    folder.mkdir()
+    folder, [port] = tmp_path_factory.mktemp("ssh"), free_ports(1)
     for name in ("key", "host_key"):
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(make, check=True)
@@ -234,15 +234,30 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (folder / "ssh").chmod(0o700)
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     process = subprocess.Popen([daemon, "-D", "-f", str(folder / "server")])
     try:
         reaches = [str(folder / "ssh"), "n2", "true"]
         wait_until(lambda: subprocess.run(reaches).returncode == 0, "sshd", 10)
-        yield
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+            yield
     finally:
         process.terminate()
         process.wait(10)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.usefixtures("server")
+class TestEngineOverSsh(HostsContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hosts(cls, server: None) -> Sequence[Host]:
+        machines = [cpu_machine(2).only([position], ()) for position in (0, 1)]
+        return [
+            Host(machine, host.name, host.prefix, host.address, is_here=host.is_here)
+            for host, machine in zip(ssh.reach(["n2", "n3"], None), machines, strict=True)
+        ]
 
 
 @pytest.mark.slow
