@@ -10,18 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dsat.search import step_time
+from dsat.search import next_minutes, step_time
 from dsat.search.base import Outlook, Search
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
-from dsat.search.normal import (
-    MOST_DRAWS,
-    Array,
-    expected_largest_gain,
-    expected_largest_gain_of,
-    log_cdf,
-    log_expected_gain,
-)
+from dsat.search.next_minutes import Looked
+from dsat.search.normal import MOST_DRAWS, Array, log_cdf, log_expected_gain
 from dsat.search.surrogate import Configuration, Surrogate, points_of
 from dsat.search.threads import in_one_thread
 from dsat.space.overrides import GAS
@@ -36,37 +30,22 @@ _SAFE = math.log(0.8)  # and with a chance like this to fit
 _CAUTION = 1.5  # the power of the chance to fit: a trial without memory is worse than a dull one
 _SETTINGS = 32  # of a branch, the likeliest best and as many of the most promising
 _ACCUMULATIONS = 8  # of the accumulation steps that are listed
-# Configurations that are asked what the next minutes may gain with them together; of a branch.
-_HOPES, _HOPES_OF_EACH = 128, 24
 _DRY = math.log(4.0)  # per trial that ran out of memory with the smallest micro batch of a branch
 _LONG = 10.0  # a step so many times as long as the best one's makes a trial twice as dear
 
 
 @dataclass(frozen=True)
-class _Hope:
-    """A configuration that the next minutes may gain with.
+class _Choice:
+    """A configuration: what it promises, and the best chance of all that were looked at to be
+    better by a worthwhile bit.
 
     Attributes:
-        gain: on the best so far, as predicted; a logarithm.
-        chance: that it runs.
-        best_of: the gain of the best of as many like it as there is time for, if none of them tells
-            of another.
+        looked: what was looked at, as far as there is anything to compare it with.
     """
-
-    configuration: Configuration
-    gain: float
-    chance: float
-    best_of: float
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A configuration: what it promises, and of all that were looked at, the best chance to be
-    better by a worthwhile bit and those that the next minutes may gain most with."""
 
     score: float
     chance: float
-    hopes: Sequence[_Hope]
+    looked: Sequence[Looked]
     branch: int
     index: int
     position: int
@@ -83,7 +62,7 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search when its next three minutes are expected to gain less than this,
-            as a fraction; 0 for never. What they may gain is told by `_worth`.
+            as a fraction; 0 for never. See `next_minutes`.
         early_stopping: end the search after so many trials without a new best.
 
     Attributes:
@@ -174,7 +153,13 @@ class ModelSearch(Search):
         if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
-        if choice is None or math.expm1(self._worth(choice.hopes)) >= self._stop_when:
+        if choice is None:
+            return None
+        fit = self.surrogate.fit
+        reference = self.surrogate.incumbent(fit, self.surrogate.measured)[1]
+        assert reference is not None
+        worth = next_minutes.worth(choice.looked, fit, points_of([reference]))
+        if math.expm1(worth) >= self._stop_when:
             return None
         return (
             f"{NEXT_S / 60:g} more minutes are expected to gain less than "
@@ -287,26 +272,8 @@ class ModelSearch(Search):
         return replace(
             chosen,
             chance=max(choice.chance for choice in choices),
-            hopes=[hope for choice in choices for hope in choice.hopes],
+            looked=[looked for choice in choices for looked in choice.looked],
         )
-
-    def _worth(self, hopes: Sequence[_Hope]) -> float:
-        """The most that the next minutes may gain, as a logarithm.
-
-        The smaller of two bounds: of so many trials as there is time for, if all promise as much as
-        the most promising one and none tells of another; and of any number of the most promising
-        trials, each of which tells of the others what it does.
-        """
-        hopes = sorted(hopes, key=lambda hope: -hope.best_of)[:_HOPES]
-        fit, surrogate = self.surrogate.fit, self.surrogate
-        reference = surrogate.incumbent(fit, surrogate.measured)[1]
-        assert reference is not None
-        points = points_of([hope.configuration for hope in hopes])
-        moved = fit.learnable_together(points, points_of([reference]))
-        chance = np.array([hope.chance for hope in hopes])
-        gain = np.array([hope.gain for hope in hopes]) * chance
-        all_of_them = expected_largest_gain_of(gain, moved * np.outer(chance, chance))
-        return min(hopes[0].best_of, all_of_them)
 
     def _choices(
         self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
@@ -343,39 +310,23 @@ class ModelSearch(Search):
             gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
             runs = _CAUTION * fits + log_sound - _DRY * self._hardship[branch].dry
             if at is None:
-                score, chance, hopes = gain + runs, 1.0, []
+                score, chance, looked = gain + runs, 1.0, []
             else:
                 expected = log_expected_gain(gain, sd)
                 cost = self._cost(log_s, float(fit.predict(at)[0][0]))
                 score = expected + runs - np.log(cost)
                 better = log_cdf((gain - _WORTHWHILE) / sd) + fits + log_sound
                 chance = math.exp(float(better[is_open].max()))
-                trials = np.minimum(MOST_DRAWS, NEXT_S / cost) if self._knows_costs else np.ones(1)
-                sound = np.exp(fits + log_sound)
-                best_of = expected_largest_gain(gain, fit.learnable(sd), trials) * sound
-                hopes = [
-                    _Hope(
-                        Configuration(
-                            branch,
-                            int(indexes[column]) + offset,
-                            int(sizes[row]),
-                            int(gas[row]),
-                            knobs[column],
-                            float(log_s[row, column]),
-                            0.0,
-                        ),
-                        float(gain[row, column]),
-                        float(sound[row, column]),
-                        float(best_of[row, column]),
-                    )
-                    for row, column in _diverse(np.where(is_open, best_of, -1.0), _HOPES_OF_EACH)
-                    if is_open[row, column]
-                ]
+                trials = np.ones_like(gain)
+                if self._knows_costs:
+                    trials = np.minimum(MOST_DRAWS, NEXT_S / cost)
+                sound = np.where(is_open, np.exp(fits + log_sound), 0.0)
+                looked = [Looked(branch, sizes, gas, knobs, gain, sd, sound, trials)]
             score = np.where(is_open, score, -np.inf)
             row, column = divmod(int(np.argmax(score)), len(indexes))
             index = int(indexes[column]) + offset
             best = float(score[row, column])
-            yield _Choice(best, chance, hopes, branch, index, positions[row])
+            yield _Choice(best, chance, looked, branch, index, positions[row])
 
     def _takes_too_long(self, configuration: Configuration) -> bool:
         if self._costs is None or not self.surrogate.measured:
@@ -448,12 +399,3 @@ class ModelSearch(Search):
                 spread = np.linspace(0, len(values) - 1, min(len(values), _ACCUMULATIONS))
                 return [stride * int(digit) for digit in np.unique(spread.round())]
         return [0]
-
-
-def _diverse(values: Array, count: int) -> list[tuple[int, int]]:
-    """Rows and columns of large values in a matrix: of each row and each column the largest."""
-    rows, columns = np.arange(values.shape[0]), np.arange(values.shape[1])
-    of_rows = zip(rows, values.argmax(axis=1), strict=True)
-    of_columns = zip(values.argmax(axis=0), columns, strict=True)
-    found = {(int(row), int(column)) for row, column in (*of_rows, *of_columns)}
-    return sorted(found, key=lambda at: (-values[at], at))[:count]

@@ -73,6 +73,20 @@ class Points:
     def __len__(self) -> int:
         return len(self.micro_batch)
 
+    def only(self, kept: Array) -> Points:
+        """Those at some positions."""
+        return Points(self.strategy[kept], self.micro_batch[kept], self.gas[kept], self.knobs[kept])
+
+    @classmethod
+    def of(cls, parts: Sequence[Points]) -> Points:
+        """All of several, one after the other."""
+        return cls(
+            np.concatenate([part.strategy for part in parts]),
+            np.concatenate([part.micro_batch for part in parts]),
+            np.concatenate([part.gas for part in parts]),
+            np.concatenate([part.knobs for part in parts]),
+        )
+
 
 @dataclass(frozen=True)
 class KnobPrior:

@@ -89,6 +89,7 @@ class Surrogate:
         self.starved: list[tuple[int, int]] = []
         self.log_unit = 0.0
         self._log_units: list[float] = []
+        self._gas: dict[tuple[int, int, int], int] = {}
         self.fit = _fitted(layout, [])
 
     def learn(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
@@ -141,8 +142,11 @@ class Surrogate:
 
     def gas(self, branch: int, index: int, micro_batch: int) -> int:
         """The accumulation steps that settings have with a micro batch."""
-        settings = self._space.branches[branch].settings(index)
-        return self._space.batch(micro_batch, settings).gas
+        key = branch, index, micro_batch
+        if key not in self._gas:
+            settings = self._space.branches[branch].settings(index)
+            self._gas[key] = self._space.batch(micro_batch, settings).gas
+        return self._gas[key]
 
     def log_work(self, micro_batch: Any, gas: Any) -> Any:
         """What turns the logarithm of a rate into that of a time."""
