@@ -29,7 +29,8 @@ def test_the_examples_in_python_run_as_they_stand(
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
     steps = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
-    quick = functools.partial(dsat.tune, slots=1, memory_model="formula", **steps)
+    small = {"slots": 1, "max_micro_batch": 64, "memory_model": "formula"}
+    quick = functools.partial(dsat.tune, **small, **steps)
     monkeypatch.setattr(dsat, "tune", quick)
     names: dict[str, Any] = {"__name__": "readme"}
     try:
