@@ -21,6 +21,7 @@ from dsat.in_trial.simulation.fake_parameters import value_of
 aten = torch.ops.aten
 _MOST_INTEGERS = 2**22
 _MOST_FLOATS = 2**12  # positions in an image, say; no activations
+_UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
 _REAL = "_dsat_real"  # attribute of a fake tensor: the real one
 
 
@@ -59,11 +60,13 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return True if func is aten.equal.default else value_of(args[0].dtype)
         if func is aten.masked_select.default and self._real(args[1]) is not None:
             with self:
-                tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
-                return tensor[mask]
+                shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
+                return args[0].expand(shape)[args[1].expand(shape)]
         if not is_known:
             self._forget_written(func, args, kwargs)
-            return super().__torch_dispatch__(func, types, tuple(args), kwargs)
+            out = super().__torch_dispatch__(func, types, tuple(args), kwargs)
+            self._forget_parts(out, (*args, *kwargs.values()))
+            return out
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._of_real(self._run(func, args, kwargs), _device(args))
         out = super().__torch_dispatch__(func, types, tuple(args), kwargs)
@@ -87,7 +90,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether all that an operator reads is known, and no collective makes something of it."""
-        if func.namespace not in ("aten", "prims"):
+        if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
             return False
         inputs = _tensors((*args, *kwargs.values()))
         return all(self._real(tensor) is not None for tensor in inputs)
@@ -100,21 +103,30 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What an operator writes into is not known any more, nor are its views."""
-        if not func._schema.is_mutable:
-            return
-        written = [
-            kwargs.get(argument.name) if argument.kwarg_only else part
-            for argument, part in zip(
-                func._schema.arguments,
-                (*args, *[None] * (len(func._schema.arguments) - len(args))),
-                strict=True,
-            )
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        written: list[Any] = []
+        if func.namespace == "c10d":  # collectives do not tell what they write into
+            written = [*args, *kwargs.values()]
+        elif func._schema.is_mutable:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
         for tensor in _tensors(written):
             real = getattr(tensor, _REAL, None)
             if real is not None:
                 self._unknown.add(real.untyped_storage())
+
+    @staticmethod
+    def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
+        """What is made of unknown values is unknown, though a part of an operator's making, which
+        comes here by itself, may not be: zeros in the place of a result, say."""
+        own = {id(tensor) for tensor in _tensors(inputs)}
+        for tensor in _tensors([out]):
+            if id(tensor) not in own and hasattr(tensor, _REAL):
+                delattr(tensor, _REAL)
 
     # -- the real run
 

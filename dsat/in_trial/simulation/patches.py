@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dsat.in_trial.simulation import named_cuda
+from dsat.in_trial.simulation import fake_super_offload, named_cuda
 from dsat.in_trial.simulation.attention import attention
 from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
@@ -116,6 +116,7 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     _remove_operators()
     if device_type == DEVICE_TYPE:
         importlib.import_module("deepspeed.ops.op_builder").QuantizerBuilder = QuantizerBuilder  # type: ignore[attr-defined]
+        fake_super_offload.install()
     # They compare values, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")

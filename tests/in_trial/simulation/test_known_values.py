@@ -66,6 +66,22 @@ def test_what_comes_of_activations_is_not_known(tokens: torch.Tensor) -> None:
     assert (tokens > activations).any().item() is False
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+def test_what_memory_happens_to_hold_is_not_known(tokens: torch.Tensor, dtype: torch.dtype) -> None:
+    activations = torch.randn(6)
+    for made in (
+        torch.empty(64, dtype=dtype),
+        tokens.new_empty(64, dtype=dtype),
+        torch.empty_like(tokens, dtype=dtype),
+        activations.to(dtype),  # made of what is empty
+        activations.isnan().to(dtype),
+        torch.zeros_like(activations, dtype=dtype) + activations.to(dtype),
+    ):
+        with pytest.raises(DynamicOutputShapeException):
+            torch.nonzero(made)
+        assert not made.flatten()[0].item()
+
+
 def test_too_many_values_are_not_kept(tokens: torch.Tensor) -> None:
     many = tokens.reshape(-1, 1, 1) > torch.zeros(2**10, 2**10, dtype=torch.long)
     assert many.shape == (24, 2**10, 2**10)
