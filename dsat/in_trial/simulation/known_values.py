@@ -60,7 +60,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return True if func is aten.equal.default else value_of(args[0].dtype)
         if func is aten.masked_select.default and self._real(args[1]) is not None:
             with self:
-                shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
                 return args[0].expand(shape)[args[1].expand(shape)]
         if not is_known:
             self._forget_written(func, args, kwargs)
