@@ -84,7 +84,7 @@ class Parts:
 
     def __str__(self) -> str:
         of_kind = f" {self.kind}" if self.kind else ""
-        what = f"{self.slots}{of_kind} {self.accelerator or _CPU}s"
+        what = f"{self.slots}{of_kind} {self.accelerator or _CPU}{'s' * (self.slots > 1)}"
         each = " each" if self.nodes > 1 else ""
         return f"{self.nodes} node{'s' * (self.nodes > 1)} with {what}{each}"
 

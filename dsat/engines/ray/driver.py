@@ -42,7 +42,9 @@ from dsat.engines.ray import node_actor
 from dsat.engines.ray.choice import Parts, State, Wish, choose
 
 _CHUNK = 1 << 16
+_CONNECT_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
+_SETTLES_WITHIN_S = 0.5
 # Others may be faster: then there may be something else.
 _RESERVE_LIMIT_S = 10.0
 _ACTORS_LIMIT_S = 120.0
@@ -97,7 +99,18 @@ class _NobodyWaits(Exception):
 
 
 def _connect(address: str | None) -> None:
-    """To the cluster that Ray itself finds; if there is none, one of this machine alone begins."""
+    """To the cluster that Ray itself finds; if there is none, one of this machine alone begins.
+
+    Raises:
+        ConnectionError: nothing answers at the address.
+    """
+    given = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = given.rpartition(":")
+    if host and port.isdecimal():  # Ray itself tries for minutes
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"no cluster answers at {given} ({error})") from None
     options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False}
     ray.init(address, **options)
 
@@ -108,8 +121,14 @@ def _connect(address: str | None) -> None:
 def _reserve(wish: Wish) -> tuple[Parts, PlacementGroup]:
     """Takes what is free, as soon as there is something."""
     told = ""
+    before: Parts | None = None
     while True:
         parts = choose(_states(), wish)
+        # What others give back, Ray learns of one node after the other.
+        if parts is not None and parts != before:
+            before = parts
+            _check_wanted(_SETTLES_WITHIN_S)
+            continue
         text = f"{parts} that nobody else uses" if parts else "a node with something free"
         if parts is not None:
             group = placement_group(
@@ -130,6 +149,7 @@ def _reserve(wish: Wish) -> tuple[Parts, PlacementGroup]:
         elif told != text:
             told = text
             _answer({"event": "waits", "text": text})
+        before = None
         _check_wanted(_LOOK_EVERY_S)
 
 
