@@ -42,10 +42,10 @@ class RayCluster:
     def env(self) -> Mapping[str, str]:
         return {**os.environ, "RAY_ADDRESS": self.address}
 
-    def add(self, core: int) -> psutil.Process:
-        """Adds a node."""
+    def add(self, core: int, gpus: int = 0) -> psutil.Process:
+        """Adds a node, which may say that it has GPUs."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{core}\n")
+        self.process.stdin.write(f"{core} {gpus}\n")
         self.process.stdin.flush()
         self.nodes.append(psutil.Process(_told(self.process)["pid"]))
         return self.nodes[-1]
@@ -108,16 +108,16 @@ def _serve(cores: list[int]) -> None:
             _tell(answers, address=cluster.address, dashboard=cluster.webui_url or "")
         _tell(answers, pid=node)
     for line in sys.stdin:
-        _tell(answers, pid=_add(cluster, int(line)))
+        _tell(answers, pid=_add(cluster, *map(int, line.split())))
     cluster.shutdown()
 
 
-def _add(cluster: Any, core: int) -> int:
+def _add(cluster: Any, core: int, gpus: int = 0) -> int:
     """A node whose processes have one core, as those of a machine would have theirs."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
-        node = cluster.add_node(num_cpus=1, object_store_memory=_MEMORY_BYTES)
+        node = cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=_MEMORY_BYTES)
     finally:
         os.sched_setaffinity(0, before)
     [raylet] = node.all_processes["raylet"]

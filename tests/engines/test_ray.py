@@ -16,7 +16,7 @@ import pytest
 
 from dsat.app.hosts import find_hosts, release
 from dsat.engines.local import Host, heartbeats
-from dsat.engines.ray import Wish, is_job
+from dsat.engines.ray import Reservation, Wish, is_job
 from dsat.engines.ray.choice import Parts, State, choose
 from dsat.engines.ray.node_actor import NodeActor
 from dsat.errors import UserInputError
@@ -391,3 +391,27 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
     assert run.best is not None
     assert "\n# on " in (run_dir / "trials" / run.best.name / "cmd.txt").read_text()
     assert_nothing_is_left(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(three: RayCluster) -> None:
+    """The last test: nodes with GPUs are what is taken of the cluster from now on."""
+    core, said = min(os.sched_getaffinity(0)), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        for _ in range(2):
+            three.add(core, gpus=2)
+
+    reservation = Reservation(three.address, Wish.of(2, "1"), say=say)
+    try:
+        assert said == ["waiting for Ray to give 2 nodes with 1 GPU each that nobody else uses"]
+        assert reservation.text == "2 nodes with 1 GPU each"
+        show = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+        for node in reservation.nodes:
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": "mine"}
+            told = subprocess.run([*node.prefix, *show], env=env, capture_output=True, text=True)
+            assert told.stdout in ("0\n", "1\n")
+    finally:
+        reservation.end()
