@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -167,7 +166,7 @@ def _states() -> list[State]:
 
 def _check_wanted(wait_s: float = 0.0) -> None:
     """Raises _NobodyWaits if the standard input ends, for which it waits so long."""
-    if select.select([sys.stdin], [], [], wait_s)[0]:
+    if node_actor.readable(sys.stdin.fileno(), limit_s=wait_s):
         raise _NobodyWaits
 
 
@@ -218,8 +217,8 @@ def _answer(message: Mapping[str, Any]) -> None:
 def _serve(listener: socket.socket, hosts: Sequence[_Host]) -> None:
     """Runs commands until the standard input ends, and then until they have ended."""
     begun: list[_Command] = []
-    watched = [listener.fileno(), sys.stdin.fileno()]
-    while sys.stdin.fileno() not in select.select(watched, [], [])[0]:
+    end = sys.stdin.fileno()
+    while end not in node_actor.readable(listener.fileno(), end):
         connection, _ = listener.accept()
         begun = [command for command in begun if command.thread.is_alive()]
         begun.append(_Command(connection, hosts))
@@ -276,7 +275,7 @@ class _Command:
         with contextlib.suppress(RayError):
             whoever = self._connection.fileno()
             while True:
-                ready, _, _ = select.select([given, whoever], [], [])
+                ready = node_actor.readable(given, whoever)
                 data = os.read(given, _CHUNK) if given in ready else b""
                 if not data:
                     break

@@ -54,6 +54,17 @@ os._exit(status if status >= 0 else 128 - status)
 """
 
 
+def readable(*descriptors: int, limit_s: float | None = None) -> set[int]:
+    """Those with something to read, or with an end, after waiting for one at most so long.
+
+    Their numbers may be any: Ray's processes have thousands, more than select(2) takes.
+    """
+    waiting = select.poll()
+    for descriptor in descriptors:
+        waiting.register(descriptor, select.POLLIN)
+    return {found for found, _ in waiting.poll(None if limit_s is None else 1000 * limit_s)}
+
+
 @dataclass
 class _Command:
     """A command that goes on.
@@ -158,7 +169,7 @@ class NodeActor:
         while True:
             watched = [*command.outputs.values(), *([] if ended else [command.ended])]
             # What others hold open that the command has left behind may never end.
-            ready, _, _ = select.select(watched, [], [], 0 if ended else None)
+            ready = readable(*watched, limit_s=0.0 if ended else None)
             if command.ended in ready:
                 ended = True
                 continue
