@@ -275,7 +275,7 @@ def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
 
 def test_trials_run_cold(tmp_path: Path) -> None:
     steps = FAST[: FAST.index("--slot-memory")]  # a fresh process has its libraries still to import
-    told = dsat("random", "tiny", tmp_path / "run", *steps, "-mt", 2, "--cold", imported=False)
+    told = dsat("random", "tiny", tmp_path / "run", *steps, "--slots", 1, "-mt", 2, "--cold")
     run = assert_a_result(tmp_path / "run", told)
     assert kinds_of(run) == [OutcomeKind.OK]
 

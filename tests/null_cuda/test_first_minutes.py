@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import first_minutes
+from dsat.engines.local import Host, LocalEngine
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
 
 @pytest.mark.slow
 def test_every_step_runs_on_devices_that_compute_nothing(
-    null_cuda: MachineOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    null_cuda: MachineOf,
+    imported: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def engine_of(user: Any, program: Any, hosts: Sequence[Host], *more: Any, **ways: Any) -> Any:
+        hosts = [replace(host, prefix=imported) for host in hosts]
+        return LocalEngine(user, program, hosts, *more, **ways)
+
+    monkeypatch.setattr(first_minutes, "LocalEngine", engine_of)
     null_cuda(Device(), Device())
     assert set(first_minutes.STEPS) >= {"devices", "forks", "simulations", "search", "memory_back"}
     assert first_minutes.main([str(tmp_path), "--short"]) == 0, capsys.readouterr().out
