@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.large_models
 
-Each with an empty cache, for 1, 8 and 64 slots, from a transformers configuration alone. Memory is of
-all processes together, shared pages counted once; processor time is less noisy than the clock.
+Each with an empty cache, for 1, 8 and 64 slots, from a transformers configuration alone. Memory is
+of all processes together, shared pages counted once; processor time is less noisy than the clock.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "by_hand": ("benchmarks.by_hand", "--output", str(KEPT / "hands.json")),
     "coverage": ("benchmarks.coverage",),
     "memory": ("benchmarks.memory_accuracy",),
+    "published": ("benchmarks.published",),
+    "large_models": ("benchmarks.large_models",),
     "device_memory": ("benchmarks.gpu.predicted_memory", "--null"),
     "native": ("benchmarks.native", "--output", str(KEPT / "tuned.json")),
     "native_16": ("benchmarks.native", "--side", "16", "--output", str(KEPT / "tuned_16.json")),
@@ -157,6 +159,8 @@ def report(
         ("by_hand", "The printed command by hand", _with(by_hand.EXPLANATION)),
         ("coverage", "Whether the intervals of step times hold", _with(coverage.EXPLANATION)),
         ("memory", "Simulated memory against real memory", _table),
+        ("published", "Predicted memory against published memory", _table),
+        ("large_models", "What an estimate of a large model costs", _table),
         (
             "device_memory",
             "Predicted memory on a CUDA without a device",

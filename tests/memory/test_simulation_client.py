@@ -158,6 +158,35 @@ def test_the_closed_form_knows_what_a_knob_adds(
     assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
 
 
+def test_quantised_weights_and_gradients_are_sent_as_such(gpt_on_a_device: Simulator) -> None:
+    config = configuration(3, slots=4, micro_batch=4)
+    sent = {}
+    for key in ("", "zero_quantized_weights", "zero_quantized_gradients"):
+        other = ds_config.merge(config, {"zero_optimization": {key: True}} if key else {})
+        estimate = gpt_on_a_device.estimate(other, micro_batch=4, slots=4)
+        assert (estimate.source, estimate.note) == (SIMULATED, "")
+        sent[key] = estimate.collective_bytes
+    weights, gradients = (sent[f"zero_quantized_{part}"] for part in ("weights", "gradients"))
+    assert weights["allgather_base"] < 0.6 * sent[""]["allgather_base"]  # small ones are kept
+    of_gradients = sum(gradients[name] for name in ("alltoall_base", "reduce_scatter_base"))
+    assert of_gradients < 0.6 * sent[""]["reduce_scatter_base"]
+
+
+def test_super_offload_has_a_pinned_buffer_and_moments_of_its_own(
+    gpt_on_a_device: Simulator,
+) -> None:
+    pinned = []
+    for own in ({}, {"super_offload": True}):
+        offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True, **own}}
+        config = configuration(3, slots=4, micro_batch=4)
+        config = ds_config.merge(config, {"zero_optimization": offload})
+        estimate = gpt_on_a_device.estimate(config, micro_batch=4, slots=4)
+        assert (estimate.source, estimate.note) == (SIMULATED, "")
+        pinned.append(estimate.host_pinned)
+    partition = 4_224_512 / 4
+    assert 4 * partition <= pinned[1] - pinned[0] <= 8 * partition  # rounded to a power of two
+
+
 def test_what_is_sent_is_counted(gpt_on_a_device: Simulator) -> None:
     sent = simulated(gpt_on_a_device, {"stage": 2, "slots": 8}).collective_bytes
     params = 4_224_512

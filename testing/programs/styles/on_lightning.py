@@ -27,7 +27,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
 
 with open(args.deepspeed_config) as file:
     config = json.load(file)
-for key in ("optimizer", "gradient_accumulation_steps"):  # which are Lightning's to set
+for key in ("optimizer", "gradient_accumulation_steps"):  # Lightning sets them
     config.pop(key, None)
 strategy = DeepSpeedStrategy(config=config)
 trainer = lightning.Trainer(
