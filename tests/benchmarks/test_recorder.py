@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ import pytest
 from benchmarks import record, tables
 from benchmarks.record import Spec
 from benchmarks.tables import Header, Row
+from dsat.engines.local import Host
 from dsat.tuning.journal import Journal
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from testing import warm_host
 from testing.local import cpu_machine
 
 pytestmark = pytest.mark.slow
@@ -52,6 +55,7 @@ class _Journal(Journal):
 def test_a_killed_recording_goes_on_in_its_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(record, "Host", functools.partial(Host, prefix=warm_host.prefix()))
     monkeypatch.setattr(record, "Journal", _Journal)
     monkeypatch.setattr(_Journal, "lines", [])
     monkeypatch.setattr(_Journal, "killed_at", 5)

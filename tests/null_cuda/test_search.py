@@ -35,10 +35,8 @@ if sys.orig_argv[1:3] == ["-m", "dsat"]:
 """
 
 
-def _search(
-    run_dir: Path, max_trials: int, start: Sequence[str]
-) -> subprocess.CompletedProcess[str]:
-    options = ["--max-trials", str(max_trials), "--slots", "1", "--zero-stages", "1", "2", *_SHORT]
+def _search(run_dir: Path, start: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
+    options = ("--slots", "1", *_SHORT, *options)
     command = ["python3", "train.py", "--deepspeed_config", "ds_config.json"]
     words = [*start, "model", "--run-dir", str(run_dir)]
     return subprocess.run(
@@ -56,7 +54,11 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     null_cuda: MachineOf, imported: tuple[str, ...], tmp_path: Path
 ) -> None:
     machine = null_cuda(Device(total_bytes=2 * _GIB))
-    done = _search(tmp_path / "run", 5, warm_command.words(imported))
+    done = _search(
+        tmp_path / "run",
+        warm_command.words(imported),
+        *("--max-trials", "5", "--zero-stages", "1", "2"),
+    )
     assert done.returncode == 0, done.stderr
     assert "predicted by formula" not in done.stdout + done.stderr
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in done.stdout + done.stderr
@@ -78,7 +80,11 @@ def test_a_mig_device_without_nvml_is_searched_in_fresh_processes(
     (tmp_path / "sitecustomize.py").write_text(ASKING)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    done = _search(tmp_path / "run", 2, [sys.executable, "-m", "dsat"])
+    done = _search(
+        tmp_path / "run",
+        [sys.executable, "-m", "dsat"],
+        *("--max-trials", "2", "--zero-stages", "1"),
+    )
     assert done.returncode == 0, done.stderr
     told = done.stdout + done.stderr
     assert "the script runs in fresh processes only" in told
