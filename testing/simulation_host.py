@@ -97,6 +97,9 @@ class FakeSimulationHost:
             "forward": size * facts.forward_bytes_per_sample,
             "backward": size * facts.backward_bytes_per_sample,
             "first_gradient": size * facts.first_gradient_bytes_per_sample,
+            "matmul": size * facts.matmul_bytes_per_sample,
+            "before": 0,
+            "held": size * facts.held_bytes_per_sample,
         }
         return {"activations": peaks, "recomputes": self._recomputes}
 

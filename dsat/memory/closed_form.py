@@ -22,6 +22,9 @@ _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
 _DEFAULT_SUB_GROUP = 10**9
 _DEFAULT_LIVE = 10**9
 _DEFAULT_PREFETCH = 5 * 10**7
+# What torch gives cuBLAS on Hopper and later (`getChosenWorkspaceSize` of CUDABlas.cpp; 8 MiB
+# before), and cuBLASLt, which multiplies where a bias is added.
+MATMUL_WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES = 32 * 2**20, 2**20
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -39,6 +42,10 @@ class ModelFacts:
             not counted.
         first_gradient_bytes_per_sample: those that are left when the first gradient is there; by
             default all of the forward pass.
+        matmul_bytes_per_sample: those that are there while matrices are multiplied, at most.
+        held_bytes_per_sample: what is left of a batch after the backward pass: the batch itself,
+            and what the script keeps of the outputs.
+        matmul_bytes: beside them, the first gradients and what the device's library takes.
         param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
             script ("auto").
     """
@@ -49,6 +56,9 @@ class ModelFacts:
     forward_bytes_per_sample: float
     backward_bytes_per_sample: float
     first_gradient_bytes_per_sample: float = math.nan
+    matmul_bytes_per_sample: float = 0.0
+    held_bytes_per_sample: float = 0.0
+    matmul_bytes: float = 0.0
     param_bytes: int = 2
 
     def __post_init__(self) -> None:
@@ -198,10 +208,11 @@ def lines(
         "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
         "backward": (
             Line(held, facts.backward_bytes_per_sample),
+            Line(held + facts.matmul_bytes, facts.matmul_bytes_per_sample),
             Line(held + parts.bucket, facts.first_gradient_bytes_per_sample),
             Line(held + parts.gradients),
         ),
-        "step": (Line(parts.resident + parts.step),),
+        "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),
     }
 
 

@@ -21,6 +21,7 @@ from dsat.memory.remembered_script import RememberedScript, ScriptModel
 from dsat.values.files import write_atomically
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
+_ANSWERS = 2  # what simulations count; raised when that changes
 _VERSIONS = ("torch", "deepspeed", "dsat")
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
@@ -150,11 +151,16 @@ class Simulator:
             forward_bytes_per_sample=peaks["forward"],
             backward_bytes_per_sample=peaks["backward"],
             first_gradient_bytes_per_sample=peaks["first_gradient"],
+            matmul_bytes_per_sample=peaks["matmul"],
+            held_bytes_per_sample=peaks["held"],
+            matmul_bytes=peaks["matmul fixed"]
+            + (0 if self._as_cpu else closed_form.MATMUL_WORKSPACE_BYTES),
         )
         return self._facts
 
     def _activations(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Bytes of each sample at the peaks of the model's own passes.
+        """Bytes of each sample at the peaks of the model's own passes, and what else is there where
+        matrices are multiplied, beside the parameters.
 
         Raises:
             SimulationUnavailable: there is no simulation.
@@ -166,7 +172,9 @@ class Simulator:
         answers = [self._answered(question) for question in questions]
         self._recomputes = bool(answers[0].get("recomputes"))
         small, large = (answer["activations"] for answer in answers)
-        return {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
+        found = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
+        fixed = {name: small[name] - sizes[0] * found[name] for name in ("matmul", "before")}
+        return {**found, "matmul fixed": max(0.0, fixed["matmul"] - fixed["before"])}
 
     def _simulated(self, config: Mapping[str, Any], micro_batch: int, slots: int) -> MemoryEstimate:
         """A simulation's answer.
@@ -296,6 +304,7 @@ class Simulator:
             "script_args": self._script_args,
             "versions": _versions(),
             "question": question,
+            "answers": _ANSWERS,
         }
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()

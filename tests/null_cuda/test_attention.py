@@ -1,4 +1,4 @@
-"""Attention is simulated with the kernel that torch chooses on a GPU, and takes what that takes."""
+"""What kernels take on a GPU while they run, attention by the one that torch chooses there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsat.in_trial.simulation.storage_tracker import StorageTracker
 
 NAMES = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-found = {"choices": {}, "wrong": [], "real": [], "simulated": []}
+found = {"choices": {}, "wrong": [], "real": [], "simulated": [], "matmuls": []}
 
 
 def inputs(device, dtype, heads, lengths, size, mask, grad=False):
@@ -90,6 +90,36 @@ for dtype, heads, lengths, size, mask, gqa in cases:
         out.backward(torch.empty_like(out))
         found["simulated"].append(tracker.peak("attention") - before)
         del out, q, k, v, masked
+
+def products(device, dtype):
+    of = lambda *shape: torch.empty(shape, dtype=dtype, device=device)
+    matrix, vector, batch = of(512, 512), of(512), of(8, 512, 512)
+    for product in (
+        lambda: matrix @ matrix,
+        lambda: batch @ batch,
+        lambda: torch.nn.functional.linear(batch, matrix),
+        lambda: torch.nn.functional.linear(batch, matrix, vector),
+        lambda: torch.baddbmm(batch, batch, batch),
+    ):
+        yield product
+
+
+for dtype in DTYPES:
+    for product in products("cuda", dtype):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = product()
+        found["matmuls"].append([torch.cuda.max_memory_allocated() - before])
+        del kept
+    tracker = StorageTracker("dsat")
+    tracker.counts_matmuls = True
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        for number, product in enumerate(products("dsat", dtype), len(found["matmuls"]) - 5):
+            tracker.begin(f"product {number}")
+            before = tracker.current()
+            kept = product()
+            found["matmuls"][number].append(tracker.peak(f"product {number}") - before)
+            del kept
 print(json.dumps(found))
 """
 
@@ -111,3 +141,4 @@ def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(null_cuda: Ma
     assert found["wrong"] == []
     # The allocator does not split a block whose rest were less than 1 MiB.
     assert found["simulated"] == pytest.approx(found["real"], rel=0.01, abs=2**20)
+    assert [real for real, _ in found["matmuls"]] == [ours for _, ours in found["matmuls"]]

@@ -23,7 +23,14 @@ from dsat.in_trial.simulation.module_snapshot import (
     translated,
     without_state,
 )
-from dsat.in_trial.simulation.storage_tracker import ALL, DEVICE, HOST, PINNED, StorageTracker
+from dsat.in_trial.simulation.storage_tracker import (
+    ALL,
+    DEVICE,
+    HOST,
+    MATMUL,
+    PINNED,
+    StorageTracker,
+)
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
 
@@ -167,6 +174,7 @@ class Simulation(_FakeDevice):
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)
+        self.tracker.counts_matmuls = not candidate.as_cpu
         self.engine = self._make_engine()
         self._dtype = next(self.engine.module.parameters()).dtype
         self._own_forward = vars(self.engine.module).get("forward")
@@ -268,6 +276,8 @@ class ActivationPass(_FakeDevice):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         self._has_gradient = False
+        self._kind = ALL if candidate.as_cpu else DEVICE
+        self._before = 0
 
     @property
     def device(self) -> torch.device:
@@ -276,6 +286,7 @@ class ActivationPass(_FakeDevice):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of a batch of the script's."""
         section = self._candidate.config.get("torch_autocast") or {}
+        self._before = self.tracker.current(self._kind)
         self.tracker.begin("forward")
         with torch.autocast(
             self._device,
@@ -290,12 +301,20 @@ class ActivationPass(_FakeDevice):
             self.tracker.begin("first gradient")
 
     def result(self) -> dict[str, int]:
-        """Peaks of the forward pass, the backward pass, and from its first gradient on."""
-        kind = ALL if self._candidate.as_cpu else DEVICE
+        """Peaks of the forward pass, the backward pass, from its first gradient on and where
+        matrices are multiplied; what was there before, and is left at the end."""
+        kind = self._kind
         first = self.tracker.peak("first gradient", kind)
         backward = max(first, self.tracker.peak("backward", kind))
         forward = self.tracker.peak("forward", kind)
-        return {"forward": forward, "backward": backward, "first_gradient": first}
+        return {
+            "forward": forward,
+            "backward": backward,
+            "first_gradient": first,
+            "matmul": self.tracker.peak(MATMUL, kind),
+            "before": self._before,
+            "held": self.tracker.current(kind),
+        }
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -12,9 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsat.in_trial.simulation.attention import workspace_bytes
+from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES, MATMUL_WORKSPACE_BYTES
 
 aten = torch.ops.aten
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
+MATMUL = "matmul"  # peaks where matrices are multiplied, beside those of phases
+_MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
 _CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
 
 
@@ -29,6 +32,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device_type: the type of the fake device.
         block_bytes: a device's allocations are multiples of it. Pinned ones are powers of two
             (aten/src/ATen/core/CachingHostAllocator.h).
+
+    Attributes:
+        counts_matmuls: whether what cuBLAS takes while it multiplies is counted.
     """
 
     def __init__(self, device_type: str, *, block_bytes: int = _CUDA_BLOCK_BYTES) -> None:
@@ -42,6 +48,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forced: str | None = None
         self.operations = 0
         self.collective_bytes: dict[str, int] = {}
+        self.counts_matmuls = False
 
     # -- phases
 
@@ -138,9 +145,19 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in fakes:
             self.see(tensor, place)
         if workspace := workspace_bytes(func, args):
-            self._add(DEVICE, workspace)
-            self._add(DEVICE, -workspace)
+            self._take_briefly(workspace)
+        if func in _MATMULS:
+            for kind, size in self._bytes.items():
+                key = MATMUL, kind
+                self._peaks[key] = max(self._peaks.get(key, 0), size)
+            if self.counts_matmuls:
+                adds_bias = func is aten.addmm.default and args[0].dim() == 1
+                self._take_briefly(BIASED_WORKSPACE_BYTES if adds_bias else MATMUL_WORKSPACE_BYTES)
         return out
+
+    def _take_briefly(self, size: int) -> None:
+        self._add(DEVICE, size)
+        self._add(DEVICE, -size)
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         """What the rank sends: of a gather its own part, of all others the whole."""
