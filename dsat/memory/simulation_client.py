@@ -61,6 +61,8 @@ class Simulator:
         start: all that tells this way of starting the script from any other, as JSON; None: the
             script is always started. Only of use with a cache.
         timeout_s: for the script to reach its first step, and for each simulation.
+        workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
+            on the devices where it is most, and nothing on a CPU.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Simulator:
         script_args: Mapping[str, Any] | None = None,
         start: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
+        workspace_bytes: int | None = None,
     ) -> None:
         self._engine = engine
         self._model: ScriptModel | None = None
@@ -84,6 +87,8 @@ class Simulator:
         self._recompute: bool | None = None
         self._recomputes = False
         self._as_cpu = as_cpu
+        most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
+        self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
         self._cache = cache
         self._script_args = dict(script_args or {})
         self._timeout_s = timeout_s
@@ -153,8 +158,7 @@ class Simulator:
             first_gradient_bytes_per_sample=peaks["first_gradient"],
             matmul_bytes_per_sample=peaks["matmul"],
             held_bytes_per_sample=peaks["held"],
-            matmul_bytes=peaks["matmul fixed"]
-            + (0 if self._as_cpu else closed_form.MATMUL_WORKSPACE_BYTES),
+            matmul_bytes=peaks["matmul fixed"] + self._workspace_bytes,
         )
         return self._facts
 
@@ -227,6 +231,7 @@ class Simulator:
             "micro_batch": micro_batch,
             "slots": slots,
             "as_cpu": self._as_cpu,
+            "workspace_bytes": self._workspace_bytes,
         }
 
     def close(self) -> None:

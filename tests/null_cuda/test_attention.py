@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsat.in_trial.simulation import fake_device
 from dsat.in_trial.simulation.attention import Kernel, attention, kernel_for
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
+from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES
 
 NAMES = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +113,7 @@ for dtype in DTYPES:
         found["matmuls"].append([torch.cuda.max_memory_allocated() - before])
         del kept
     tracker = StorageTracker("dsat")
-    tracker.counts_matmuls = True
+    tracker.workspace_bytes = MATMUL_WORKSPACE_BYTES
     with FakeTensorMode(allow_non_fake_inputs=True), tracker:
         for number, product in enumerate(products("dsat", dtype), len(found["matmuls"]) - 5):
             tracker.begin(f"product {number}")

@@ -158,7 +158,8 @@ class BorrowedModel:
         """Simulates a candidate up to the forward pass that the script has called.
 
         Args:
-            request: `config`, `micro_batch`, `slots` and `as_cpu` of the candidate;
+            request: `config`, `micro_batch`, `slots`, `as_cpu` and `workspace_bytes`, as a
+                candidate has them;
                 `recompute`: whether activations are recomputed, or null: as the script has it; and
                 `activations_only`, if only the model's passes are wanted.
             args, kwargs: of the call.
@@ -182,7 +183,13 @@ class BorrowedModel:
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
-        candidate = Candidate(config, request["micro_batch"], request["slots"], request["as_cpu"])
+        candidate = Candidate(
+            config=config,
+            micro_batch=request["micro_batch"],
+            slots=request["slots"],
+            as_cpu=request["as_cpu"],
+            workspace_bytes=request["workspace_bytes"],
+        )
         if request["activations_only"]:
             passes = ActivationPass(captured, candidate)
             return self._begin_passes(passes, recomputation, args, kwargs, end)

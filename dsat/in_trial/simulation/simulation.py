@@ -43,12 +43,14 @@ class Candidate:
         micro_batch: its micro batch.
         slots: data-parallel ranks.
         as_cpu: the ranks run on a CPU.
+        workspace_bytes: what cuBLAS takes on a device while it multiplies.
     """
 
     config: Mapping[str, Any]
     micro_batch: int
     slots: int
     as_cpu: bool
+    workspace_bytes: int
 
     @property
     def gas(self) -> int:
@@ -174,7 +176,7 @@ class Simulation(_FakeDevice):
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)
-        self.tracker.counts_matmuls = not candidate.as_cpu
+        self.tracker.workspace_bytes = candidate.workspace_bytes
         self.engine = self._make_engine()
         self._dtype = next(self.engine.module.parameters()).dtype
         self._own_forward = vars(self.engine.module).get("forward")

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsat.in_trial.simulation.attention import workspace_bytes
-from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES, MATMUL_WORKSPACE_BYTES
+from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
 
 aten = torch.ops.aten
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
@@ -34,7 +34,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (aten/src/ATen/core/CachingHostAllocator.h).
 
     Attributes:
-        counts_matmuls: whether what cuBLAS takes while it multiplies is counted.
+        workspace_bytes: what cuBLAS takes while it multiplies.
     """
 
     def __init__(self, device_type: str, *, block_bytes: int = _CUDA_BLOCK_BYTES) -> None:
@@ -48,7 +48,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forced: str | None = None
         self.operations = 0
         self.collective_bytes: dict[str, int] = {}
-        self.counts_matmuls = False
+        self.workspace_bytes = 0
 
     # -- phases
 
@@ -150,9 +150,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for kind, size in self._bytes.items():
                 key = MATMUL, kind
                 self._peaks[key] = max(self._peaks.get(key, 0), size)
-            if self.counts_matmuls:
-                adds_bias = func is aten.addmm.default and args[0].dim() == 1
-                self._take_briefly(BIASED_WORKSPACE_BYTES if adds_bias else MATMUL_WORKSPACE_BYTES)
+            adds_bias = func is aten.addmm.default and args[0].dim() == 1
+            workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
+            self._take_briefly(workspace if adds_bias else self.workspace_bytes)
         return out
 
     def _take_briefly(self, size: int) -> None:
