@@ -20,7 +20,7 @@ MOST_BYTES = 64 * 2**20
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "pydantic", "pydantic-core", "ninja")
 PURE = (
     "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich setuptools "
-    "tqdm typing-extensions typing-inspection"
+    "threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
 # No wheels are published of these.
 SOURCE = ("deepspeed", "hjson")

@@ -1,0 +1,26 @@
+"""The folder of wheels for a machine without a network holds all that dsat needs there."""
+
+from __future__ import annotations
+
+from importlib.metadata import requires
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks.gpu.wheels import BINARY, PURE, SOURCE
+
+
+def needed_by(name: str) -> set[str]:
+    found = [Requirement(text) for text in requires(name) or ()]
+    return {
+        canonicalize_name(each.name)
+        for each in found
+        if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
+
+
+@pytest.mark.parametrize("name", ["dsat", "deepspeed", "pydantic", "rich"])
+def test_what_is_needed_besides_torch_is_among_them(name: str) -> None:
+    there = {canonicalize_name(each) for each in (*BINARY, *PURE, *SOURCE)}
+    assert needed_by(name) - there - needed_by("torch") <= {"torch"}
