@@ -64,6 +64,7 @@ class Line:
         needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
         recomputed: whether activations are recomputed; None: as the script has it.
+        slots_per_node: at most so many are on a node; None if that was not asked.
     """
 
     strategy: Strategy
@@ -72,14 +73,22 @@ class Line:
     needed: int
     largest: Mapping[int, int]
     recomputed: bool | None = None
+    slots_per_node: int | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory: of a node's slots, or of one."""
+        return self.estimate.host * min(self.slots, self.slots_per_node or 1)
 
     def to_json(self) -> dict[str, Any]:
+        of_node = {} if self.slots_per_node is None else {"host_bytes_per_node": self.host_bytes}
         return {
             "strategy": self.strategy.name,
             "slots": self.slots,
             "activation_checkpointing": self.recomputed,
             "memory": self.estimate.to_json(),
             "peak_bytes": self.needed,
+            **of_node,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
         }
 
@@ -238,6 +247,7 @@ def _way(
         slot_memories=settings.slot_memories,
         exact=settings.exact or _needs_simulation(base),
         recomputed=recomputed,
+        slots_per_node=settings.slots_per_node,
     )
     length = simulator.sequence_length
     advice = cards.advise(facts, partial(configuration, base), ladder(base), length)
@@ -301,6 +311,7 @@ def lines(
     slot_memories: Sequence[int],
     exact: bool,
     recomputed: bool | None = None,
+    slots_per_node: int | None = None,
 ) -> list[Line]:
     """Every rung with every number of slots.
 
@@ -312,6 +323,7 @@ def lines(
         slot_memories: memory of a slot, in bytes.
         exact: each rung is simulated; otherwise only the formula is asked.
         recomputed: whether the facts and the simulator are those of recomputed activations.
+        slots_per_node: at most so many share a host's memory; None if that is not asked.
     """
     rungs = ladder(base)
     if exact:
@@ -337,7 +349,9 @@ def lines(
                 model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
                 most = model.largest(model.shape(config, {}))
                 largest[size] = int(min(most, LARGEST_MICRO_BATCH))
-            found.append(Line(strategy, slots, estimate, needed, largest, recomputed))
+            found.append(
+                Line(strategy, slots, estimate, needed, largest, recomputed, slots_per_node)
+            )
     return found
 
 
@@ -375,13 +389,15 @@ def describe(estimate: Estimate) -> list[str]:
     for slots in dict.fromkeys(line.slots for line in lines):
         of_slots = [line for line in lines if line.slots == slots]
         heads = ["strategy", *(["activations"] if ways else []), "slot at micro batch 1"]
-        heads += ["host per slot", *(f"largest on {fmt.memory(size)}" for size in sizes)]
+        on_host = min(slots, of_slots[0].slots_per_node or 1)
+        heads += ["host per slot" if on_host == 1 else f"host per {on_host} slots"]
+        heads += [f"largest on {fmt.memory(size)}" for size in sizes]
         rows = [
             [
                 line.strategy.label,
                 *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
                 fmt.memory(line.needed),
-                fmt.memory(line.estimate.host) if line.estimate.host else "-",
+                fmt.memory(line.host_bytes) if line.host_bytes else "-",
                 *(str(count or "-") for count in line.largest.values()),
             ]
             for line in of_slots

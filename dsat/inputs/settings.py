@@ -518,6 +518,7 @@ class EstimateSettings(Target):
     Attributes:
         slot_memories: memory of a slot, in bytes; one column of the table for each.
         slot_counts: numbers of data-parallel slots; a table for each.
+        slots_per_node: at most so many share the memory of a node; None: that is told of a slot.
         exact: every line of the tables is simulated.
     """
 
@@ -536,6 +537,12 @@ class EstimateSettings(Target):
         default=(1, 8, 64, 512),
         metavar="N",
         help="data-parallel slots (default: 1 8 64 512)",
+    )
+    slots_per_node: int | None = option(
+        "--slots-per-node",
+        kind=at_least(1),
+        metavar="N",
+        help="tell what a node of so many slots needs of its host's memory (default: a slot)",
     )
     exact: bool = option(
         "--exact",
