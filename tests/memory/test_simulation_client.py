@@ -197,7 +197,7 @@ def test_what_is_sent_is_counted(gpt_on_a_device: Simulator) -> None:
 
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)
-    for simulator in simulator_of("lora", tmp_path, as_cpu=False):
+    for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace_bytes=0):
         facts = simulator.facts(config)
         estimate = simulator.estimate(config, micro_batch=1, slots=1)
         filled = simulator.estimate(roomy, micro_batch=32, slots=1)
