@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +31,7 @@ class Forecast:
     def __init__(self, basis: Basis, plan: Plan, profile: ModelProfile, space: Space) -> None:
         self._plan = plan
         self._space = space
-        self._shapes: dict[str, Shape] = {}
+        self._shapes: dict[str, tuple[Shape, Shape | None]] = {}
         self._ran: dict[str, int] = {}  # the largest micro batch that ran, by strategy
         self.model = MemoryModel(
             basis,
@@ -49,13 +48,13 @@ class Forecast:
         Where the global batch is given, the largest micro batches accumulate no gradients, which
         smaller ones may have to hold.
         """
-        sizes = self._space.micro_batches
-        most, least = (self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1]))
-        found = self.model.largest(self._shape_of(settings, most))
-        if most == least:
+        of_most, of_least = self._shapes_of(settings)
+        found = self.model.largest(of_most)
+        if of_least is None:
             return found
-        alone = self.model.largest(self._shape_of(settings, least))
+        sizes, alone = self._space.micro_batches, self.model.largest(of_least)
         reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+        least = self._space.batch(sizes[-1], settings).gas
         return max(found, alone) if self._space.batch(reached, settings).gas == least else found
 
     def describe(self) -> list[str]:
@@ -65,7 +64,7 @@ class Forecast:
             settings = branch.settings(0)
             largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
             smallest = self._space.micro_batches[0]
-            shape = self._shape_of(settings, self._space.batch(smallest, settings).gas)
+            shape, _ = self._shapes_of(settings)
             needed = self.model.predicted_bytes(shape, smallest)
             ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
             ran = self._ran.get(shape.strategy)
@@ -107,14 +106,21 @@ class Forecast:
         if outcome.ok:
             self._ran[shape.strategy] = max(micro_batch, self._ran.get(shape.strategy, 0))
 
+    def _shapes_of(self, settings: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
+        """With the most accumulation steps and with the fewest, if these are others."""
+        key = repr(settings)  # a search asks for thousands of them at each decision
+        found = self._shapes.get(key)
+        if found is None:
+            sizes = self._space.micro_batches
+            most, least = (self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1]))
+            of_most = self._shape_of(settings, most)
+            of_least = None if most == least else self._shape_of(settings, least)
+            found = self._shapes[key] = of_most, of_least
+        return found
+
     def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
-        key = json.dumps([settings, gas], sort_keys=True)
-        shape = self._shapes.get(key)
-        if shape is None:
-            slots = self._plan.slots_per_trial
-            overrides = overrides_for(settings, BatchTriple(gas * slots, 1, gas))
-            shape = self._shapes[key] = self._shape(overrides, script_args_for(settings))
-        return shape
+        overrides = overrides_for(settings, BatchTriple(gas * self._plan.slots_per_trial, 1, gas))
+        return self._shape(overrides, script_args_for(settings))
 
     def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         return self.model.shape(self._plan.config(overrides), script_args)

@@ -7,6 +7,7 @@ batch, phase by phase, so the largest one that fits is found without a search.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,16 @@ class Shape:
     source: str
     is_guess: bool
 
+    @functools.cached_property
+    def highest(self) -> Sequence[Line]:
+        """The lines without those that another one is above whatever the micro batch."""
+        lines = {(line.fixed, line.per_sample) for lines in self.phases.values() for line in lines}
+        found: list[Line] = []
+        for fixed, per_sample in sorted(lines, reverse=True):
+            if not found or per_sample > found[-1].per_sample:
+                found.append(Line(fixed, per_sample))
+        return found
+
     def peak(self, phase: str, micro_batch: float) -> float:
         return closed_form.highest(self.phases[phase], micro_batch)
 
@@ -159,6 +170,7 @@ class MemoryModel:
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
+        self._is_exact = False  # a lower bound of what was used calibrates little
         self._fragmented, self._most_reserved = 1.0, 0
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
@@ -214,7 +226,7 @@ class MemoryModel:
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
         fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
         largest = math.inf
-        for line in (line for lines in shape.phases.values() for line in lines):
+        for line in shape.highest:
             free, per_sample = room - line.fixed - fixed, line.per_sample + slope
             if per_sample > 0:
                 largest = min(largest, free / per_sample)
@@ -233,6 +245,7 @@ class MemoryModel:
             observation = Observation.of(estimate, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
+                self._is_exact = self._is_exact or not observation.at_least
                 self._calibration = calibrate(self._observations, self._usual_slope)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             # Something of this strategy needs more than is known.
@@ -265,9 +278,7 @@ class MemoryModel:
         return self._calibration.context_bytes if self._counts_context else 0
 
     def _margin(self, strategy: str) -> float:
-        # A lower bound of what was used calibrates little.
-        exact = any(not observation.at_least for observation in self._observations)
-        usual = CALIBRATED_MARGIN if exact else UNCALIBRATED_MARGIN
+        usual = CALIBRATED_MARGIN if self._is_exact else UNCALIBRATED_MARGIN
         learned = max(self._least_margin, self._margins.get(strategy, 0.0))
         return max(usual * self._fragmented, learned)
 

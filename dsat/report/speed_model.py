@@ -64,6 +64,7 @@ class SpeedModel:
                 np.full(count, -1),
                 np.zeros(count, bool),
             ),
+            over_hosts=run.plan.slots_per_host > 0,
         )
         points = step_time.Points(
             strategy=np.array([self._strategies.index(_strategy(run, t)) for t in trials]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -34,9 +34,10 @@ class MicroBatches:
                 for part in range(_PER_OCTAVE)
             }
             at_or_below = {self._position(size) for size in sizes}
-            self.ladder = [micro_batches[p] for p in sorted(at_or_below) if p >= 0]
+            self._rungs = sorted(position for position in at_or_below if position >= 0)
+            self.ladder = [micro_batches[position] for position in self._rungs]
 
-    def positions(self, *, edges: Sequence[float], best: Sequence[float]) -> list[int]:
+    def positions(self, *, edges: Sequence[float], best: Iterable[float]) -> list[int]:
         """Positions in the allowed micro batches, ascending.
 
         Args:
@@ -45,10 +46,10 @@ class MicroBatches:
         """
         if len(self._all) <= _FEW:
             return list(range(len(self._all)))
-        sizes = [size for size in self.ladder if size <= 4 * max(edges)] or [self._all[0]]
+        count = bisect.bisect_right(self.ladder, 4 * max(edges))
         near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
         near += [part * size for size in best for part in _NEAR_THE_BEST]
-        found = {self._position(size) for size in (*sizes, *near)}
+        found = {self._position(size) for size in near}.union(self._rungs[:count] or [0])
         return sorted(position for position in found if position >= 0)
 
     def _position(self, size: float) -> int:

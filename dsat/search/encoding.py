@@ -11,7 +11,8 @@ import numpy as np
 
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.search.normal import Array
-from dsat.search.step_time import KnobPrior
+from dsat.search.step_time import KnobPrior, hpz_effect
+from dsat.space.knobs import HPZ
 from dsat.space.overrides import GAS, SCRIPT_SWITCHES
 from dsat.space.space import Space
 
@@ -22,6 +23,8 @@ _TREND = -0.006  # small buckets and groups need more operations
 # Recomputing the forward pass takes a quarter of the time more, and saves most of the activations.
 _RECOMPUTE_TIME = (0.25, 0.1)
 _RECOMPUTE_OCTAVES = (1.5, 1.0)
+# A second copy of the parameters helps as much as links between hosts are slower, which varies.
+_HPZ_SD = 0.1
 # Effects on the binary logarithm of the largest micro batch.
 _MEMORY_SD = 0.01
 _MEMORY_TREND_SD = 0.03
@@ -40,6 +43,7 @@ class Encoding:
 
     def __init__(self, space: Space) -> None:
         self._branches = space.branches
+        self._slots_per_host = space.slots_per_host
         columns: dict[tuple[Any, ...], int] = {}
         for number, branch in enumerate(space.branches):
             for key, values in branch.knobs:
@@ -84,6 +88,11 @@ class Encoding:
         if switch is not None:
             mean[switch], sd[switch] = _RECOMPUTE_TIME
             group[switch] = -1
+        for size in range(2, self._slots_per_host + 1):
+            column = self._columns.get((HPZ, _text(size)))
+            if column is not None:
+                mean[column], sd[column] = hpz_effect(), _HPZ_SD
+                group[column] = -1
         return KnobPrior(mean, sd, group, diluted)
 
     def memory_prior(self, *, predicted: bool) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from dsat.search.normal import Array, inverse_mills_ratio, log_cdf
 # How far the predicted largest micro batch may be off, in octaves, for a good prediction and for a
 # bad one, and how likely it is good; of all strategies alike, and of each by itself.
 _GOOD, _BAD, _CHANCE_OF_GOOD = (0.03, 0.015), (0.6, 0.2), 0.6
+_REFUTED = math.log(1e-12)  # such a hypothesis is not asked any more
 _BLUR = 0.01  # octaves between what runs every time and what never does
 # In standard deviations of a hidden quality: a configuration fails for no want of memory in three
 # of a hundred cases, and what does so shares a strategy or a value with others that do.
@@ -112,6 +113,7 @@ class Feasibility:
         chances = [
             weight + model.log_chance(features, thresholds)
             for weight, model in zip(self._log_weights, self._memory, strict=True)
+            if weight > _REFUTED
         ]
         total: Array = np.logaddexp.reduce(chances)
         return np.minimum(total, 0.0)

@@ -252,7 +252,8 @@ class ModelSearch(Search):
 
     def _choose_beside_running(self) -> _Choice | None:
         running = list(self._running.values())
-        return self._choose(self.surrogate.fit_beside(running), self.surrogate.measured or running)
+        fit = self.surrogate.fit.beside(points_of(running))
+        return self._choose(fit, self.surrogate.measured or running)
 
     def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
         """The best of all branches.
@@ -261,10 +262,11 @@ class ModelSearch(Search):
             known: where the best so far is among.
         """
         best_gain, reference = self.surrogate.incumbent(fit, known)
+        at = None if reference is None else fit.reference(points_of([reference]))
         choices = [
             choice
             for branch in range(len(self.space.branches))
-            for choice in self._choices(fit, branch, best_gain, reference)
+            for choice in self._choices(fit, branch, best_gain, at)
         ]
         if not choices:
             return None
@@ -276,16 +278,17 @@ class ModelSearch(Search):
         )
 
     def _choices(
-        self, fit: step_time.Fit, branch: int, best_gain: float, reference: Configuration | None
+        self, fit: step_time.Fit, branch: int, best_gain: float, at: step_time.Reference | None
     ) -> Iterator[_Choice]:
-        """The best of a branch for each number of accumulation steps."""
+        """The best of a branch for each number of accumulation steps; `at` is the best so far."""
         surrogate, indexes = self.surrogate, self._promising(fit, branch)
         knobs = surrogate.encoding.rows(branch, indexes)
-        at = None if reference is None else points_of([reference])
         edges = surrogate.log2_largest(branch, indexes)
         largest = surrogate.feasibility.expected_largest(branch, knobs, edges)
-        near = [largest[0], largest.max(), *([reference.micro_batch] if reference else [])]
-        positions = self._sizes.positions(edges=near[:2], best=near[2:])
+        positions = self._sizes.positions(
+            edges=(float(largest[0]), float(largest.max())),
+            best=() if at is None else at.points.micro_batch,
+        )
         sizes = np.array([self.space.micro_batches[p] for p in positions], float)
         if not len(sizes):
             return
@@ -313,7 +316,7 @@ class ModelSearch(Search):
                 score, chance, looked = gain + runs, 1.0, []
             else:
                 expected = log_expected_gain(gain, sd)
-                cost = self._cost(log_s, float(fit.predict(at)[0][0]))
+                cost = self._cost(log_s, at.log_s)
                 score = expected + runs - np.log(cost)
                 better = log_cdf((gain - _WORTHWHILE) / sd) + fits + log_sound
                 chance = math.exp(float(better[is_open].max()))
@@ -357,6 +360,7 @@ class ModelSearch(Search):
         """Which of (m, s) configurations may be tried; what is known to fit is entered."""
         is_open = np.ones((len(positions), len(indexes)), bool)
         where = np.asarray(positions)
+        row_of = {position: row for row, position in enumerate(positions)}
         for micro_batch, steps in self.surrogate.starved:
             is_open[(sizes >= micro_batch) & (gas >= steps)] = False
         for column, index in enumerate(indexes):
@@ -365,7 +369,8 @@ class ModelSearch(Search):
                 continue
             log_fits[where < lineage.lo, column] = 0.0
             is_open[where > (-1 if lineage.abandoned else lineage.open_hi), column] = False
-            is_open[np.isin(where, list(self._asked[lineage.id])), column] = False
+            asked = [row_of[at] for at in self._asked[lineage.id] if at in row_of]
+            is_open[asked, column] = False
         return is_open
 
     def _promising(self, fit: step_time.Fit, branch: int) -> Array:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,10 @@ _PER_STRATEGY = len(_STRATEGY_SD)
 _OCTAVES = 21
 _REST_SD = 0.02
 _SHARPNESS = 6.0  # of the maximum: the p of a p-norm
+
+# How many times as long a round takes between hosts as inside of one, by what links give each
+# accelerator: NVLink 300 and 450 GB/s a way, InfiniBand 25 and 50 (NVIDIA's DGX A100 and H100).
+_BETWEEN_HOSTS = 10.0
 
 _RUN_SD = 0.02  # of measurements from run to run
 _PRIOR_WEIGHT = 6.0  # as so many measurements, or values of knobs
@@ -112,12 +116,14 @@ class Layout:
         slots: data-parallel slots.
         reference_micro_batch: one at which the samples are likely to outweigh all else; beyond it
             what does not grow with them is diluted.
+        over_hosts: whether the slots are on several hosts.
     """
 
     strategies: Sequence[Strategy]
     slots: int
     reference_micro_batch: float
     knobs: KnobPrior
+    over_hosts: bool = False
 
     @property
     def first_knob(self) -> int:
@@ -143,7 +149,8 @@ class Layout:
         self, theta: Array, strategy: Array, micro_batch: Array, gas: Array
     ) -> tuple[Array, Array]:
         """The logarithm of the time with default knobs, (n,), and its gradient, (n, first_knob)."""
-        units = np.array([traffic(s, self.slots) for s in self.strategies])[strategy]
+        by_strategy = [traffic(s, self.slots, over_hosts=self.over_hosts) for s in self.strategies]
+        units = np.array(by_strategy)[strategy]
         own = len(_SHARED_MEAN) + _PER_STRATEGY * strategy.astype(int)
         rows = np.arange(len(micro_batch))
         samples = micro_batch / self.reference_micro_batch
@@ -194,6 +201,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A configuration that others are compared with, as a fit predicts it.
+
+    Attributes:
+        points: itself.
+        log_s: the mean of the logarithm of its time.
+        gradient: of that, by all parameters, (1, parameters).
+    """
+
+    points: Points
+    log_s: float
+    gradient: Array
+
+
+@dataclass(frozen=True)
 class Fit:
     """Parameters and their uncertainty after some measurements.
 
@@ -217,8 +239,18 @@ class Fit:
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 0.0))
 
+    def reference(self, points: Points) -> Reference:
+        """One configuration, as `grid` takes it."""
+        value, gradient = self.layout.predict(self.theta, points)
+        return Reference(points, float(value[0]), gradient)
+
     def grid(
-        self, strategy: int, micro_batch: Array, gas: Array, knobs: Array, reference: Points | None
+        self,
+        strategy: int,
+        micro_batch: Array,
+        gas: Array,
+        knobs: Array,
+        reference: Reference | None,
     ) -> tuple[Array, Array]:
         """All combinations of m batches and s settings of a strategy.
 
@@ -236,23 +268,38 @@ class Fit:
         layout, first = self.layout, self.layout.first_knob
         at = np.full(len(micro_batch), strategy)
         value, gradient = layout.base(self.theta, at, micro_batch, gas)
-        left = layout.dilution(micro_batch)[:, None]
-        diluted, others = knobs * layout.knobs.diluted, knobs * ~layout.knobs.diluted
+        # What diluted features leave is multiplied by `left`, so they are kept apart.
+        is_diluted, left = layout.knobs.diluted, layout.dilution(micro_batch)[:, None]
+        diluted, others = knobs * is_diluted, knobs * ~is_diluted
         effects = self.theta[first:]
-        mean = value[:, None] + left * (diluted @ effects)[None, :] + (others @ effects)[None, :]
-        if reference is not None:
-            _, other = layout.predict(self.theta, reference)
-            gradient, others = gradient - other[:, :first], others - other[:, first:]
-        gradient[:, _FLOOR] = 0.0
+        mean = left * (diluted @ effects) + (others @ effects + value[:, None])
         shared, between = self.covariance[:first, :first], self.covariance[:first, first:]
-        of_knobs = self.covariance[first:, first:]
-        variance = ((gradient @ shared) * gradient).sum(axis=1)[:, None]
+        if reference is not None:
+            gradient = gradient - reference.gradient[:, :first]
+        gradient[:, _FLOOR] = 0.0
         crossed = gradient @ between
-        variance = variance + 2 * (left * (crossed @ diluted.T) + crossed @ others.T)
-        variance += left**2 * ((diluted @ of_knobs) * diluted).sum(axis=1)[None, :]
-        variance += 2 * left * ((diluted @ of_knobs) * others).sum(axis=1)[None, :]
-        variance += ((others @ of_knobs) * others).sum(axis=1)[None, :]
+        alone = ((gradient @ shared) * gradient).sum(axis=1)
+        variance = (crossed * np.where(is_diluted, left, 1.0)) @ knobs.T
+        if reference is not None:
+            others = others - reference.gradient[:, first:]
+            alone -= 2 * (crossed @ reference.gradient[0, first:])
+        variance *= 2
+        variance += alone[:, None]
+        of_knobs = self.covariance[first:, first:]
+        from_diluted = diluted @ of_knobs
+        variance += left**2 * (from_diluted * diluted).sum(axis=1)
+        variance += 2 * left * (from_diluted * others).sum(axis=1)
+        variance += ((others @ of_knobs) * others).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+    def beside(self, points: Points) -> Fit:
+        """What would be known if all n configurations took as long as is predicted."""
+        gradient = self.layout.predict(self.theta, points)[1]
+        towards = gradient @ self.covariance
+        expected = towards @ gradient.T
+        expected[np.diag_indices(len(points))] += self.run_sd**2 + self.own_sd**2
+        known = self.covariance - towards.T @ np.linalg.solve(expected, towards)
+        return replace(self, covariance=known)
 
     def learnable(self, sd: Array) -> Array:
         """By how much a prediction will move when its configuration is measured.
@@ -398,17 +445,21 @@ def _knob_scales(prior: KnobPrior, effects: Array, covariance: Array, scales: Ar
     return result
 
 
-def traffic(strategy: Strategy, slots: int) -> tuple[float, float]:
+def traffic(strategy: Strategy, slots: int, *, over_hosts: bool = False) -> tuple[float, float]:
     """Traffic in every micro step and at the end of a step, in rounds of all parameters.
 
     Stages 0 and 1 reduce at the boundary, 2 in every micro step; 3 gathers twice and reduces in
     every micro step; 1 and 2 gather once a step (deepspeed 0.19.8, runtime/zero). On one slot the
-    hooks that do it remain.
+    hooks that do it remain. A round between hosts counts as so many inside of one as it takes time.
     """
     by_stage = ((0.1, 2.0), (0.1, 2.0), (1.0, 1.0), (3.0, 0.1))
     micro, boundary = by_stage[strategy.stage]
     if slots == 1:
         micro, boundary = micro / 2, max(0.1, boundary / 4)
+    elif over_hosts:
+        micro, boundary = (
+            rounds * _BETWEEN_HOSTS if rounds >= 1 else rounds for rounds in (micro, boundary)
+        )
     if strategy.offload_optimizer != NONE:
         micro, boundary = micro + 1.0, boundary + 10.0
     if strategy.offload_param != NONE:
@@ -416,3 +467,16 @@ def traffic(strategy: Strategy, slots: int) -> tuple[float, float]:
     if NVME in (strategy.offload_optimizer, strategy.offload_param):
         micro, boundary = micro * 5, boundary * 5
     return micro, boundary
+
+
+def hpz_effect() -> float:
+    """What hpZ is believed to add to the logarithm of stage 3's time over several hosts.
+
+    One of its three rounds, the gather of the backward pass, stays inside of a host then (ZeRO++,
+    arXiv:2306.10209, section 3.2). As at the reference micro batch, and with what is believed of a
+    unit of traffic.
+    """
+    work = 1 + math.exp(_SHARED_MEAN[_FIXED])
+    unit = math.exp(_SHARED_MEAN[_MICRO_UNIT])
+    rounds, spared = traffic(Strategy(3), 2, over_hosts=True)[0], _BETWEEN_HOSTS - 1
+    return math.log((work + unit * (rounds - spared)) / (work + unit * rounds))

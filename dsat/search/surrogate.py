@@ -74,6 +74,7 @@ class Surrogate:
         self._space = space
         self._objective = objective
         self._largest = largest
+        self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self.encoding = Encoding(space)
         count = len(space.branches)
         prior = self.encoding.memory_prior(predicted=predicted)
@@ -84,6 +85,7 @@ class Surrogate:
             slots=space.slots,
             reference_micro_batch=min(begin_with, max(1.0, roomiest)),
             knobs=self.encoding.speed_prior(rng),
+            over_hosts=space.slots_per_host > 0,
         )
         self.measured: list[Configuration] = []
         self.starved: list[tuple[int, int]] = []
@@ -118,11 +120,7 @@ class Surrogate:
             bisect.insort(self._log_units, math.log(outcome.metrics.latency / 1000) - log_s)
             self.log_unit = self._log_units[len(self._log_units) // 2]
             # At once: when it is asked for must not matter, since a fit begins with the one before.
-            self.fit = self.fit_beside([])
-
-    def fit_beside(self, running: Sequence[Configuration]) -> step_time.Fit:
-        """The model of time if what runs took as long as is predicted."""
-        return _fitted(self.fit.layout, [*self.measured, *running], self.fit)
+            self.fit = _fitted(self.fit.layout, self.measured, self.fit)
 
     def configuration(self, branch: int, index: int, micro_batch: int) -> Configuration:
         """A configuration, its time as predicted."""
@@ -135,8 +133,7 @@ class Surrogate:
 
         What fits is a whole number: in the middle between it and the next, the edge.
         """
-        settings = self._space.branches[branch].settings
-        largest = [self._largest(settings(int(index))) for index in indexes]
+        largest = [self._largest(self._settings_of(branch, int(index))) for index in indexes]
         edges: Array = np.log2(np.floor(largest) + 0.5)
         return edges
 
@@ -144,9 +141,15 @@ class Surrogate:
         """The accumulation steps that settings have with a micro batch."""
         key = branch, index, micro_batch
         if key not in self._gas:
-            settings = self._space.branches[branch].settings(index)
+            settings = self._settings_of(branch, index)
             self._gas[key] = self._space.batch(micro_batch, settings).gas
         return self._gas[key]
+
+    def _settings_of(self, branch: int, index: int) -> Mapping[str, Any]:
+        found = self._settings.get((branch, index))
+        if found is None:
+            found = self._settings[branch, index] = self._space.branches[branch].settings(index)
+        return found
 
     def log_work(self, micro_batch: Any, gas: Any) -> Any:
         """What turns the logarithm of a rate into that of a time."""

@@ -87,6 +87,7 @@ class TrialFactory:
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
             batch_dimensions={} if profile is None else profile.batch_dimensions,
+            fed_instead={} if profile is None else profile.fed_instead,
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,

@@ -41,7 +41,8 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """A plan as that of an earlier run which did not ask DeepSpeed for its defaults, if it did not.
+    """A plan as that of an earlier run which did not ask DeepSpeed for its defaults, or what it
+    refuses, if it did not.
 
     Knobs that came since are no part of such a run.
     """
@@ -49,6 +50,8 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
+    if "refused" not in earlier:
+        plan = replace(plan, refused={})
     return plan if earlier.get("defaults") else replace(plan, defaults={}, slots_per_host=0)
 
 

@@ -14,6 +14,7 @@ from dsat.search import SEARCHES, ModelSearch
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.encoding import Encoding
 from dsat.search.feasibility import Feasibility
+from dsat.space.knobs import HPZ, KNOBS
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Proposal
@@ -47,6 +48,8 @@ _ALL = tuple(
         for key, _ in b.knobs
     }
 )
+
+_INSTALLED = {knob.path: knob.values[0] for knob in KNOBS}
 
 # -- the opening
 
@@ -91,6 +94,53 @@ def test_it_begins_with_the_strategy_that_promises_most() -> None:
     )
     proposal = search.ask()
     assert proposal is not None and proposal.settings["stage"] == 3
+
+
+@pytest.mark.parametrize(("slots_per_host", "expected"), [(0, 3), (4, 0)])
+def test_what_stage_3_moves_weighs_more_between_hosts(slots_per_host: int, expected: int) -> None:
+    freedom = Freedom(fixed=_ALL, slots_per_host=slots_per_host)
+    space = Space(strategies=plain(3, 0), micro_batches=range(1, 65), slots=8, freedom=freedom)
+    # A quarter more samples are worth it inside of a host.
+    search = ModelSearch(
+        _profile(activations=1000, memory=4 * 41_000),
+        THROUGHPUT,
+        space,
+        seed=0,
+        predict=lambda settings: {0: 32, 3: 41}[settings["stage"]],
+    )
+    first = search.ask()
+    assert first is not None and first.settings["stage"] == expected
+
+
+def test_a_copy_of_the_parameters_within_each_host_is_tried_early_over_several() -> None:
+    def search_on(slots_per_host: int) -> ModelSearch:
+        freedom = Freedom(slots_per_host=slots_per_host, defaults=_INSTALLED, on_device=True)
+        sizes = range(1, 65)
+        space = Space(strategies=plain(3), micro_batches=sizes, slots=16, freedom=freedom)
+        return model_of(space, ceiling=40)
+
+    def tried(search: ModelSearch) -> list[int]:
+        asked = proposals_of(
+            search, lambda p: ran(100 * p.micro_batch / (8 + p.micro_batch)), limit=12
+        )
+        return [int(proposal.settings.get(HPZ, 1)) for proposal in asked]
+
+    over_two = tried(search_on(8))
+    assert over_two[:3] == [1, 1, 8]
+    assert over_two.count(8) >= 8, "as long as nothing speaks against it"
+    assert set(tried(search_on(0))) == {1}
+    for slots_per_host, listed, expected in (
+        (8, (1, 8), -0.11),
+        (8, (8, 1), 0.11),
+        (8, (1, 4), -0.11),
+        (8, (1, 16), 0.0),
+        (0, (1, 8), 0.0),
+    ):
+        freedom = Freedom(fixed=_ALL, slots_per_host=slots_per_host, choices={HPZ: listed})
+        space = Space(strategies=plain(3), micro_batches=(1,), slots=16, freedom=freedom)
+        encoding = Encoding(space)
+        prior = encoding.speed_prior(np.random.default_rng(0))
+        assert float(encoding.row(0, 1) @ prior.mean) == pytest.approx(expected, abs=0.02)
 
 
 def test_a_strategy_that_should_not_fit_is_not_the_first() -> None:

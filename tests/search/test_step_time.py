@@ -241,7 +241,7 @@ def test_the_grid_is_what_predict_says_of_each() -> None:
     sizes, gas = np.array([3.0, 40.0]), np.array([1.0, 2.0])
     knobs = np.vstack((np.zeros(KNOBS), np.eye(KNOBS)[2], np.eye(KNOBS)[2] + np.eye(KNOBS)[4]))
     mean, sd = fit.grid(3, sizes, gas, knobs, None)
-    _, to_itself = fit.grid(3, sizes[:1], gas[:1], knobs[:1], single(3, 3.0))
+    _, to_itself = fit.grid(3, sizes[:1], gas[:1], knobs[:1], fit.reference(single(3, 3.0)))
     for m in range(2):
         for s in range(3):
             at = step_time.Points(np.array([3]), sizes[m : m + 1], gas[m : m + 1], knobs[s : s + 1])
