@@ -15,6 +15,8 @@ from dsat.engines.local.ports import free_ports
 from testing.local import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "srun", "sbatch", "salloc", "scancel", "scontrol")
+# A partition whose jobs have jobs of the other one requeued that are in their way.
+URGENT = "urgent"
 _PATIENCE_S = 60.0
 _KILL_WAIT_S = 20
 _CONFIG = """
@@ -44,6 +46,8 @@ AccountingStorageType=accounting_storage/none
 KillWait={kill_wait_s}
 InactiveLimit=0
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
 
 
@@ -116,7 +120,8 @@ class Slurm:
                 shell.wait(_PATIENCE_S)
 
     def _idle(self) -> int:
-        return self.ask("sinfo", "--noheader", "--Node", "--format=%t").split().count("idle")
+        told = self.ask("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t")
+        return told.split().count("idle")
 
 
 def missing() -> list[str]:
@@ -136,7 +141,9 @@ def running(folder: Path, nodes: int) -> Iterator[Slurm]:
         where = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={port}"
         lines.append(f"NodeName={name} {where} CPUs=1 State=UNKNOWN")
         (folder / f"spool-{name}").mkdir()
-    lines.append(f"PartitionName=main Nodes={','.join(names)} Default=YES State=UP\n")
+    for partition, tier in (("main", 1), (URGENT, 2)):
+        more = f"PriorityTier={tier} Default={'YES' if tier == 1 else 'NO'} State=UP"
+        lines.append(f"PartitionName={partition} Nodes={','.join(names)} {more}\n")
     config = folder / "slurm.conf"
     config.write_text("\n".join(lines))
     (folder / "state").mkdir()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsat.app import estimate, hosts
+from dsat.app import estimate, hosts, simulation_engine
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.machine import find_machines
 from testing import warm_host
@@ -48,6 +48,8 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
 
     for module in (estimate, hosts):
         put(module, "find_machine", find_machine)
+    put(simulation_engine, "find_machine_for_simulations", find_machine)
+    for module in (estimate, hosts, simulation_engine):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from dsat.app.ray_arrivals import RayArrivals, host_of
 from dsat.engines import ssh
-from dsat.engines.local import Host, find_machine, find_machines
+from dsat.engines.local import Arrivals, Host, NoArrivals, find_machine, find_machines
 from dsat.engines.ray import Reservation, Wish, is_job
 from dsat.engines.slurm import Allocation
 from dsat.errors import UserInputError
@@ -20,6 +21,54 @@ _log = logging.getLogger(__name__)
 _EQUAL_WITHIN = 0.02
 
 
+def _nothing() -> None:
+    """There is nothing to give back."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run.
+
+    Attributes:
+        first: those that there are when it begins.
+        arrivals: those that come later.
+        release: gives back what of them was reserved, when no more is run there.
+    """
+
+    first: tuple[Host, ...]
+    arrivals: Arrivals = field(default_factory=NoArrivals, compare=False)
+    release: Callable[[], None] = field(default=_nothing, compare=False)
+
+    def only(self, wanted: Sequence[int], without: Sequence[int]) -> Hosts:
+        """The hosts with some of their devices alone; see `Machine.only`."""
+        if not (wanted or without):
+            return self
+        first = _only(self.first, wanted, without)
+        return replace(self, first=first, arrivals=_Only(self.arrivals, wanted, without))
+
+
+class _Only:
+    """Hosts that come, with some of their devices alone."""
+
+    def __init__(self, arrivals: Arrivals, wanted: Sequence[int], without: Sequence[int]) -> None:
+        self._arrivals = arrivals
+        self._choice = wanted, without
+
+    @property
+    def more_may_come(self) -> bool:
+        return self._arrivals.more_may_come
+
+    def want(self, hosts: int) -> None:
+        self._arrivals.want(hosts)
+
+    def so_far(self) -> Sequence[Host]:
+        return _only(self._arrivals.so_far(), *self._choice)
+
+
+def _only(hosts: Sequence[Host], wanted: Sequence[int], without: Sequence[int]) -> tuple[Host, ...]:
+    return tuple(replace(host, machine=host.machine.only(wanted, without)) for host in hosts)
+
+
 def find_hosts(
     engine: str,
     num_nodes: int | None = None,
@@ -28,7 +77,7 @@ def find_hosts(
     *,
     gpus_per_node: str | None = None,
     ray_address: str | None = None,
-) -> tuple[Host, ...]:
+) -> Hosts:
     """The hosts where trials run, for whoever releases them in the end.
 
     Args:
@@ -69,7 +118,7 @@ def find_hosts(
             hint="Leave it out there: it is for a job that dsat submits.",
         )
     if allocation is None or (allocation.count == 1 and allocation.node):
-        return (Host(find_machine(meanwhile)),)
+        return Hosts((Host(find_machine(meanwhile)),))
     why = "--engine slurm" if engine == "slurm" else "--engine local takes this machine alone"
     _log.info(
         "tuning on the %d nodes of Slurm job %s, %s (%s)",
@@ -85,12 +134,10 @@ def find_hosts(
         for node, machine in zip(nodes, machines, strict=True)
     ]
     check_equal(hosts)
-    return tuple(hosts)
+    return Hosts(tuple(hosts))
 
 
-def _of_ray(
-    address: str | None, wish: Wish, why: str, meanwhile: Callable[[], None]
-) -> tuple[Host, ...]:
+def _of_ray(address: str | None, wish: Wish, why: str, meanwhile: Callable[[], None]) -> Hosts:
     """What is free of a cluster, reserved."""
     given = address or os.environ.get("RAY_ADDRESS", "")
     if given.startswith("ray://"):
@@ -104,31 +151,21 @@ def _of_ray(
         _log.info("tuning on what Ray has free, %s%s", reserved.text, why)
         prefixes = {node.name: node.prefix for node in reserved.nodes}
         machines = find_machines(prefixes, meanwhile)
-        hosts = [
-            Host(
-                machine,
-                node.name,
-                node.prefix,
-                node.address,
-                is_here=node.is_here,
-                release=reserved.end,
-            )
-            for node, machine in zip(reserved.nodes, machines, strict=True)
-        ]
+        hosts = tuple(map(host_of, reserved.nodes, machines))
         check_equal(hosts)
     except BaseException:
         reserved.end()
         raise
-    return tuple(hosts)
+    arrivals = RayArrivals(reserved, lambda host: check_equal([hosts[0], host]))
+
+    def release() -> None:
+        arrivals.end()
+        reserved.end()
+
+    return Hosts(hosts, arrivals, release)
 
 
-def release(hosts: Iterable[Host]) -> None:
-    """Gives back what was reserved for trials; does nothing twice."""
-    for host in hosts:
-        host.release()
-
-
-def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> tuple[Host, ...]:
+def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> Hosts:
     """Hosts by their names, with the positions of the devices that are used there; none for all."""
     _log.info(
         "tuning on the machines of the hostfile, %s (--engine local takes this machine alone)",
@@ -147,7 +184,7 @@ def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> 
         for host, machine in zip(reached, machines, strict=True)
     ]
     check_equal(hosts)
-    return tuple(hosts)
+    return Hosts(tuple(hosts))
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
@@ -191,11 +228,6 @@ def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
     """Slots that a launcher starts ranks on which is told no number: of the machines that it is
     given, or of one."""
     return hosts[0].machine.num_slots * (len(hosts) if program.hosts else 1)
-
-
-def only(hosts: Sequence[Host], wanted: Sequence[int], without: Sequence[int]) -> tuple[Host, ...]:
-    """The hosts with some of their devices alone; see `Machine.only`."""
-    return tuple(replace(host, machine=host.machine.only(wanted, without)) for host in hosts)
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:

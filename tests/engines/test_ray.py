@@ -14,13 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.app.hosts import find_hosts, release
+from dsat.app.hosts import Hosts, find_hosts
 from dsat.engines.local import Host, heartbeats
 from dsat.engines.ray import Reservation, Wish, is_job
-from dsat.engines.ray.choice import Parts, State, choose
+from dsat.engines.ray.choice import Parts, State, choose, fits
 from dsat.engines.ray.node_actor import NodeActor
 from dsat.errors import UserInputError
 from dsat.inputs.settings import Settings
+from dsat.tuning.run import EVENT_FINISHED, EVENT_PROPOSED
+from dsat.values.outcome import OutcomeKind
 from testing import ray_cluster
 from testing.command import (
     FAST,
@@ -56,9 +58,8 @@ def node(
     total = {"CPU": total_cpus, "node:10.0.0.1": 1.0, "memory": 2.0**34}
     if total_gpus:
         total |= {"GPU": total_gpus}
-    if kind:
-        total |= {f"accelerator_type:{kind}": 1.0}
-    return State(total, {"CPU": cpus, "GPU": gpus})
+    kinds = {f"accelerator_type:{kind}": 1.0} if kind else {}
+    return State(total | kinds, {"CPU": cpus, "GPU": gpus} | kinds)
 
 
 BUSY = node(0, 0, of=(16, 8))
@@ -107,6 +108,25 @@ def test_equal_parts_are_taken_of_what_nobody_uses(
     nodes: Sequence[State], wish: Wish, expected: Parts | None
 ) -> None:
     assert choose(nodes, wish) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "node", "expected"),
+    [
+        (Parts(2, "GPU", 8, 64), node(64, 8), True),
+        (Parts(2, "GPU", 4, 32), node(40, 4, of=(64, 8)), True),
+        (Parts(2, "GPU", 8, 64), node(64, 4, of=(64, 8)), False),
+        (Parts(2, "GPU", 8, 64), node(60, 8, of=(64, 8)), False),
+        (Parts(2, "GPU", 8, 64, "A100"), node(64, 8, kind="A100"), True),
+        (Parts(2, "GPU", 8, 64, "A100"), node(64, 8, kind="T4"), False),
+        (Parts(2, "", 4, 4), node(4), True),
+        (Parts(2, "", 4, 4), node(64, 8), False),  # left to those who need its GPUs
+    ],
+)
+def test_what_comes_is_taken_if_it_has_an_equal_part(
+    parts: Parts, node: State, expected: bool
+) -> None:
+    assert fits(node, parts) is expected
 
 
 def test_what_is_taken_is_said() -> None:
@@ -244,26 +264,45 @@ def three() -> Iterator[RayCluster]:
 
 
 @contextlib.contextmanager
-def reserved(cluster: RayCluster, nodes: int) -> Iterator[tuple[Host, ...]]:
+def kept(cluster: RayCluster, nodes: int) -> Iterator[Reservation]:
+    """So many of its nodes, whatever they are for."""
+    reservation = Reservation(cluster.address, Wish(nodes), say=print)
+    try:
+        yield reservation
+    finally:
+        reservation.end()
+
+
+@contextlib.contextmanager
+def reserved(cluster: RayCluster, nodes: int) -> Iterator[Hosts]:
     """So many of its nodes, as dsat has them."""
     hosts = find_hosts("ray", nodes, ray_address=cluster.address)
     try:
         yield hosts
     finally:
-        release(hosts)
+        hosts.release()
 
 
-def search_of(run_dir: Path, cluster: RayCluster, *options: object) -> list[str]:
-    """A search with trials over two nodes."""
+def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int = 2) -> list[str]:
+    """A search with trials over so many nodes."""
     own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
-    on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", 2)
+    on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", slots)
     return command_of("random", "tiny", run_dir, *on_ray, *FAST, *options, config=config)
 
 
 def assert_nothing_is_left(run_dir: Path) -> None:
     wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
     assert buffers_of(run_dir) == []
+
+
+def most_at_once(run_dir: Path) -> int:
+    """Of the search's trials."""
+    running, most = 0, 0
+    for event in events_of(run_dir):
+        running += {EVENT_PROPOSED: 1, EVENT_FINISHED: -1}.get(event["event"], 0)
+        most = max(most, running)
+    return most
 
 
 def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Process, psutil.Process]:
@@ -280,7 +319,7 @@ class TestEngineOverRay(HostsContract):
     @classmethod
     def hosts(cls, three: RayCluster) -> Iterator[Sequence[Host]]:
         with reserved(three, 2) as hosts:
-            yield hosts
+            yield hosts.first
 
 
 @pytest.mark.slow
@@ -308,10 +347,17 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
 ) -> None:
     monkeypatch.setattr(heartbeats, "PING_EVERY_S", 1.0)
     monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 8.0)
-    three.add(min(os.sched_getaffinity(0)))
+    core = min(os.sched_getaffinity(0))
+    three.add(core)
     with (
         reserved(three, 4) as hosts,
-        bench_of("behaviours", tmp_path, slots_per_trial=2, hosts=hosts) as bench,
+        bench_of(
+            "behaviours",
+            tmp_path,
+            slots_per_trial=2,
+            hosts=hosts.first,
+            arrivals=hosts.arrivals,
+        ) as bench,
     ):
         both = [bench.trial(stage=stage) for stage in (1, 2)]
         for trial in both:
@@ -346,31 +392,42 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
         [(_, outcome)] = bench.engine.poll(PATIENCE_S)
         assert outcome.ok, (outcome, bench.log(trial))
         wait_until(lambda: not any(map(is_alive, pids)), "the end of its first ranks", 20)
+        # Four are asked for, and three of the cluster's live: one that comes is what is wanted.
+        assert not hosts.arrivals.so_far()
+        three.add(core)
+        [come] = wait_until(hosts.arrivals.so_far, "the node that takes its place", PATIENCE_S)
+        assert come.name not in [host.name for host in hosts.first]
     assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_nothing_is_left_when_dsat_or_rays_driver_is_killed(
+def test_nodes_that_come_are_used_and_nothing_is_left_when_rays_driver_or_dsat_is_killed(
     three: RayCluster, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    first = Background(search_of(run_dir, three, "--max-trials", 200))
-    wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
-    [driver] = [p for p in first.process.children() if "dsat.engines.ray.driver" in p.cmdline()]
-    driver.kill()
-    told = first.end()
+    begin = (run_dir, three, "--max-trials", 200)
+    with kept(three, 2):  # for others
+        first = Background(search_of(*begin, slots=1))
+        wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
+        assert most_at_once(run_dir) == 1
+        three.add(min(os.sched_getaffinity(0)))
+        wait_until(lambda: most_at_once(run_dir) == 2, "two trials at once", ENDS_WITHIN_S)
+        [driver] = [p for p in first.process.children() if "dsat.engines.ray.driver" in p.cmdline()]
+        driver.kill()
+        told = first.end()
     assert told.status == 1
     assert "Continue with --resume" in told.err and "Traceback" not in told.err
     assert_nothing_is_left(run_dir)
     known = len(run_of(run_dir).outcomes)
-    second = Background(search_of(run_dir, three, "--max-trials", 200, "--resume"))
+    second = Background(search_of(*begin, "--nodes", 2, "--resume", slots=1))
     wait_until(lambda: len(run_of(run_dir).outcomes) > known, "one more trial", ENDS_WITHIN_S)
     second.kill()
     assert_nothing_is_left(run_dir)
-    assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
-    with reserved(three, 2) as hosts:
-        assert len(hosts) == 2, "what was reserved is free again"
+    kinds = {outcome.kind for outcome in run_of(run_dir).outcomes.values()}
+    assert kinds <= {OutcomeKind.OK, OutcomeKind.OOM}, events_of(run_dir)
+    with kept(three, 2) as reservation:
+        assert len(reservation.nodes) == 2, "what was reserved is free again"
 
 
 @pytest.mark.slow
@@ -384,7 +441,9 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
         pytest.skip("Ray's jobs need ray[default]")
     submit = [str(Path(sys.executable).parent / "ray"), "job", "submit"]
     submit += ["--address", f"http://{three.dashboard}", "--", *words]
-    told = subprocess.run(submit, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+    others = sum(is_alive(node.pid) for node in three.nodes) - 2
+    with kept(three, others):  # the imports of two are enough
+        told = subprocess.run(submit, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "this is a Ray job (--engine local takes its machine alone)" in told.stdout
     run = run_of(run_dir)

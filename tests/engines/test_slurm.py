@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from dsat.app import hosts
-from dsat.app.hosts import check_equal, check_slots, describe, find_hosts
+from dsat.app.hosts import Hosts, check_equal, check_slots, describe, find_hosts
 from dsat.engines import slurm
 from dsat.engines.local import Host
 from dsat.engines.slurm import Allocation
 from dsat.errors import EngineError, UserInputError
+from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
 from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of
 from testing.hosts_contract import HostsContract
@@ -74,7 +75,7 @@ def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPat
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
-    assert find_hosts("auto") == find_hosts("slurm") == (Host(cpu_machine(2)),)
+    assert find_hosts("auto") == find_hosts("slurm") == Hosts((Host(cpu_machine(2)),))
 
 
 def test_hosts_must_be_equal() -> None:
@@ -175,21 +176,37 @@ def test_a_search_in_a_job_of_two_nodes(three: Slurm, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_a_job_that_is_ended_leaves_a_run_that_goes_on(three: Slurm, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    first, second = tmp_path / "first.log", tmp_path / "second.log"
-    search = ("--max-trials", 12)
-    job = three.submit(job_of(run_dir, *search), first, "--nodes=2")
+    """By `scancel`, and by its time limit."""
+    run_dir, logs = tmp_path / "run", [tmp_path / f"job{number}.log" for number in (1, 2, 3)]
+
+    def begin(log: Path, *options: object) -> str:
+        return three.submit(job_of(run_dir, *options), log, "--nodes=2", "--time=10")
+
+    def end_of(job: str) -> tuple[str, int]:
+        """Its state, and how many trials are known then."""
+        state = three.wait_for(job, ENDS_WITHIN_S)
+        assert_nothing_is_left(run_dir)
+        kinds = {outcome.kind for outcome in run_of(run_dir).outcomes.values()}
+        assert kinds <= {OutcomeKind.OK, OutcomeKind.OOM}, events_of(run_dir)
+        return state, len(run_of(run_dir).outcomes)
+
+    job = begin(logs[0], "--max-trials", 200)
     wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
     three.ask("scancel", job)
-    assert three.wait_for(job, 60) == "CANCELLED"
-    assert_nothing_is_left(run_dir)
-    known = len(run_of(run_dir).outcomes)
-    assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
+    state, known = end_of(job)
+    assert state == "CANCELLED"
+    job = begin(logs[1], "--max-trials", 200, "--resume")
+    wait_until(lambda: three.state(job) == "RUNNING", "the second job", ENDS_WITHIN_S)
+    # Slurm looks twice a minute for jobs whose time is over.
+    three.ask("scontrol", "update", f"JobId={job}", "EndTime=now+15seconds")
+    state, more = end_of(job)
+    assert state == "TIMEOUT" and more >= known
     assert run_of(run_dir).stop_reason is None
-    job = three.submit(job_of(run_dir, *search, "--resume"), second, "--nodes=2")
-    assert three.wait_for(job, ENDS_WITHIN_S) == "COMPLETED", second.read_text()
-    assert len(run_of(run_dir).outcomes) > known
-    assert "Traceback" not in first.read_text() + second.read_text()
+    job = begin(logs[2], "--max-trials", more + 2, "--resume")
+    state, most = end_of(job)
+    assert state == "COMPLETED", logs[2].read_text()
+    assert most > more and run_of(run_dir).stop_reason is not None
+    assert not any("Traceback" in log.read_text() for log in logs)
 
 
 @pytest.mark.slow
@@ -226,7 +243,7 @@ def srun_of(node: str) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_search_submits_itself_and_goes_on_when_its_job_is_requeued(
+def test_a_search_submits_itself_and_goes_on_when_its_job_is_preempted(
     three: Slurm, tmp_path: Path
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "told.log"
@@ -241,7 +258,9 @@ def test_a_search_submits_itself_and_goes_on_when_its_job_is_requeued(
     try:
         wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
         [number] = re.findall(r"submitted Slurm job (\d+)", log.read_text())
-        three.ask("scontrol", "requeue", number)
+        urgent = three.submit(
+            "sleep 1", tmp_path / "urgent.log", f"--partition={cluster.URGENT}", "--nodes=3"
+        )
         assert process.wait(ENDS_WITHIN_S) == 0, log.read_text()
     finally:
         process.kill()
@@ -250,6 +269,7 @@ def test_a_search_submits_itself_and_goes_on_when_its_job_is_requeued(
     for told in ("was requeued, and goes on", f"job {number} is COMPLETED", "Train with it:"):
         assert told in said
     assert "Traceback" not in said
+    assert three.state(urgent) == "COMPLETED"
     starts = [event for event in events_of(run_dir) if event["event"] == "start"]
     assert len(starts) == 1, "the second start of the job went on with the run of the first"
     assert run_of(run_dir).stop_reason is not None

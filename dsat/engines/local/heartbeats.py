@@ -47,6 +47,10 @@ class Heartbeats:
         self._heard_s = dict.fromkeys(hosts, 0.0)
         self._ask_at_s = 0.0
 
+    def expect(self, host: int) -> None:
+        """Expects signs of life of one more host from now on."""
+        self._heard_s[host] = self._clock.now_s()
+
     def heard(self, host: int) -> None:
         """A host has said something."""
         if host in self._heard_s:

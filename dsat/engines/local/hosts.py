@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.loopback import ADDRESS, is_loopback
-
-
-def _nothing() -> None:
-    """There is nothing to give back."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,6 @@ class Host:
         prefix: what goes before a command so that it runs there; nothing where that is here.
         address: by which ranks on other hosts reach it.
         is_here: whether it is the one that this process runs on.
-        release: gives back what of it was reserved, when no more is run there.
     """
 
     machine: Machine
@@ -31,12 +27,37 @@ class Host:
     prefix: tuple[str, ...] = ()
     address: str = ADDRESS
     is_here: bool = True
-    release: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
 
     @property
     def is_loopback(self) -> bool:
         """Whether its address is one that no other host can reach."""
         return is_loopback(self.address)
+
+
+class Arrivals(Protocol):
+    """Hosts that come while trials run, equal to those that there are."""
+
+    @property
+    def more_may_come(self) -> bool:
+        """Whether it is worth waiting for one."""
+
+    def want(self, hosts: int) -> None:
+        """So many are of use in all, with those that there are."""
+
+    def so_far(self) -> Sequence[Host]:
+        """All that have come, in that order; does not wait for any."""
+
+
+class NoArrivals:
+    """The hosts are what they are."""
+
+    more_may_come = False
+
+    def want(self, hosts: int) -> None:
+        """None will come."""
+
+    def so_far(self) -> Sequence[Host]:
+        return ()
 
 
 @dataclass(frozen=True)

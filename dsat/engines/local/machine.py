@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
+from dsat.engines.local import no_accelerator
 from dsat.engines.local.cores import physical_cores
 from dsat.errors import EngineError, UserInputError
 from dsat.values.memory_size import readable
@@ -31,6 +32,8 @@ _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
 _FIND_LIMIT_S = 180.0
 _CHECK_LIMIT_S = 60.0
 _LOOK_EVERY_S = 0.1
+_MOMENT_S = 0.01
+_NO_ANSWER = "no answer within {:g} s: the driver may be stuck"
 # What other programs hold of a device that is in use; less may be a desktop or a monitor.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 
@@ -127,6 +130,16 @@ def find_machine(meanwhile: Callable[[], None] = lambda: None) -> Machine:
     return machine
 
 
+def find_machine_for_simulations() -> Machine:
+    """This machine, without its software's versions where it surely has no accelerator: then
+    neither torch nor DeepSpeed is asked, which takes seconds.
+
+    Raises:
+        EngineError: as of `find_machine`.
+    """
+    return _of_cores() if no_accelerator.is_certain() else find_machine()
+
+
 def find_machines(
     prefixes: Mapping[str, Sequence[str]], meanwhile: Callable[[], None] = lambda: None
 ) -> list[Machine]:
@@ -147,18 +160,53 @@ def find_machines(
         for question in begun:
             question.withdraw()
         raise
-    machines = []
-    for name, found in zip(prefixes, answers, strict=True):
-        if isinstance(found, str):
-            raise EngineError(
-                f"the accelerators of {name} cannot be found: {found}. Check that "
-                f"`{sys.executable} -c 'import deepspeed'` works there."
-            )
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
-        }
-        machines.append(Machine(**values))
-    return machines
+    return [_machine(name, found) for name, found in zip(prefixes, answers, strict=True)]
+
+
+class MachineLook:
+    """A machine is asked for its slots, which takes seconds, while something else is done.
+
+    Args:
+        name: of the machine.
+        prefix: what goes before a command so that it runs there.
+    """
+
+    def __init__(self, name: str, prefix: Sequence[str]) -> None:
+        self._name = name
+        self._question = _Question([], os.environ, prefix)
+        self._deadline_s = time.monotonic() + _FIND_LIMIT_S
+
+    def found(self) -> Machine | None:
+        """The machine; None as long as it has not answered.
+
+        Raises:
+            EngineError: as of `find_machines`.
+        """
+        try:
+            answer: dict[str, Any] | str = self._question.answer_within(_MOMENT_S)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < self._deadline_s:
+                return None
+            self.end()
+            answer = _NO_ANSWER.format(_FIND_LIMIT_S)
+        return _machine(self._name, answer)
+
+    def end(self) -> None:
+        """The answer is not wanted any more."""
+        self._question.withdraw()
+
+
+def _machine(name: str, found: dict[str, Any] | str) -> Machine:
+    """From an answer; raises EngineError if it is why there is none."""
+    if isinstance(found, str):
+        raise EngineError(
+            f"the accelerators of {name} cannot be found: {found}. Check that "
+            f"`{sys.executable} -c 'import deepspeed'` works there."
+        )
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
+    }
+    return Machine(**values)
 
 
 def problems_with(
@@ -214,24 +262,42 @@ class _Question:
         The process may be stuck in the driver, beyond the reach of signals: it is not waited for
         any longer.
         """
-        process, deadline = self._process, time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         while True:
             try:
-                out, err = process.communicate(timeout=_LOOK_EVERY_S)
-                break
+                return self.answer_within(_LOOK_EVERY_S)
             except subprocess.TimeoutExpired:
                 meanwhile()
             if time.monotonic() > deadline:
                 self.withdraw()
-                return f"no answer within {limit_s:g} s: the driver may be stuck"
+                return _NO_ANSWER.format(limit_s)
+
+    def answer_within(self, limit_s: float) -> dict[str, Any] | str:
+        """The answer, or why there is none; raises TimeoutExpired if there is neither so soon."""
+        out, err = self._process.communicate(timeout=limit_s)
         for line in out.splitlines():
             if line.startswith(_MARK):
                 found: dict[str, Any] = json.loads(line[len(_MARK) :])
                 return found
-        lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
+        lines = err.strip().splitlines() or [f"exit status {self._process.returncode}"]
         # torch's errors go on with advice.
         named = [line for line in lines if _EXCEPTION.match(line)]
         return (named or lines)[-1]
+
+
+def _of_cores() -> Machine:
+    import psutil
+
+    cores = sorted(os.sched_getaffinity(0))
+    return Machine(
+        accelerator="cpu",
+        device_name=_processor_name(),
+        devices=tuple(str(core) for core in cores),
+        visible_devices=(),
+        memory_bytes=int(psutil.virtual_memory().total),
+        cores=tuple(physical_cores()),
+        threads=len(cores),
+    )
 
 
 def _software() -> tuple[str, ...]:
@@ -249,19 +315,7 @@ def _inspect() -> Machine:
     accelerator = get_accelerator()
     name = accelerator.device_name()
     if name == "cpu":
-        import psutil
-
-        cores = sorted(os.sched_getaffinity(0))
-        return Machine(
-            accelerator="cpu",
-            device_name=_processor_name(),
-            devices=tuple(str(core) for core in cores),
-            visible_devices=(),
-            memory_bytes=int(psutil.virtual_memory().total),
-            software=_software(),
-            cores=tuple(physical_cores()),
-            threads=len(cores),
-        )
+        return replace(_of_cores(), software=_software())
     variables = _visible_devices_variables(accelerator)
     ids = visible_ids(accelerator.device_count(), variables)
     found, broken = [], []

@@ -41,12 +41,12 @@ class Slots:
     takes no longer if there are more hosts.
 
     Args:
-        hosts: what there is.
+        hosts: what there is at first.
         needed: slots of a trial.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
-        self._hosts = hosts
+        self._hosts = list(hosts)
         self._needed = needed
         self._per_host = hosts[0].machine.num_slots
         self._free = [set(range(self._per_host)) for _ in hosts]
@@ -55,12 +55,45 @@ class Slots:
         self._by_free.append(list(range(len(hosts))))
         self._broken: list[dict[int, str]] = [{} for _ in hosts]
         self._lost: dict[int, str] = {}
+        self._coming: set[int] = set()
         self._usable = self._room({self._per_host: len(hosts)})
 
     @property
     def usable(self) -> int:
         """How many trials can use at once, of those that are not broken."""
         return self._usable
+
+    @property
+    def any_coming(self) -> bool:
+        """Whether there is a host that has come and has yet to get ready."""
+        return bool(self._coming)
+
+    def hosts_for(self, trials: int) -> int:
+        """How many hosts so many trials need that run side by side."""
+        if self._needed > self._per_host:
+            return trials * self._needed // self._per_host
+        return -(-trials // (self._per_host // self._needed))
+
+    def add(self, host: Host) -> int:
+        """Takes in a host that has come; its slots are of use once it is ready.
+
+        Returns:
+            Its number among all hosts.
+        """
+        assert host.machine.num_slots == self._per_host
+        number = len(self._hosts)
+        self._hosts.append(host)
+        self._free.append(set())
+        self._by_free[0].append(number)
+        self._broken.append({})
+        self._coming.add(number)
+        return number
+
+    def ready(self, host: int) -> None:
+        """The slots of a host that has come can be used."""
+        self._coming.remove(host)
+        self._set_free(host, set(range(self._per_host)))
+        self._count_usable()
 
     def check_free(self, *, waiting: int) -> None:
         """Raises EngineError if there is no room for one more trial.
@@ -159,7 +192,9 @@ class Slots:
         self._set_free(host, set())
         self._count_usable()
         name = self._hosts[host].name
-        return f"host {name} is not used any more: {reason}" if name else reason
+        how = "is not used" if host in self._coming else "is not used any more"
+        self._coming.discard(host)
+        return f"host {name} {how}: {reason}" if name else reason
 
     def check_enough(self) -> None:
         """Raises EngineError if too few are left for a trial."""
@@ -185,7 +220,9 @@ class Slots:
         return bool(self._lost) or any(self._broken)
 
     def _working(self, host: int) -> int:
-        return 0 if host in self._lost else self._per_host - len(self._broken[host])
+        if host in self._lost or host in self._coming:
+            return 0
+        return self._per_host - len(self._broken[host])
 
     def _set_free(self, host: int, free: set[int]) -> None:
         alike = self._by_free[len(self._free[host])]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import heartbeats
 from dsat.engines.local.heartbeats import Heartbeats
 from dsat.engines.local.hosts import Host
+from dsat.engines.local.joining import Joining, SharedFolder
 from dsat.engines.local.process_record import ProcessRecord, where
 from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import EngineError
@@ -39,6 +39,7 @@ WARM_MODULES = (
     "dsat.in_trial.rank",
 )
 LOST = "lost"
+READY = "ready"
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
 _MEANWHILE_S = 0.1
@@ -50,18 +51,40 @@ class Supervisors:
     """Starts a supervisor on each host, and talks with all of them.
 
     Args:
-        hosts: where.
+        hosts: where at first.
         folder: of the run.
         env: the user's own variables, for what is imported in advance.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
-        self._hosts = hosts
+        self._hosts = list(hosts)
         self._folder = folder.resolve()
         self._env = env
         self._record = ProcessRecord(self._folder)
         self._unheard: list[tuple[int, dict[str, Any]]] = []
-        self._start()
+        self._imported: list[Sequence[str]] = []
+        self._joining: dict[int, Joining] = {}
+        self._selector = selectors.DefaultSelector()
+        self._clients: dict[int, SupervisorClient] = {}
+        self._pids: dict[int, set[int]] = {}  # of this machine, by host
+        self._start(range(len(hosts)))
+
+    def add(self, host: Host, folders: Sequence[Path]) -> int:
+        """Starts the supervisor of a host that has come; does not wait for it.
+
+        `receive` tells when it is ready: {"event": "ready"}; or that it is lost.
+
+        Args:
+            folders: that trials need there.
+
+        Returns:
+            The host's number among all.
+        """
+        number = len(self._hosts)
+        self._hosts.append(host)
+        self._join(number, folders)
+        self._heartbeats.restart()  # of a single host none is expected
+        return number
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
         """Sends a request to a host; on one that is lost, what is launched has ended at once."""
@@ -90,6 +113,9 @@ class Supervisors:
         if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
             return self._hear(timeout_s)
         found = self._hear(min(timeout_s, self._heartbeats.left_s()))
+        for host, joining in list(self._joining.items()):
+            if reason := joining.overdue():
+                found.append(self._abandon(host, reason))
         asked = self._heartbeats.to_ask()
         for host in self._heartbeats.silent(asked):
             reason = f"nothing was heard of it for {heartbeats.SILENT_AFTER_S:g} s"
@@ -115,7 +141,11 @@ class Supervisors:
                 continue
             answers = client.read()
             self._heartbeats.heard(host)
-            found += [(host, answer) for answer in answers or () if answer["event"] != "pong"]
+            for answer in answers or ():
+                if host in self._joining:
+                    found += self._hear_of_joining(host, answer)
+                elif host in self._clients and answer["event"] != "pong":
+                    found.append((host, answer))
             if answers is None:
                 found.append((host, {"event": LOST, "reason": self._lose(host)}))
         return found
@@ -126,18 +156,13 @@ class Supervisors:
         Raises:
             EngineError: a host has not.
         """
-        token, proof = secrets.token_hex(), self._folder / f".seen-{secrets.token_hex(4)}"
-        proof.write_text(token)
+        shared = SharedFolder(self._folder)
         try:
-            for host, answer in self._look(proof).items():
-                if answer["text"] != token:
-                    raise EngineError(
-                        f"host {self._hosts[host].name} does not share the run's folder "
-                        f"{self._folder} with this one: put it on a file system that all hosts "
-                        "have (--run-dir)"
-                    )
+            for host, answer in self._look(shared.file).items():
+                if problem := shared.problem(answer):
+                    raise EngineError(f"host {self._hosts[host].name} {problem}")
         finally:
-            proof.unlink()
+            shared.remove()
         for folder in folders:
             for host, answer in self._look(folder).items():
                 if not answer["is_folder"]:
@@ -162,19 +187,18 @@ class Supervisors:
         Raises:
             EngineError: the imports take too long.
         """
-        reason = self._warm(modules or WARM_MODULES, meanwhile)
-        if not reason:
-            return ""
-        self._restart()
-        if modules:
-            reason = self._warm(WARM_MODULES)
+        reason = ""
+        for names in (modules, WARM_MODULES) if modules else (WARM_MODULES,):
+            reason = self._warm(names, meanwhile)
             if not reason:
-                return ""
+                self._imported.append(names)
+                break
             self._restart()
         return reason
 
     def close(self) -> None:
         """Ends the supervisors, and with them everything that they started; does nothing twice."""
+        self._end_joining()
         self._selector.close()
         for client in self._clients.values():
             client.ask_to_end()
@@ -191,30 +215,68 @@ class Supervisors:
 
     def kill(self) -> None:
         """Ends the supervisors, which may be busy importing, at once. Nothing may be running."""
+        self._end_joining()
         self._selector.close()
         for client in self._clients.values():
             client.kill()
         self._clients.clear()
         self._record.sweep()
 
-    def _start(self, hosts: Sequence[int] | None = None) -> None:
-        log = self._folder / "supervisor.log"
-        self._selector = selectors.DefaultSelector()
-        self._clients: dict[int, SupervisorClient] = {}
-        self._pids: dict[int, set[int]] = {}  # of this machine, by host
-        for number in range(len(self._hosts)) if hosts is None else hosts:
-            host = self._hosts[number]
-            client = SupervisorClient(host, log, env=self._env, folder=self._folder)
-            self._record.began(client.pid)
-            self._clients[number] = client
-            self._pids[number] = {client.pid}
-            self._selector.register(client, selectors.EVENT_READ, number)
+    def _start(self, hosts: Iterable[int]) -> None:
+        for number in hosts:
+            self._begin(number)
         self._heartbeats = Heartbeats(self._clients)
 
+    def _begin(self, number: int) -> None:
+        """Starts the supervisor of a host."""
+        log = self._folder / "supervisor.log"
+        client = SupervisorClient(self._hosts[number], log, env=self._env, folder=self._folder)
+        self._record.began(client.pid)
+        self._clients[number] = client
+        self._pids[number] = {client.pid}
+        self._selector.register(client, selectors.EVENT_READ, number)
+
+    def _join(self, number: int, folders: Sequence[Path]) -> None:
+        """Starts the supervisor of a host, and asks it what one has to know before it is used."""
+        self._begin(number)
+        joining = Joining(self._folder, folders, self._imported, limit_s=_WARM_UP_LIMIT_S)
+        self._joining[number] = joining
+        for request in joining.requests:
+            self.send(number, request)
+
+    def _hear_of_joining(
+        self, host: int, answer: Mapping[str, Any]
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Takes in what a host says that has come; returns what is told of it, if anything is."""
+        joining = self._joining[host]
+        self._note_where(host, answer)
+        if reason := joining.hear(answer):
+            return [self._abandon(host, reason)]
+        if not joining.is_ready:
+            return []
+        self._joining.pop(host).end()
+        self._heartbeats.expect(host)
+        return [(host, {"event": READY})]
+
+    def _end_joining(self) -> None:
+        for joining in self._joining.values():
+            joining.end()
+        self._joining.clear()
+
+    def _note_where(self, host: int, answer: Mapping[str, Any]) -> None:
+        """Notes the supervisor of a host if it turns out to be on this machine."""
+        if answer["event"] == "look" and answer["where"] == where():
+            self._pids[host].add(answer["pid"])
+
     def _restart(self) -> None:
-        hosts = list(self._clients)
+        hosts = [host for host in self._clients if host not in self._joining]
+        joining = {host: joining.folders for host, joining in self._joining.items()}
         self.close()
+        self._imported = []
+        self._selector = selectors.DefaultSelector()
         self._start(hosts)
+        for host, folders in joining.items():
+            self._join(host, folders)
         if len(hosts) > 1:
             self._look(self._folder)
 
@@ -222,8 +284,7 @@ class Supervisors:
         """What the hosts see at a path; notes which supervisors turn out to be on this machine."""
         answers = self._ask({"op": "look", "path": str(path)}, "look")
         for host, answer in answers.items():
-            if answer["where"] == where():
-                self._pids[host].add(answer["pid"])
+            self._note_where(host, answer)
         return answers
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
@@ -239,6 +300,8 @@ class Supervisors:
         """Ends what a host has left behind here; says what became of it."""
         client = self._clients.pop(host)
         self._heartbeats.forget(host)
+        if host in self._joining:
+            self._joining.pop(host).end()
         self._selector.unregister(client)
         if self._waits_to_send(client):
             self._selector.unregister(client.requests)
@@ -273,10 +336,11 @@ class Supervisors:
         """
         kept: list[tuple[int, dict[str, Any]]] = []
         answers: dict[int, dict[str, Any]] = {}
-        for host in self._clients:
+        asked = self._clients.keys() - self._joining.keys()
+        for host in asked:
             self.send(host, request)
         deadline = time.monotonic() + limit_s
-        while missing := self._clients.keys() - answers.keys():
+        while missing := (asked & self._clients.keys()) - answers.keys():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 what = "importing torch and deepspeed" if event == "warm" else "an answer"

@@ -115,6 +115,13 @@ def choose(nodes: Sequence[State], wish: Wish) -> Parts | None:
     return None
 
 
+def fits(node: State, parts: Parts) -> bool:
+    """Whether one more of the parts can be taken of a node, which is of the same kind as theirs."""
+    if not parts.accelerator and any(node.total.get(name, 0) >= 1 for name in _ACCELERATORS):
+        return False
+    return all(node.free.get(name, 0) >= amount for name, amount in parts.bundle.items())
+
+
 def _any_has(nodes: Iterable[State], name: str) -> bool:
     return any(node.total.get(name, 0) >= 1 for node in nodes)
 

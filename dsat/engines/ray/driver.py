@@ -2,16 +2,19 @@
 
     python3 -m dsat.engines.ray.driver
 
-Its standard input has one line, with which parts to reserve, and is then kept open: when it ends,
-the commands' standard inputs end, and Ray gets back what is reserved as soon as they have ended.
-Each connection to its socket is a command, see `dsat.engines.ray.run`.
+The first line of its standard input says which parts to reserve, and others what is not needed any
+more; when it ends, the commands' standard inputs end, and Ray gets back what is reserved as soon as
+they have ended. Each connection to its socket is a command, see `dsat.engines.ray.run`.
 
-Request:
+Requests:
     {"socket": path, "address": of the cluster, or null, "nodes": n or null, "slots": n or null,
      "kind": of accelerators, or empty}
+    {"give_back": number of a node}
+    {"most": so many nodes may be taken in all, if the user wants no number of them}
 Answers, as JSON lines on the standard output:
     {"event": "waits", "text": what for}
-    {"event": "reserved", "text": what, "nodes": [{"name", "address", "is_here"}]}
+    {"event": "reserved", "text": what, "nodes": [{"number", "name", "address", "is_here"}]}
+    {"event": "came", "node": one more of these}
     {"event": "failed", "reason": text}
 """
 
@@ -26,19 +29,17 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dsat.engines.ray import node_actor
-from dsat.engines.ray.choice import Parts, State, Wish, choose
+from dsat.engines.ray.choice import Parts, Wish, choose
+from dsat.engines.ray.nodes import Host, Nodes, states
 
 _CHUNK = 1 << 16
 _CONNECT_LIMIT_S = 15.0
@@ -46,24 +47,22 @@ _LOOK_EVERY_S = 1.0
 _SETTLES_WITHIN_S = 0.5
 # Others may be faster: then there may be something else.
 _RESERVE_LIMIT_S = 10.0
-_ACTORS_LIMIT_S = 120.0
 _END_LIMIT_S = 20.0
 _LOST = 255
-# Of one actor: those that read from a command, write to it, and end it; few commands at a time.
-_THREADS = 16
+_LOOK_FOR_MORE_EVERY_S = 2.0
 
-
-@dataclass(frozen=True)
-class _Host:
-    """A node of which a part is reserved."""
-
-    actor: Any
-    node_id: str
-    name: str
-    address: str
+_Tell = Callable[[Mapping[str, Any]], None]
 
 
 def main() -> None:
+    # The answers get a descriptor of their own, so that nothing Ray prints can break them.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+
+    def tell(message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(answers, json.dumps(message).encode() + b"\n")
+
     request = json.loads(sys.stdin.readline())
     # What ends a Ray job signals all of its processes; Ctrl-C is for dsat itself, which ends this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -71,23 +70,20 @@ def main() -> None:
         _connect(request["address"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wish = Wish(request["nodes"], request["slots"], request["kind"])
-        parts, group = _reserve(wish)
-        hosts = _hosts_of(group, parts)
+        parts, group = _reserve(wish, tell)
+        nodes = Nodes(parts, group)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(request["socket"])
             listener.listen(64)
-            here = ray.get_runtime_context().get_node_id()
-            nodes = [
-                {"name": host.name, "address": host.address, "is_here": host.node_id == here}
-                for host in hosts
-            ]
-            _answer({"event": "reserved", "text": str(parts), "nodes": nodes})
-            _serve(listener, hosts)
+            first = [_told_of(nodes, number) for number in range(len(nodes.hosts))]
+            tell({"event": "reserved", "text": str(parts), "nodes": first})
+            with _looking_for_more(nodes, tell):
+                _serve(listener, nodes, may_grow=wish.nodes is None)
         remove_placement_group(group)
     except _NobodyWaits:
         pass
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        _answer({"event": "failed", "reason": _first_line(error)})
+        tell({"event": "failed", "reason": _first_line(error)})
     finally:
         shutil.rmtree(Path(request["socket"]).parent, ignore_errors=True)
         ray.shutdown()
@@ -117,12 +113,12 @@ def _connect(address: str | None) -> None:
 # -- reserving
 
 
-def _reserve(wish: Wish) -> tuple[Parts, PlacementGroup]:
+def _reserve(wish: Wish, tell: _Tell) -> tuple[Parts, PlacementGroup]:
     """Takes what is free, as soon as there is something."""
     told = ""
     before: Parts | None = None
     while True:
-        parts = choose(_states(), wish)
+        parts = choose(list(states().values()), wish)
         # What others give back, Ray learns of one node after the other.
         if parts is not None and parts != before:
             before = parts
@@ -138,7 +134,7 @@ def _reserve(wish: Wish) -> tuple[Parts, PlacementGroup]:
                 _check_wanted()
                 if told != text:
                     told = text
-                    _answer({"event": "waits", "text": text})
+                    tell({"event": "waits", "text": text})
                 # What the user asks for stays asked for: it may be why a node is started.
                 if time.monotonic() > deadline and None in (wish.nodes, wish.slots):
                     break
@@ -147,21 +143,9 @@ def _reserve(wish: Wish) -> tuple[Parts, PlacementGroup]:
             remove_placement_group(group)
         elif told != text:
             told = text
-            _answer({"event": "waits", "text": text})
+            tell({"event": "waits", "text": text})
         before = None
         _check_wanted(_LOOK_EVERY_S)
-
-
-def _states() -> list[State]:
-    # What is free of each node, Ray tells here alone.
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    return [
-        State(node["Resources"], free.get(node["NodeID"], {}))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
 
 
 def _check_wanted(wait_s: float = 0.0) -> None:
@@ -170,58 +154,58 @@ def _check_wanted(wait_s: float = 0.0) -> None:
         raise _NobodyWaits
 
 
-def _hosts_of(group: PlacementGroup, parts: Parts) -> list[_Host]:
-    """The actors of all nodes; the one of this node comes first."""
-    bundle = parts.bundle
-    known = ("CPU", "GPU")
-    resources = {name: amount for name, amount in bundle.items() if name not in known}
-    # Its class goes to nodes as it is: they need no dsat.
-    ray.cloudpickle.register_pickle_by_value(node_actor)
-    actor_class = ray.remote(node_actor.NodeActor)
-    actors = [
-        actor_class.options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            resources=resources,
-            max_concurrency=_THREADS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
-            ),
-        ).remote(None if parts.accelerator else parts.slots, not parts.accelerator)
-        for index in range(parts.nodes)
-    ]
-    found = ray.get([actor.where.remote() for actor in actors], timeout=_ACTORS_LIMIT_S)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    times = Counter(name for _, name in found)
-    hosts = [
-        _Host(
-            actor,
-            node_id,
-            name if times[name] == 1 else f"{name}-{node_id[:6]}",
-            addresses[node_id],
-        )
-        for actor, (node_id, name) in zip(actors, found, strict=True)
-    ]
-    here = ray.get_runtime_context().get_node_id()
-    return sorted(hosts, key=lambda host: (host.node_id != here, host.name))
+@contextlib.contextmanager
+def _looking_for_more(nodes: Nodes, tell: _Tell) -> Iterator[None]:
+    """Tells of nodes that come, from a thread: Ray itself may keep it waiting."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_FOR_MORE_EVERY_S):
+            try:
+                come = nodes.look()
+            except (RayError, RuntimeError):  # a head that does not answer now may do so again
+                continue
+            for number in come:
+                tell({"event": "came", "node": _told_of(nodes, number)})
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join(_SETTLES_WITHIN_S)
 
 
-def _answer(message: Mapping[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(1, json.dumps(message).encode() + b"\n")
+def _told_of(nodes: Nodes, number: int) -> dict[str, Any]:
+    host, here = nodes.hosts[number], ray.get_runtime_context().get_node_id()
+    is_here = host.node_id == here
+    return {"number": number, "name": host.name, "address": host.address, "is_here": is_here}
 
 
 # -- commands
 
 
-def _serve(listener: socket.socket, hosts: Sequence[_Host]) -> None:
+def _serve(listener: socket.socket, nodes: Nodes, *, may_grow: bool) -> None:
     """Runs commands until the standard input ends, and then until they have ended."""
     begun: list[_Command] = []
-    end = sys.stdin.fileno()
-    while end not in node_actor.readable(listener.fileno(), end):
-        connection, _ = listener.accept()
-        begun = [command for command in begun if command.thread.is_alive()]
-        begun.append(_Command(connection, hosts))
+    given, rest = sys.stdin.fileno(), b""
+    while True:
+        ready = node_actor.readable(listener.fileno(), given)
+        if given in ready:
+            data = os.read(given, _CHUNK)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for request in map(json.loads, lines):
+                if "give_back" in request:
+                    nodes.give_back(request["give_back"])
+                elif may_grow:
+                    nodes.most = request["most"]
+        if listener.fileno() in ready:
+            connection, _ = listener.accept()
+            begun = [command for command in begun if command.thread.is_alive()]
+            begun.append(_Command(connection, nodes))
     now_s = time.monotonic()
     for command in begun:
         since_s = now_s if command.given_up_s is None else command.given_up_s
@@ -236,19 +220,19 @@ class _Command:
         given_up_s: when whoever asked for it was gone; None as long as it is there.
     """
 
-    def __init__(self, connection: socket.socket, hosts: Sequence[_Host]) -> None:
+    def __init__(self, connection: socket.socket, nodes: Nodes) -> None:
         self._connection = connection
         self.given_up_s: float | None = None
-        self.thread = threading.Thread(target=self._run, args=(hosts,), daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(nodes,), daemon=True)
         self.thread.start()
 
-    def _run(self, hosts: Sequence[_Host]) -> None:
+    def _run(self, nodes: Nodes) -> None:
         """Runs the command, and says how it ended."""
         with self._connection:
             _, pipes, _, _ = socket.recv_fds(self._connection, 1, 3)
             given, out, err = pipes
             start = json.loads(self._connection.makefile().readline())
-            host = hosts[start["node"]]
+            host = nodes.hosts[start["node"]]
             hand_on: threading.Thread | None = None
             try:
                 begin = host.actor.start.remote(start["command"], start["cwd"], start["env"])
@@ -270,7 +254,7 @@ class _Command:
                 hand_on.join()
             os.close(given)
 
-    def _hand_on(self, host: _Host, number: int, given: int) -> None:
+    def _hand_on(self, host: Host, number: int, given: int) -> None:
         """Hands on what the command is given, until that ends or whoever gives it is gone."""
         with contextlib.suppress(RayError):
             whoever = self._connection.fileno()
@@ -287,7 +271,7 @@ class _Command:
                 ray.get(host.actor.terminate.remote(number))
 
 
-def _hand_back(host: _Host, number: int, pipes: Mapping[int, int]) -> int:
+def _hand_back(host: Host, number: int, pipes: Mapping[int, int]) -> int:
     """Writes what a command writes; returns its exit status."""
     while True:
         found = ray.get(host.actor.read.remote(number))

@@ -35,12 +35,14 @@ class Node:
     """A node of which a part is reserved.
 
     Attributes:
+        number: among all that were given.
         name: the host's own, made unique.
         address: by which Ray's own processes reach it.
         prefix: what goes before a command that is to run there, with our pipes.
         is_here: whether it is the one that this process runs on.
     """
 
+    number: int
     name: str
     address: str
     prefix: tuple[str, ...]
@@ -50,6 +52,8 @@ class Node:
 class Reservation:
     """Equal parts of nodes, until this is ended or forgotten, or this process ends.
 
+    Nodes that go are asked for again. It may grow, unless the user wants so many nodes.
+
     Args:
         address: of the cluster; None for the one that Ray finds by itself, or else this machine.
         wish: what of it.
@@ -57,7 +61,8 @@ class Reservation:
         meanwhile: called now and then while it is waited for; what it raises ends that.
 
     Attributes:
-        nodes: the nodes; the one that this process runs on comes first.
+        nodes: the nodes at first; the one that this process runs on comes first.
+        ended: whether it is over.
         text: what of them is reserved, for people.
 
     Raises:
@@ -103,15 +108,47 @@ class Reservation:
                 lines = errors.read().decode(errors="replace").strip().splitlines()
                 why = (lines or ["it says nothing"])[-1]
                 raise EngineError(f"Ray's driver ended before anything was reserved: {why}")
+        self._process = process
+        self._run = (sys.executable, "-m", "dsat.engines.ray.run", str(folder / "s"))
+        self.ended = False
         self.text: str = told["text"]
-        run = (sys.executable, "-m", "dsat.engines.ray.run", str(folder / "s"))
-        self.nodes = [
-            Node(node["name"], node["address"], (*run, str(number)), node["is_here"])
-            for number, node in enumerate(told["nodes"])
-        ]
+        self.nodes = [self._node(node) for node in told["nodes"]]
+
+    def _node(self, told: Mapping[str, Any]) -> Node:
+        number = told["number"]
+        prefix = (*self._run, str(number))
+        return Node(number, told["name"], told["address"], prefix, told["is_here"])
+
+    def grow(self, most: int) -> None:
+        """Takes parts of nodes that come, or that others give back, up to so many in all."""
+        self._ask({"most": most})
+
+    def come(self) -> list[Node]:
+        """Nodes of which a part is reserved as well since this was last asked; does not wait."""
+        found = []
+        out = self._process.stdout
+        assert out is not None
+        while not (self.ended or out.closed) and select.select([out], [], [], 0)[0]:
+            line = out.readline()
+            self.ended = not line
+            if line:
+                found.append(self._node(json.loads(line)["node"]))
+        return found
+
+    def give_back(self, node: Node) -> None:
+        """Does without a node, where nothing runs any more, and without it if it comes again."""
+        self._ask({"give_back": node.number})
+
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            if not self.ended:
+                stdin.write(json.dumps(request).encode() + b"\n")
 
     def end(self) -> None:
         """Gives back what is reserved, once the commands there have ended; does nothing twice."""
+        self.ended = True
         self._end()
 
 

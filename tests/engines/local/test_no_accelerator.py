@@ -1,0 +1,53 @@
+"""That there is no accelerator is only said where nothing of one is there."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsat.engines.local import find_machine_for_simulations, machine, no_accelerator
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without anything of any accelerator."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(no_accelerator, "_loads", lambda library: False)
+
+
+def _only(name: str, found: Any) -> Callable[[str], Any]:
+    return lambda asked: found if asked == name else ([] if isinstance(found, list) else None)
+
+
+def test_a_bare_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> machine.Machine:
+        raise AssertionError("torch would be asked")
+
+    monkeypatch.setattr(machine, "find_machine", never)
+    found = find_machine_for_simulations()
+    assert (found.accelerator, found.visible_devices) == ("cpu", ())
+    assert found.num_slots == len(found.devices) > 0
+
+
+def test_anything_of_one_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, there in (
+        (glob, "glob", _only("/dev/nvidia*", ["/dev/nvidiactl"])),
+        (glob, "glob", _only("/dev/kfd", ["/dev/kfd"])),
+        (importlib.util, "find_spec", _only("torch_npu", object())),
+        (no_accelerator, "_loads", lambda library: library == "libcuda.so.1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, there)
+            assert not no_accelerator.is_certain()
+
+
+def test_the_users_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, certain in (("cpu", True), ("cuda", False)):
+        monkeypatch.setenv("DS_ACCELERATOR", word)
+        assert no_accelerator.is_certain() is certain
