@@ -21,6 +21,7 @@ class StepMarks:
         rows: samples of each call, None where they cannot be counted.
         tokens: tokens of each call, on whatever device; None where there are none to be seen.
         elements: of all tensors that the model was called with.
+        compiled: whether torch compiled something meanwhile.
     """
 
     begin: Any
@@ -30,6 +31,7 @@ class StepMarks:
     rows: list[int | None] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
     elements: int = 0
+    compiled: bool = False
     backward_began: Any = None
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}

@@ -20,6 +20,7 @@ from typing import Any
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import (
     available_memory,
+    compiling,
     config_injection,
     loaders,
     precision,
@@ -31,12 +32,13 @@ from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.in_trial.samples import UNCOUNTED, SampleCounter, elements_of, leaves_of
+from dsat.in_trial.samples import UNSEEN, SampleCounter, elements_of, leaves_of
 from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
 from dsat.in_trial.tokens import TokenCounter, over_ranks
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 
+MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
 LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
 
 SEVERAL_ENGINES = (
@@ -54,6 +56,14 @@ OWN_ACCUMULATION = (
 SHORT_BATCHES = (
     "some optimizer steps had fewer samples than they should, as at the end of an epoch; they were "
     "not measured. Give the script more data, or drop_last=True to its data loader"
+)
+COMPILED = (
+    "torch compiled in some steps after the first (for batches of a new shape, perhaps); they were "
+    "not measured, and your training will have more of them"
+)
+ALWAYS_COMPILES = (
+    "torch compiled something in every step: what was measured is mostly the compiler. Give the "
+    "script batches of equal shapes, or let it mark what changes (torch._dynamo.mark_dynamic)"
 )
 NOT_WARM = (
     "the script ended after {steps} optimizer steps, before its device had run long enough to be "
@@ -144,6 +154,7 @@ class Meter:
         self._on_complete = on_complete
         self._complete = False
         self._inside: set[str] = set()  # phases that are being measured
+        self._calls_engine = True
         self._warnings: list[str] = []
         self._before = ProcessMemory.now()
 
@@ -192,7 +203,25 @@ class Meter:
         if name == "forward" and not _in_training(engine):
             return original(*args, **kwargs)
         self.attach(engine)
+        if name != "forward":
+            self._follow_module(engine.module)
         return getattr(engine, name)(*args, **kwargs)
+
+    def _follow_module(self, module: Any) -> None:
+        """Sees the calls of a script that calls the model itself, and never the engine."""
+        began: list[tuple[Any, ...]] = []  # of the call that is under way
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            if "forward" not in self._inside and _in_training(self._engine) and not _in_backward():
+                began[:] = [self._begin_forward(args, kwargs)]
+
+        def after(*_: Any) -> None:
+            if began:
+                self._end_forward(*began.pop())
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        self._calls_engine = False
 
     def _measured(
         self,
@@ -241,9 +270,13 @@ class Meter:
         self._steps: list[StepMarks] = []
         self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
         self._samples = SampleCounter(
-            spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions
+            spec.micro_batch,
+            spec.options.own_micro_batch,
+            spec.batch_dimensions,
+            spec.fed_instead,
         )
         self._tokens = TokenCounter(spec.micro_batch)
+        self._compiling = compiling.CompileWatch()
         self._current = StepMarks(begin=self._clock.mark())
         self._began = self._current.begin
         self._first_measured = spec.options.start_step
@@ -269,20 +302,28 @@ class Meter:
             os._exit(0)
         if not _in_training(self._engine):
             return original(*args, **kwargs)
-        inputs = list(leaves_of([*args, kwargs]))
-        if not (self.steps_seen or self._current.forwards):
-            self._samples.first(inputs)
-            if not self._samples.counts:
-                self.warn(UNCOUNTED)
-        if self._profiler is not None:
-            self._profiler.enter_forward()
-        self._close_backward()
-        begin = self._begin_phase()
+        inputs, begin = self._begin_forward(args, kwargs)
         try:
             result = original(*args, **kwargs)
         finally:
             if self._profiler is not None:
                 self._profiler.leave_forward()
+        self._end_forward(inputs, begin)
+        return result
+
+    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The tensors among the arguments, and the mark where the forward pass begins."""
+        inputs = list(leaves_of([*args, kwargs]))
+        if not self._samples.has_begun:
+            self._samples.first(inputs)
+            if self._samples.warning is not None:
+                self.warn(self._samples.warning)
+        if self._profiler is not None and self._calls_engine:
+            self._profiler.enter_forward()
+        self._close_backward()
+        return inputs, self._begin_phase()
+
+    def _end_forward(self, inputs: list[Any], begin: Any) -> None:
         end = self._end_phase("forward", begin)
         # If the script calls loss.backward() itself, the backward pass ends where the next phase
         # begins.
@@ -291,9 +332,10 @@ class Meter:
         self._current.rows.append(self._samples.rows(inputs))
         self._current.tokens.append(self._tokens.count(inputs).tokens)
         self._current.elements += elements_of(inputs)
-        return result
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._profiler is not None:
+            self._profiler.leave_forward()
         loss = args[0] if args else kwargs.get("loss")
         scaled = kwargs.get("scale_wrt_gas") is False
         self._losses.of_engine(loss, scaled_by_script=scaled)
@@ -307,6 +349,7 @@ class Meter:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._current.losses = self._losses.count
         if self._profiler is not None:
+            self._profiler.leave_forward()
             self._profiler.finish_micro_steps(self._current.micro_steps or 1)
         skipped_before, steps_before = self._engine.skipped_steps, self._engine.global_steps
         self._close_backward()
@@ -315,6 +358,8 @@ class Meter:
         end = self._end_phase("step", begin)
         if self._engine.global_steps > steps_before:
             self._end_of_step(end, skipped=self._engine.skipped_steps > skipped_before)
+        if self._profiler is not None and not self._calls_engine:
+            self._profiler.enter_forward()  # of whatever the script calls until its next loss
         return result
 
     def _close_backward(self) -> None:
@@ -343,6 +388,7 @@ class Meter:
             self._on_step(self.steps_seen)
         marks, self._current = self._current, StepMarks(begin=end)
         marks.end = end
+        marks.compiled = self._compiling.end_step()
         # A step that fp16 skipped because of an overflow is cheaper than a real one.
         self._skipped += skipped
         self._losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
@@ -384,7 +430,8 @@ class Meter:
         if not self._accelerator.is_synchronized_device():
             warmed_up_ms = self._clock.ms(self._began, marks.end)
             missing_ms = self.spec.options.warm_up_s * 1e3 - warmed_up_ms
-        steps = max(in_store + 1 - applied if in_store else 0, missing_ms / max(last_ms, 1e-3))
+        unsteady = max(in_store + 1 if in_store else 0, compiling.steps_until_planned())
+        steps = max(unsteady - applied, missing_ms / max(last_ms, 1e-3))
         more = float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))
         more, slowest_ms = self._maximum([more, last_ms])
         return int(more), slowest_ms / 1e3
@@ -409,6 +456,7 @@ class Meter:
                     *marks.milliseconds(self._clock),
                     float(marks.elements),
                     float(not marks.is_full(spec.gas, spec.micro_batch)),
+                    float(marks.compiled),
                 ]
                 for marks in self._steps
             ]
@@ -419,18 +467,27 @@ class Meter:
             + [m.tokens_fed() for m in self._steps]
         )
         samples, tokens = fed[:seen], fed[seen:]
-        full = [i for i, row in enumerate(per_step) if not row[-1]]
-        if not full:
+        if not all(marks.forwards for marks in self._steps):
+            self.warn(UNSEEN)
+        whole = [i for i, row in enumerate(per_step) if not row[-2]]
+        if not whole:
             raise InvalidTrial(
                 f"none of {seen} optimizer steps was full: there are not {spec.gas} micro batches "
                 f"of {spec.micro_batch} samples in an epoch of the data. Give the script more data"
                 ", or drop the last batch of an epoch (drop_last)",
                 smaller_may_run=True,
             )
-        if len(full) < seen:
+        if len(whole) < seen:
             self.warn(SHORT_BATCHES)
-        rows = [per_step[i][:-2] for i in full]
-        may_be_accident = _may_be_accident(rows, [per_step[i][-2] for i in full])
+        full = [i for i in whole if not per_step[i][-1]]
+        if len(full) < len(whole):
+            if not full and not is_last and seen < spec.options.max_steps + MORE_WHILE_COMPILING:
+                self._look_again_after(seen + len(whole))
+                return
+            self.warn(COMPILED if full else ALWAYS_COMPILES)
+            full = full or whole
+        rows = [per_step[i][:-3] for i in full]
+        may_be_accident = _may_be_accident(rows, [per_step[i][-3] for i in full])
         times = summarize([row[0] for row in rows], may_be_accident)
         self.outcome = self._outcome(
             rows, times, [samples[i] for i in full], [tokens[i] for i in full]
@@ -452,8 +509,11 @@ class Meter:
             raise TrialComplete(self.outcome)
         wanted = max(steps_wanted(count, times.ci95, most), count + missing)
         # Steps that were not full are made up for.
-        self._next_check = min(most + MAX_EXTRA_STEPS, seen + max(1, wanted - count))
-        self._current = StepMarks(begin=self._clock.mark())
+        self._look_again_after(min(most + MAX_EXTRA_STEPS, seen + max(1, wanted - count)))
+
+    def _look_again_after(self, steps: int) -> None:
+        self._next_check = steps
+        self._current = StepMarks(begin=self._clock.mark())  # what the look took is no step's
 
     def finish(self) -> None:
         """Takes the last steps of a script that came to its own end before its device was warm.
@@ -512,7 +572,9 @@ class Meter:
         profile = None
         if self._profiler is not None:
             profile = replace(
-                self._profiler.result(self._accelerator), batch_dimensions=self._samples.dimensions
+                self._profiler.result(self._accelerator),
+                batch_dimensions=self._samples.dimensions,
+                fed_instead=self._samples.fed_instead,
             )
         flops = profile.flops_per_sample if profile else spec.flops_per_sample
         metrics = Metrics(
@@ -589,6 +651,12 @@ def _in_training(engine: Any) -> bool:
     import torch
 
     return bool(torch.is_grad_enabled() and engine.training)
+
+
+def _in_backward() -> bool:
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _limit_device_memory(spec: MeterSpec) -> None:

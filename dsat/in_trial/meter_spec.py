@@ -22,7 +22,7 @@ class MeterSpec(Recorded):
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
-        batch_dimensions: see `ModelProfile`.
+        batch_dimensions, fed_instead: see `ModelProfile`.
         to_beat, longest_s: see `Trial`.
     """
 
@@ -35,6 +35,7 @@ class MeterSpec(Recorded):
     profile: bool = False
     flops_per_sample: float | None = None
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
+    fed_instead: Mapping[str, int] = field(default_factory=dict)
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
 
@@ -58,6 +59,7 @@ class MeterSpec(Recorded):
             profile=profile,
             flops_per_sample=trial.flops_per_sample,
             batch_dimensions=trial.batch_dimensions,
+            fed_instead=trial.fed_instead,
             to_beat=trial.to_beat,
             longest_s=trial.longest_s,
         )

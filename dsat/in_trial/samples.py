@@ -14,15 +14,32 @@ if TYPE_CHECKING:
 
     Leaf = torch.Tensor | torch.nn.utils.rnn.PackedSequence
 
+_TAKEN_FOR_FULL = (
+    "throughput takes every micro batch for full, so make sure that the data loader takes its "
+    "batch size from the DeepSpeed configuration"
+)
 UNCOUNTED = (
     "the samples that the script feeds cannot be counted, because no tensor has the micro batch as "
-    "its first or second dimension (packed sequences, perhaps): throughput takes every micro batch "
-    "for full, so make sure that the data loader takes its batch size from the DeepSpeed "
-    "configuration"
+    f"its first or second dimension (packed sequences, perhaps): {_TAKEN_FOR_FULL}"
+)
+UNSEEN = (
+    "the samples that the script feeds cannot be counted, because it calls neither the engine nor "
+    f"its model (but parts of it, perhaps): {_TAKEN_FOR_FULL}"
+)
+OF_ITS_OWN = (
+    "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
+    "here): take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's "
+    "flag: --arg-mapping train_micro_batch_size_per_gpu=--batch-size"
 )
 _DEPTH = 4
 
+
 Path = tuple[str, ...]
+
+
+def is_about(warning: str) -> bool:
+    """Whether a warning is about the samples that were fed."""
+    return warning in (UNCOUNTED, UNSEEN) or warning.startswith(OF_ITS_OWN.partition("{")[0])
 
 
 class SampleCounter:
@@ -35,19 +52,34 @@ class SampleCounter:
         micro_batch: the trial's.
         own: that of the user's own configuration, if it is known.
         known: the dimension of the samples by the tensor's place, as the profile trial saw it.
+        fed_instead: see `ModelProfile`.
 
     Attributes:
         dimensions: what the first micro step tells of that, where only one dimension can be meant.
+        fed_instead: what it fed instead of the micro batch.
+        warning: what a person should know of the first micro step; None if all is well.
     """
 
     def __init__(
-        self, micro_batch: int, own: int | None, known: Mapping[str, int] | None = None
+        self,
+        micro_batch: int,
+        own: int | None,
+        known: Mapping[str, int] | None = None,
+        fed_instead: Mapping[str, int] | None = None,
     ) -> None:
         self._micro_batch = micro_batch
         self._own = own
         self._known = known or {}
+        self._fed_before = fed_instead or {}
         self._carriers: dict[Path, int] | None = None
         self.dimensions: dict[str, int] = {}
+        self.fed_instead: dict[str, int] = {}
+        self.warning: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first micro step was looked at."""
+        return self._carriers is not None
 
     @property
     def counts(self) -> bool:
@@ -86,7 +118,19 @@ class SampleCounter:
                 "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping "
                 "train_micro_batch_size_per_gpu=--batch-size"
             )
+        self.warning = UNCOUNTED
         samples = next(iter(rows)) if len(rows) == 1 else None
+        if samples is not None:
+            self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
+            if self._feeds_as_before(samples):
+                said = OF_ITS_OWN.format(rows=samples, micro_batch=self._micro_batch)
+                if self._micro_batch != self._own:
+                    fewer = samples < self._micro_batch
+                    raise InvalidTrial(said, most_samples=samples if fewer else None)
+                self.warning = said
+                at = {path: self._known.get(_name(path), 0) for path in shapes}
+                self._carriers = {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
+                return
         if samples is not None and samples < self._micro_batch:
             raise InvalidTrial(
                 f"the first batch has {samples} samples, fewer than the micro batch of "
@@ -94,6 +138,11 @@ class SampleCounter:
                 "batch size of its own",
                 most_samples=samples,
             )
+
+    def _feeds_as_before(self, samples: int) -> bool:
+        """Whether the profile trial was fed as many, with another micro batch."""
+        before = self._fed_before
+        return before.get("rows") == samples and before["micro_batch"] != self._micro_batch
 
     def _dimensions_of_its_size(self, path: Path, shape: tuple[int, ...]) -> list[int]:
         known = self._known.get(_name(path))

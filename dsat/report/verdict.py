@@ -6,12 +6,13 @@ having chosen it; where no finals ran, that is said.
 
 from __future__ import annotations
 
-from dsat.in_trial.samples import UNCOUNTED
+from dsat.in_trial import samples
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.finals import Finals, Gain
 from dsat.tuning.run import Run
 from dsat.tuning.same_training import Agreement
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
 
 _KEEP = "keep your own configuration"
@@ -32,9 +33,16 @@ def verdict(run: Run) -> list[str]:
     if changed:
         said = ", ".join(f"{key}={value}" for key, value in changed.items())
         lines.append(f"The best needs other arguments of the script than yours: {said}.")
-    if UNCOUNTED in outcome.warnings:
-        lines.append(f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}.")
+    lines += _of_samples(run, outcome)
     return lines + memory_warning(run) + learning_rate_advice(run)
+
+
+def _of_samples(run: Run, best: Outcome) -> list[str]:
+    """Where samples could not be counted, or are not the configuration's: of the best, and of the
+    user's own, with which it is compared."""
+    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
+    told = dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)])
+    return [f"{text[0].upper()}{text[1:]}." for text in told if samples.is_about(text)]
 
 
 def _tokens(run: Run) -> str:

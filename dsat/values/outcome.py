@@ -158,6 +158,8 @@ class ModelProfile(Recorded):
             slot's memory is the host's, or nobody looked.
         batch_dimensions: which dimension of the model's inputs is that of the samples, by the place
             of the tensor among them (`1.input_ids`), where that is certain.
+        fed_instead: the `micro_batch` of this trial and the `rows` that all of the model's inputs
+            had instead; empty if they had as many as they should, or not all the same.
     """
 
     num_params: int
@@ -168,6 +170,7 @@ class ModelProfile(Recorded):
     slot_memory_bytes: int
     host_memory_bytes: int = 0
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
+    fed_instead: Mapping[str, int] = field(default_factory=dict)
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

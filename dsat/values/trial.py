@@ -93,7 +93,7 @@ class Trial(Recorded):
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
-        batch_dimensions: of the model's inputs, as its profile has them.
+        batch_dimensions, fed_instead: see `ModelProfile`.
         predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         to_beat: the metric and its best value so far; empty if there is none, or if the intervals
             of the metric are not known. Who is sure to do worse need not be measured closely.
@@ -113,6 +113,7 @@ class Trial(Recorded):
     note: Mapping[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
+    fed_instead: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None

@@ -17,7 +17,7 @@ from dsat.in_trial.meter import (
     install,
 )
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS
-from dsat.in_trial.samples import UNCOUNTED
+from dsat.in_trial.samples import UNCOUNTED, UNSEEN
 from dsat.values.outcome import ModelProfile, Outcome
 from testing.metered import (
     SPEC,
@@ -265,6 +265,7 @@ def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     with pytest.raises(SystemExit):
         backward_only(engine)
     assert metrics_of(told[0]).latency == pytest.approx(7)
+    assert told[0].warnings == (UNSEEN,)
 
 
 def backward_only(engine: FakeEngine) -> None:

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.meter import (
-    SHORT_BATCHES,
-    TrialComplete,
-)
+from dsat.in_trial.meter import SHORT_BATCHES, Meter, TrialComplete
 from dsat.values.outcome import Outcome, SequenceLengths
 from testing.metered import (
     SPEC,
@@ -111,6 +108,58 @@ def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
     assert metrics is not None
     assert metrics.throughput == pytest.approx(4 / 0.013)
     assert complete.value.outcome.warnings == ()
+
+
+class Timed(nn.Module):
+    """A forward pass of 3 ms."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.clock.advance(3.0)
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_is_fed_to_the_model_itself_is_counted(clock: Clock, evaluates: bool) -> None:
+    """As scripts for generative adversarial networks do; every third batch is short and quick."""
+    engine = FakeEngine(clock)
+    engine.module = Timed(clock)
+    Meter(SPEC, print).watch(engine)
+
+    def loop() -> None:
+        for batch in range(1000):
+            rows = 1 if batch % 3 == 2 else 4
+            engine.times_ms = (0.0, 5.0, 2.0) if rows == 4 else (0.0, 1.0, 1.0)
+            engine.backward(engine.module(torch.zeros(rows, 3)).sum())
+            if evaluates:
+                with torch.no_grad():
+                    engine.module(torch.zeros(77, 3))
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    outcome = complete.value.outcome
+    metrics, latency = metrics_of(outcome), 13 if evaluates else 10
+    assert metrics.latency == pytest.approx(latency)
+    assert metrics.throughput == pytest.approx(4 / latency * 1e3)
+    assert metrics.forward == pytest.approx(3)
+    assert outcome.warnings == (SHORT_BATCHES,)
+
+
+def test_a_batch_of_its_own_is_refused_where_the_model_itself_is_called(clock: Clock) -> None:
+    engine = FakeEngine(clock)
+    engine.module = Timed(clock)
+    options = replace(SPEC.options, own_micro_batch=9)
+    Meter(replace(SPEC, options=options), print).watch(engine)
+    engine.backward(engine.module(torch.zeros(9, 3)).sum())
+    engine.step()
+    with pytest.raises(InvalidTrial, match="feeds 9 samples, its own micro batch"):
+        engine.module(torch.zeros(9, 3))
 
 
 # -- tokens

@@ -145,12 +145,12 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
-    theirs = [[latency, 4.0, 1.0, 1.0, 8.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+    theirs = [[latency, 4.0, 1.0, 1.0, 8.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
 
     def over_ranks(values: list[float]) -> list[float]:
-        if len(values) != 18:
+        if len(values) != 21:
             return values
-        rows = [values[i : i + 6] for i in range(0, 18, 6)]
+        rows = [values[i : i + 7] for i in range(0, 21, 7)]
         return [
             max(a, b)
             for mine, their in zip(rows, theirs, strict=True)

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsat.in_trial.meter import (
-    TrialComplete,
-)
+from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import ModelProfile
 from dsat.values.trial import TrialOptions
@@ -88,6 +86,7 @@ def profile_of(
     backward: Callable[[RealEngine, torch.Tensor], None] = RealEngine.backward,
     inputs_need_grad: bool = False,
     evaluate_first: bool = False,
+    calls_engine: bool = True,
     slot_memory_bytes: int | None = None,
 ) -> ModelProfile:
     options = TrialOptions(
@@ -95,7 +94,10 @@ def profile_of(
     )
     spec = MeterSpec(options, micro_batch=BATCH, gas=gas, stage=1, slots=1, profile=True)
     engine = RealEngine(module, gas)
-    attach(engine, spec)
+    if calls_engine:
+        attach(engine, spec)
+    else:
+        Meter(spec, lambda outcome: None).watch(engine)
     inputs = torch.randn(BATCH, WIDE, requires_grad=inputs_need_grad)
     targets = torch.randn(BATCH, OUT)
     if evaluate_first:
@@ -103,8 +105,9 @@ def profile_of(
             engine.forward(inputs, targets)
 
     def loop() -> None:
+        forward = engine.forward if calls_engine else engine.module
         for _ in range(99):
-            backward(engine, engine.forward(inputs, targets))
+            backward(engine, forward(inputs, targets))
             engine.step()
 
     with pytest.raises(TrialComplete) as complete:
@@ -124,6 +127,13 @@ INPUT_FLOPS = 2 * WIDE * HIDDEN
 class TestCounts:
     def test_flops_of_a_perceptron(self) -> None:
         assert profile_of(Perceptron()).flops_per_sample == FLOPS
+
+    def test_a_script_that_calls_its_model_itself(self) -> None:
+        plain, itself = (
+            profile_of(Perceptron(), calls_engine=calls, slot_memory_bytes=2**30)
+            for calls in (True, False)
+        )
+        assert itself == plain and plain.activation_bytes_per_sample > 0
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_recomputation_earns_nothing(self, reentrant: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.samples import SampleCounter, leaves_of
+from dsat.in_trial.samples import UNCOUNTED, SampleCounter, is_about, leaves_of
 
 TRIAL, OWN = 5, 8
 
@@ -181,3 +181,33 @@ def test_too_few_samples_are_told_by_their_number() -> None:
     ) as e:
         SampleCounter(128, 8).first(leaves_of([torch.zeros(96, 4), torch.zeros(96)]))
     assert e.value.most_samples == 96
+
+
+def first_step(rows: int, counter: SampleCounter) -> SampleCounter:
+    counter.first(leaves_of([torch.zeros(rows, 3), torch.zeros(rows)]))
+    return counter
+
+
+def test_a_batch_that_no_configuration_changes_is_known_from_the_profile() -> None:
+    """The configuration says 4, and the script has a constant of 12."""
+    profiled = first_step(12, SampleCounter(1, 4))
+    assert (profiled.counts, profiled.warning) == (False, UNCOUNTED)
+    seen = profiled.fed_instead
+    assert seen == {"micro_batch": 1, "rows": 12}
+
+    own = first_step(12, SampleCounter(4, 4, fed_instead=seen))
+    assert own.rows(leaves_of([torch.zeros(12, 3), torch.zeros(12)])) == 12
+    assert own.warning is not None and is_about(own.warning)
+    assert own.warning.startswith("the script feeds 12 samples whatever")
+    for micro_batch, most in ((2, None), (6, None), (16, 12)):
+        with pytest.raises(InvalidTrial, match=r"feeds 12 samples whatever .* --arg-mapping") as e:
+            first_step(12, SampleCounter(micro_batch, 4, fed_instead=seen))
+        assert e.value.most_samples == most
+    equal = first_step(12, SampleCounter(12, 4, fed_instead=seen))
+    assert equal.counts and equal.warning is None
+
+
+def test_pairs_that_grow_with_the_micro_batch_are_not_refused() -> None:
+    seen = first_step(2, SampleCounter(1, 4)).fed_instead
+    assert seen == {"micro_batch": 1, "rows": 2}
+    assert first_step(8, SampleCounter(4, 4, fed_instead=seen)).warning == UNCOUNTED

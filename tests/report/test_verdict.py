@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.in_trial.samples import UNCOUNTED
+from dsat.in_trial.samples import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.report import summary
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
@@ -215,6 +215,13 @@ def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
         f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}."
     ]
     assert "cannot be counted" not in " ".join(verdict(run_of((1, 8, ran(150)))))
+    # What it is compared with counts as well.
+    own = replace(ran(100), warnings=(UNSEEN, OF_ITS_OWN.format(rows=12, micro_batch=4), "hot"))
+    said = verdict(run_of((1, 8, ran(150)), baseline=own))
+    assert [line[:26] for line in said if "script feeds" in line] == [
+        "The samples that the scrip",
+        "The script feeds 12 sample",
+    ]
 
 
 def test_an_interrupted_run_does_not_claim_to_have_searched() -> None:

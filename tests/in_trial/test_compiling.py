@@ -1,0 +1,104 @@
+"""Steps in which torch compiles are no measure of the others."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dsat.in_trial.compiling import CompileWatch
+from dsat.in_trial.meter import ALWAYS_COMPILES, COMPILED
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.values.outcome import Outcome
+from testing.metered import SPEC, Clock, FakeEngine, attach, metrics_of, train
+
+COMPILES_MS, STEP_MS = 30_000.0, 10.0
+
+
+class Dynamo:
+    """Counts as Dynamo does; the steps are told by the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        utils: Any = ModuleType("torch._dynamo.utils")
+        utils.counters = {"frames": Counter[str]()}
+        monkeypatch.setitem(sys.modules, utils.__name__, utils)
+        self._frames = utils.counters["frames"]
+
+    def compile(self) -> float:
+        self._frames["total"] += 1
+        return COMPILES_MS
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Dynamo:
+    return Dynamo(monkeypatch)
+
+
+def measured(clock: Clock, latency_ms: Any, spec: MeterSpec = SPEC) -> Outcome:
+    engine = FakeEngine(clock)
+    attach(engine, spec)
+
+    def script(step: int) -> None:
+        engine.times_ms = (latency_ms(step), 0.0, 0.0)
+
+    found = train(engine, before=script)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("compiled", [(3,), (3, 4, 5), (4, 7)])
+def test_they_are_left_out_and_made_up_for(
+    clock: Clock, dynamo: Dynamo, compiled: tuple[int, ...]
+) -> None:
+    found = measured(clock, lambda step: dynamo.compile() if step in compiled else STEP_MS)
+    assert metrics_of(found).latency == pytest.approx(STEP_MS)
+    assert metrics_of(found).num_steps >= 3
+    assert found.warnings == (COMPILED,)
+
+
+def test_a_script_that_compiles_in_every_step_is_measured_and_told(
+    clock: Clock, dynamo: Dynamo
+) -> None:
+    options = replace(SPEC.options, max_steps=5)
+    found = measured(clock, lambda _: dynamo.compile(), replace(SPEC, options=options))
+    assert metrics_of(found).latency == pytest.approx(COMPILES_MS)
+    assert found.warnings == (ALWAYS_COMPILES,)
+
+
+def test_deepcompile_has_its_last_plan_before_anything_is_measured(
+    clock: Clock, dynamo: Dynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first plans' steps are slow, whether they compile or not."""
+    backend: Any = ModuleType("deepspeed.compile.backend")
+    backend.remaining_schedule = deque([(0, ["gather"]), (5, ["gather", "prefetch"])])
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+
+    def step_ms(step: int) -> float:
+        plans = backend.remaining_schedule
+        if plans and plans[0][0] == step - 1:  # `launch_compile_passes`, in the forward pass
+            plans.popleft()
+            return dynamo.compile()
+        return STEP_MS if not plans else 3 * STEP_MS
+
+    found = measured(clock, step_ms)
+    assert not backend.remaining_schedule
+    assert list(found.step_ms) == pytest.approx([STEP_MS] * 3)
+    assert found.warnings == ()
+
+
+def test_dynamo_itself_is_seen() -> None:
+    layer = torch.nn.Linear(4, 4)
+    layer.compile(backend="eager")
+    watch = CompileWatch()
+    seen = []
+    for size, cleared in ((2, False), (2, False), (3, False), (3, False), (3, True), (3, False)):
+        if cleared:  # as DeepCompile does between two plans
+            torch._dynamo.reset()
+        layer(torch.ones(size, 4)).sum().backward()
+        seen.append(watch.end_step())
+    assert seen == [True, False, True, False, True, False]
