@@ -122,6 +122,7 @@ STYLES = (
     Style("CUDA named everywhere", "only_cuda.py", settings=_FP32, on_cpu=False),
     Style("transformers, SDPA", "transformers_models.py"),
     Style("transformers, eager attention", "transformers_models.py", "eager attention"),
+    Style("tied weights", "transformers_models.py", "tied weights", stage=3),
     Style("LoRA of PEFT", "transformers_models.py", "lora", needs="peft"),
     Style("mixture of experts", "transformers_models.py", "moe"),
     Style("packed sequences", "transformers_models.py", "packed"),

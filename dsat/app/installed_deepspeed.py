@@ -29,8 +29,14 @@ from dsat.values.files import PRIVATE_FOLDER, cache_folder
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
+_ASKER = "dsat.in_trial.deepspeed_schema"
 # What the answer depends on besides its version, for whoever works on DeepSpeed itself.
-_SOURCES = ("runtime/config.py", "runtime/zero/config.py", "runtime/zero/offload_config.py")
+_SOURCES = tuple(
+    f"runtime/{name}.py"
+    for name in "config engine precision_config zero/config zero/offload_config "
+    "zero/stage_1_and_2 zero/stage3".split()
+)
+_ASKED_BY = ("deepspeed_schema.py", "simulation/refusals.py")
 
 
 class InstalledDeepSpeed:
@@ -55,6 +61,11 @@ class InstalledDeepSpeed:
             self._process.kill()
             self._process.wait()
         self._errors.close()
+
+    @property
+    def stamp(self) -> str:
+        """What tells it from all others; empty if there is none."""
+        return "" if self._path is None else self._path.stem
 
     @property
     def has_answered(self) -> bool:
@@ -147,7 +158,7 @@ def _remembered_in() -> Path | None:
     try:
         versions = [version(name) for name in ("deepspeed", "torch", "dsat")]
         changed = [(folder / source).stat().st_mtime_ns for source in _SOURCES]
-        asks = (Path(__file__).parents[1] / "in_trial" / "deepspeed_schema.py").read_text()
+        asks = [(Path(__file__).parents[1] / "in_trial" / name).read_text() for name in _ASKED_BY]
     except (PackageNotFoundError, OSError):  # a stand-in, or another layout
         return None
     text = json.dumps([str(folder), versions, changed, asks])
@@ -162,22 +173,25 @@ def _read(path: Path) -> Schema | None:
         return None
 
 
-def _ask(path: Path, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
-    words = [sys.executable, "-m", "dsat.in_trial.deepspeed_schema", str(path)]
+def environment() -> dict[str, str]:
+    """Of a process that imports DeepSpeed to ask it something."""
     package = str(Path(__file__).resolve().parents[2])
     given = os.environ.get("PYTHONPATH")
-    env = {
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*filter(None, [given]), package]),
         "PYTHONSAFEPATH": "1",
         "DS_ACCELERATOR": "cpu",  # a device is not needed, and may be stuck
     }
+
+
+def _ask(path: Path, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
     try:
         path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         return subprocess.Popen(  # noqa: S603
-            words,
+            [sys.executable, "-m", _ASKER, str(path)],
             cwd=path.parent,  # where there are no modules that would be taken for others
-            env=env,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

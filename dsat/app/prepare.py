@@ -11,8 +11,9 @@ from typing import Any
 from dsat import __version__
 from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
-from dsat.app.hosts import all_slots, check_slots, describe, find_hosts, only, release
+from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
+from dsat.app.refusals import Refusals
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.first_look import FirstLook
@@ -34,6 +35,7 @@ class Prepared:
 
     Attributes:
         argv: the command line; None if it was no command line that asked for it.
+        found: the hosts where trials run.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
         first_look: at whether the script can start, which may still be going on.
     """
@@ -42,10 +44,15 @@ class Prepared:
     settings: Settings
     experiment: Experiment
     program: Entrypoint
-    hosts: tuple[Host, ...]
+    found: Hosts
     plan: Plan
     native: Autotuning | None = None
     first_look: FirstLook | None = None
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Those that there are when the run begins."""
+        return self.found.first
 
     @property
     def machine(self) -> Machine:
@@ -54,7 +61,7 @@ class Prepared:
 
     @property
     def num_slots(self) -> int:
-        """Of all hosts."""
+        """Of these hosts."""
         return self.machine.num_slots * len(self.hosts)
 
     @property
@@ -77,7 +84,7 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
         yield runs
     finally:
         for ready in runs:
-            release(ready.hosts)
+            ready.found.release()
 
 
 def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepared]:
@@ -128,7 +135,7 @@ def _prepared(
         # Before the devices are looked at: what is wrong with the command is shown at once.
         source = source.with_known_start(settings.trial_timeout_s)
     with slow.told(_log, "looking at the accelerators"):
-        hosts = find_hosts(
+        found = find_hosts(
             settings.engine,
             settings.nodes,
             source.program,
@@ -138,15 +145,15 @@ def _prepared(
         )
     try:
         return _prepared_on(
-            hosts, settings, argv, source, deepspeed, first_look, was_known=was_known
+            found, settings, argv, source, deepspeed, first_look, was_known=was_known
         )
     except BaseException:
-        release(hosts)
+        found.release()
         raise
 
 
 def _prepared_on(
-    hosts: tuple[Host, ...],
+    found: Hosts,
     settings: Settings,
     argv: Sequence[str] | None,
     source: Source,
@@ -156,8 +163,8 @@ def _prepared_on(
     was_known: bool,
 ) -> list[Prepared]:
     check = [] if first_look is None else [first_look.check]
-    hosts = only(hosts, source.program.devices, source.program.not_devices)
-    machine = hosts[0].machine
+    found = found.only(source.program.devices, source.program.not_devices)
+    hosts, machine = found.first, found.first[0].machine
     if was_known:
         deepspeed.check(source.experiment, source.program)
     if source.program.needs_command and len(hosts) > 1:
@@ -198,13 +205,16 @@ def _prepared_on(
             slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
             defaults=deepspeed.knob_defaults(source.program),
         )
+        plan = Refusals(deepspeed).without_refused(
+            plan, source.program, where=source.experiment.ds_config_name
+        )
         if section is not None:
             program = replace(program, slots=slots)
             plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
             if len(counts) > 1:
                 native = autotuning.below(section, f"num_gpus_{slots}")
         runs.append(
-            Prepared(argv, settings, source.experiment, program, hosts, plan, native, first_look)
+            Prepared(argv, settings, source.experiment, program, found, plan, native, first_look)
         )
     return runs
 

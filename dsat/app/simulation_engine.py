@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app.source import Source
-from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine
+from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine_for_simulations
 from dsat.values.trial import TrialOptions
+
+_IMPORTED = ("psutil", "dsat.in_trial.simulation.warm")
 
 
 class SimulationEngine:
@@ -59,9 +61,9 @@ class SimulationEngine:
             self._engine = LocalEngine(
                 self._source.experiment,
                 self._source.program,
-                [Host(find_machine())],
+                [Host(find_machine_for_simulations())],
                 self.folder,
-                LocalOptions(TrialOptions(timeout_s=self._timeout_s)),
+                LocalOptions(TrialOptions(timeout_s=self._timeout_s), imported=_IMPORTED),
                 slots_per_trial=1,
                 meanwhile=meanwhile,
             )

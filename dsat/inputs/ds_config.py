@@ -276,6 +276,19 @@ def _check_data_parallel(config: Mapping[str, Any], slots: int, *, where: str) -
             )
 
 
+def _check_steps(config: Mapping[str, Any], *, where: str) -> None:
+    """Raises UserInputError if DeepSpeed makes optimizer steps of as many micro batches as it likes
+    (`configure_zenflow` in runtime/zenflow/engine.py, 0.19.8)."""
+    key = "zero_optimization.zenflow"
+    if at(config, key) not in (None, AUTO):
+        raise UserInputError(
+            "ZenFlow decides by itself how many micro batches an optimizer step has, and dsat "
+            "compares optimizer steps",
+            where=f"{where}: {key}",
+            hint="Take it out to tune the rest.",
+        )
+
+
 def at(config: Mapping[str, Any], path: str) -> Any:
     """A setting by the keys that lead to it, with dots between them; None if there is none."""
     found: Any = config
@@ -294,9 +307,10 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
 
     Raises:
         UserInputError: none is given, one is no positive integer, or they contradict each other; or
-            slots share samples.
+            slots share samples, or ZenFlow decides.
     """
     _check_data_parallel(config, data_parallel, where=where)
+    _check_steps(config, where=where)
     given: dict[str, int] = {}
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)

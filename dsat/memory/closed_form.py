@@ -46,6 +46,7 @@ class ModelFacts:
         held_bytes_per_sample: what is left of a batch after the backward pass: the batch itself,
             and what the script keeps of the outputs.
         matmul_bytes: beside them, the first gradients and what the device's library takes.
+        workspace_bytes: what that takes, whatever is multiplied.
         param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
             script ("auto").
     """
@@ -59,6 +60,7 @@ class ModelFacts:
     matmul_bytes_per_sample: float = 0.0
     held_bytes_per_sample: float = 0.0
     matmul_bytes: float = 0.0
+    workspace_bytes: float = 0.0
     param_bytes: int = 2
 
     def __post_init__(self) -> None:
@@ -209,7 +211,9 @@ def lines(
         "backward": (
             Line(held, facts.backward_bytes_per_sample),
             Line(held + facts.matmul_bytes, facts.matmul_bytes_per_sample),
-            Line(held + parts.bucket, facts.first_gradient_bytes_per_sample),
+            Line(
+                held + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
+            ),
             Line(held + parts.gradients),
         ),
         "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),

@@ -16,6 +16,8 @@ _BESIDES = (
     *("autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print"),
     *("tensorboard", "wall_clock_breakdown", "wandb"),
 )
+# DeepCompile runs on CUDA alone: a configuration with it is predicted as one without it.
+_NOT_SIMULATED = ("compile",)
 _MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
 
 
@@ -30,7 +32,8 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
     Configurations with the same one need the same memory at the same micro batch.
     """
     total, micro, gas = BATCH_KEYS
-    kept = {k: v for k, v in without_besides(config).items() if k not in (total, micro)}
+    left_out = (total, micro, *_NOT_SIMULATED)
+    kept = {k: v for k, v in without_besides(config).items() if k not in left_out}
     if isinstance(kept.get(gas), int):
         kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
     return kept

@@ -159,6 +159,7 @@ class Simulator:
             matmul_bytes_per_sample=peaks["matmul"],
             held_bytes_per_sample=peaks["held"],
             matmul_bytes=peaks["matmul fixed"] + self._workspace_bytes,
+            workspace_bytes=self._workspace_bytes,
         )
         return self._facts
 

@@ -59,6 +59,10 @@ _PARAMETERS_OFFLOADED = Condition(
 )
 _ON_DEVICE = Condition("slots with memory of their own", lambda s: s.on_device)
 _OVER_HOSTS = Condition("several hosts", lambda s: s.slots_per_host > 0)
+_NOTHING_OFFLOADED = Condition(
+    "slots with memory of their own, and nothing offloaded by ZeRO",
+    lambda s: s.on_device and NONE == s.strategy.offload_optimizer == s.strategy.offload_param,
+)
 _NEVER = Condition("never", lambda s: False)
 # runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
 _STATES_IN_BF16 = Condition(
@@ -111,6 +115,18 @@ class Knob:
         values = (self.values[0], of_host) if of_host else self.values
         return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
 
+
+HPZ = "zero_hpz_partition_size"
+# deepspeed/compile/config.py: it offloads either of them, and in stage 3 only.
+_DEEPCOMPILE = tuple(
+    {"deepcompile": is_on, "offload_activation": activation, "offload_opt_states": states}
+    for is_on, activation, states in (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+    )
+)
 
 BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
 BUCKETS += (10**9, 5 * 10**9)
@@ -268,7 +284,7 @@ KNOBS = (
         is_later=True,
     ),
     Knob(
-        "zero_hpz_partition_size",
+        HPZ,
         (1, 2, 4, 8, 16),
         (3,),
         _SEVERAL_SLOTS,
@@ -314,6 +330,24 @@ KNOBS = (
         (1, 2, 3),
         _STATES_IN_BF16,
         "master weights, gradients and moments of half the size; losses change",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "compile",
+        _DEEPCOMPILE[:2],
+        (1, 2),
+        _NOTHING_OFFLOADED,
+        "DeepSpeed's own compiler, if the script calls engine.compile()",
+        unasked=_NEVER,
+        is_later=True,
+    ),
+    Knob(
+        "compile",
+        _DEEPCOMPILE,
+        (3,),
+        _NOTHING_OFFLOADED,
+        "DeepSpeed's own compiler, if the script calls engine.compile()",
         unasked=_NEVER,
         is_later=True,
     ),

@@ -13,7 +13,7 @@ GAS = "gradient_accumulation_steps"
 # Settings of a proposal that are no keys of `zero_optimization`.
 _TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
 # Sections beside `zero_optimization` that settings of a proposal lead into.
-TOP_SECTIONS = ("activation_checkpointing", "bf16")
+TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile")
 SCRIPT_SWITCHES = (CHECKPOINTING,)
 
 

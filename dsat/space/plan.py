@@ -14,6 +14,7 @@ from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import Strategy
 
 # What messages call the fields that no single option decides.
 _LABELS = {
@@ -24,6 +25,7 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
+    "refused": "what DeepSpeed refuses of",
     "slots_per_host": "slots per host",
     "offload_helps": "slots with memory of their own",
     "longest_s": "longest measurement of a trial",
@@ -31,9 +33,10 @@ _LABELS = {
     "measured.steps": "profile steps (start, end, most)",
 }
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
+WHOLE_STRATEGY = "stage"  # in `Plan.refused`: nothing of the strategy can be tried
 _ABSENT = "not given"
 # What earlier runs were not asked for; see `dsat.tuning.replay.as_begun`.
-_ASKED_SINCE = ("defaults", "slots_per_host")
+_ASKED_SINCE = ("defaults", "slots_per_host", "refused")
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 
@@ -64,6 +67,8 @@ class Plan(Recorded):
         nvme_path: where offloading to NVMe may write.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a knob that is not among them it has not got. Empty if it was not asked.
+        refused: what DeepSpeed refuses beside the user's other settings: values by the names of
+            strategies and of settings; the strategy as a whole by `WHOLE_STRATEGY`.
         max_seq_length: the longest sequence of the data, in tokens, if the user told it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
@@ -100,6 +105,7 @@ class Plan(Recorded):
     nvme_path: str | None = None
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_seq_length: int | None = None
     finals: int | None = 0
     indifference: float = 0.02
@@ -142,6 +148,10 @@ class Plan(Recorded):
             smallest=self.min_micro_batch,
             largest=largest,
         )
+
+    def takes(self, strategy: Strategy) -> bool:
+        """Whether DeepSpeed takes the user's configuration in a strategy."""
+        return WHOLE_STRATEGY not in self.refused.get(strategy.name, {})
 
     def admits(self, batch: BatchTriple) -> bool:
         """Whether batch sizes keep to what the user demanded of them."""

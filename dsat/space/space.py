@@ -101,6 +101,7 @@ class Freedom:
         slots_per_host: of a trial over several hosts; 0 if it is on one.
         defaults: the installed DeepSpeed's, by the paths of the knobs that it has; empty if it was
             not asked.
+        refused: values that DeepSpeed refuses, by the names of strategies and of settings.
     """
 
     fixed: Collection[str] = ()
@@ -111,6 +112,7 @@ class Freedom:
     on_device: bool = False
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Space:
@@ -146,6 +148,7 @@ class Space:
     ) -> None:
         self.micro_batches = micro_batches
         self.slots = slots
+        self.slots_per_host = freedom.slots_per_host
         self._gas = gas
         self._train_batch_size = train_batch_size
         self._max_train_batch_size = max_train_batch_size
@@ -211,6 +214,8 @@ def _branch(
         else:
             values = _useful_values(knob, situation, freedom.defaults, num_params, roomy_bucket)
             values = _with_first(_own_value(knob, config), values)
+        refused = freedom.refused.get(strategy.name, {}).get(knob.key, ())
+        values = tuple(value for value in values if value not in refused) or values
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
     names = {knob.key for knob in KNOBS}

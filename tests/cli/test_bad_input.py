@@ -17,6 +17,7 @@ import yaml
 from dsat.app import hosts, local, source
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.cli import main
+from dsat.values import slow
 from testing.local import PROGRAMS, cpu_machine
 
 Folder = Path
@@ -37,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
         if path.is_file():
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slow, "LONG_S", 60.0)  # DeepSpeed may be asked something new
     monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
     for module in (local, source):  # nothing is ever run
         monkeypatch.setattr(module, "LocalEngine", _no_engine)
@@ -182,6 +184,10 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "a setting that is gone": (
         with_ds_config(amp={"enabled": True}),
         ["ds_config.json: amp:", "refuses it", "removed"],
+    ),
+    "two precisions at once": (
+        with_ds_config(bf16={"enabled": True}, fp16={"enabled": True}),
+        ["ds_config.json: DeepSpeed", "refuses it", "cannot be simultaneously enabled"],
     ),
     "a word for a truth value": (
         with_ds_config(zero_optimization={"stage": 2, "overlap_comm": "often"}),

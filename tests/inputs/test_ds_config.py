@@ -141,6 +141,18 @@ def test_slots_that_share_samples_are_refused(config: dict[str, Any], where: str
     assert caught.value.where == f"ds.json: {where}"
 
 
+def test_steps_that_deepspeed_divides_as_it_likes_are_refused() -> None:
+    for zenflow in (None, {}, {"topk_ratio": 0.1}):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
+        config = {"train_batch_size": 8, "zero_optimization": zero}
+        if zenflow is None:
+            assert resolve_batch(config, 4, where="ds.json") == BatchTriple(8, 2, 1)
+        else:
+            with pytest.raises(UserInputError, match="ZenFlow decides by itself") as caught:
+                resolve_batch(config, 4, where="ds.json")
+            assert caught.value.where == "ds.json: zero_optimization.zenflow"
+
+
 def test_slots_that_share_experts_have_samples_of_their_own() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 3,

@@ -43,7 +43,8 @@ def test_every_strategy_has_an_anchor() -> None:
     said: list[str] = []
     found = variant(by_formula(FACTS), said)
     assert [of_config(anchor.config).stage for anchor in found.anchors] == [0, 1, 2, 3]
-    assert found.facts == replace(FACTS, matmul_bytes=closed_form.MATMUL_WORKSPACE_BYTES)
+    workspace = closed_form.MATMUL_WORKSPACE_BYTES
+    assert found.facts == replace(FACTS, matmul_bytes=workspace, workspace_bytes=workspace)
     assert said == []
 
 

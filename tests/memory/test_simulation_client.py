@@ -188,6 +188,23 @@ def test_super_offload_has_a_pinned_buffer_and_moments_of_its_own(
     assert 4 * partition <= pinned[1] - pinned[0] <= 8 * partition  # rounded to a power of two
 
 
+def test_checkpoints_on_the_host_leave_the_device(tmp_path: Path) -> None:
+    """All but the last few, which DeepSpeed keeps until they are copied."""
+    size, layers = 32, 12
+    checkpoint = size * 64 * 256 * 2
+    estimates = []
+    for simulator in simulator_of("offloading", tmp_path, as_cpu=False, workspace_bytes=0):
+        for is_on in (False, True):
+            config = {**configuration(2), "activation_checkpointing": {"cpu_checkpointing": is_on}}
+            estimate = simulator.estimate(config, micro_batch=size, slots=1)
+            assert (estimate.source, estimate.note) == (SIMULATED, "")
+            estimates.append(estimate)
+    kept, offloaded = estimates
+    assert offloaded.host_pinned - kept.host_pinned == (layers - 1) * checkpoint
+    saved = (kept.forward - offloaded.forward) / checkpoint
+    assert layers - 4 <= saved <= layers - 1
+
+
 def test_what_is_sent_is_counted(gpt_on_a_device: Simulator) -> None:
     sent = simulated(gpt_on_a_device, {"stage": 2, "slots": 8}).collective_bytes
     params = 4_224_512

@@ -397,12 +397,32 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
     for strategy in (Strategy(3), Strategy(3, CPU)):
         assert not never & set(_knobs(strategy, 8, **freedom))
-    assert set(_knobs(Strategy(3, CPU), 8, tune=tuple(never), **freedom)) >= never
+    assert set(_knobs(Strategy(3, CPU), 8, tune=tuple(never), **freedom)) >= never - {"compile"}
     states = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
     own = {**config, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     assert _knobs(Strategy(2), tune=["bf16"], config=own)["bf16"][0] == states
     for strategy, wrong in ((Strategy(2), {}), (Strategy(2, NVME), config)):
         assert "bf16" not in _knobs(strategy, tune=["bf16"], config=wrong)
+
+
+def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
+    asked: dict[str, Any] = {"tune": ["compile"], "defaults": INSTALLED, "on_device": True}
+    plain = {"deepcompile": False, "offload_activation": False, "offload_opt_states": False}
+    compiled = {**plain, "deepcompile": True}
+    assert _knobs(Strategy(1), **asked)["compile"] == (plain, compiled)
+    with_offloading = [
+        {**compiled, f"offload_{what}": True} for what in ("activation", "opt_states")
+    ]
+    assert _knobs(Strategy(3), **asked)["compile"] == (plain, compiled, *with_offloading)
+    own: dict[str, Any] = {**asked, "config": {"compile": {"deepcompile": True}}}
+    assert _knobs(Strategy(2), **own)["compile"] == (compiled, plain)
+    for strategy, other in (
+        (Strategy(0), asked),
+        (Strategy(3, CPU), asked),
+        (Strategy(3), {**asked, "on_device": False}),
+        (Strategy(3), {**asked, "tune": []}),
+    ):
+        assert "compile" not in _knobs(strategy, **other)
 
 
 def test_parameters_are_kept_within_each_host_by_a_trial_over_several() -> None:
@@ -421,6 +441,7 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
         "zero_optimization": "zero_config",
         "bf16": "bfloat16_config",
         "activation_checkpointing": "activation_checkpointing_config",
+        "compile": "compile_config",
     }
     base = {"bf16": {"enabled": True}}
     for knob, stage in [(one, stage) for one in KNOBS for stage in one.stages]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsat.in_trial import config_injection
-from dsat.in_trial.simulation import script_key
+from dsat.in_trial.simulation import checkpointing, script_key
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
@@ -108,7 +108,7 @@ class BorrowedModel:
         `engine.backward(engine(batch))` the script takes `backward` before the forward pass.
         """
         engine, original = self._engine, self._engine.forward
-        self._after_forward = {name: getattr(engine, name) for name in ("backward", "step")}
+        self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
         for name in self._after_forward:
             setattr(engine, name, self._later(name))
 
@@ -183,6 +183,7 @@ class BorrowedModel:
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
+        checkpointing.configure_again(config)
         candidate = Candidate(
             config=config,
             micro_batch=request["micro_batch"],
@@ -260,6 +261,12 @@ class BorrowedModel:
         if packed and len(packed) == len(rows):
             return micro_batch, max(packed)
         return max(set(sizes), key=sizes.count), 0
+
+
+def _refuse_without_forward(*_: Any, **__: Any) -> None:
+    raise SimulationUnsupported(
+        "the script calls its model itself, and not the engine that deepspeed.initialize returns"
+    )
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -45,6 +46,7 @@ from typing import Any, NoReturn
 
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.simulation import checkpointing
 from dsat.in_trial.simulation.files_read import FilesRead
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
@@ -81,6 +83,7 @@ class SimulationServer:
         self._undo = contextlib.ExitStack()
         self._limit_bytes = 0
         self._told_of_cuda = False
+        self._is_traced = False
         self.was_used = False
 
     def install(self) -> None:
@@ -106,6 +109,9 @@ class SimulationServer:
                 patches.make_process_group(1, "cpu")
 
         torch.distributed.init_process_group = init_process_group
+        communication: Any = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
+        checkpointing.watch()
 
         @functools.wraps(deepspeed.initialize)
         def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +194,8 @@ class SimulationServer:
                     connection.close()
                     os.close(reader)
                     self._answer = writer
-                    if candidate.get(_ABORTED):
+                    self._is_traced = bool(candidate.get(_ABORTED))
+                    if self._is_traced:
                         _tell_of_exceptions(writer)
                     return self._simulate(model, candidate, args, kwargs)
                 os.close(writer)
@@ -214,9 +221,18 @@ class SimulationServer:
             text = " ".join(str(error or "").split())
             if error is not None:
                 traceback.print_exception(error)  # into the run's log
+            if isinstance(error, SystemError):  # autograd has lost what a hook raised
+                sys.stderr.flush()
+                if self._is_traced:
+                    os._exit(0)
+                os.abort()
             self._end_of_child({"failed": f"{name}: {text}"[:500]})
         if error is None:
             return ""
+        from dsat.in_trial.simulation.patches import SimulationUnsupported
+
+        if isinstance(error, SimulationUnsupported):
+            return str(error)
         if self._fakes is not None and not self._told_of_cuda and _may_want_cuda(error):
             traceback.print_exception(error)
             sys.stderr.flush()

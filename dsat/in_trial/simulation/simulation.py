@@ -131,6 +131,9 @@ class _FakeDevice:
         torch.set_num_threads(1)
         # Autograd's threads of a device do not survive a fork, and there is nothing to be parallel.
         torch._C._set_multithreading_enabled(False)
+        # What the script gave to `torch.compile` runs as it was written: compilers look at devices.
+        if hasattr(torch.compiler, "set_stance"):
+            torch.compiler.set_stance("force_eager")
         patches.forget_process_groups()
         if self._candidate.as_cpu:
             fake_device.install(CPU_Accelerator())

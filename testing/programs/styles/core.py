@@ -16,11 +16,12 @@ engine, *_ = deepspeed.initialize(
 )
 if args.variant == "compile":
     engine.compile()
+called = model if args.variant == "the model itself" else engine
 autocasts = args.variant == "autocast"
 for batch in batches(engine.train_micro_batch_size_per_gpu()):
     tokens = batch["input_ids"].to(engine.device)
     with torch.autocast(engine.device.type, torch.bfloat16, enabled=autocasts):
-        loss = loss_of(engine(tokens), tokens)
+        loss = loss_of(called(tokens), tokens)
     if args.variant == "loss.backward":
         loss.backward()
     else:

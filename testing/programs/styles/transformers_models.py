@@ -35,7 +35,8 @@ def model_of(variant: str) -> Any:
                 vision_config=vision, text_config=text, image_token_index=VOCABULARY - 1
             )
         )
-    config = transformers.LlamaConfig(**settings)
+    is_tied = variant == "tied weights"
+    config = transformers.LlamaConfig(**{**settings, "tie_word_embeddings": is_tied})
     config._attn_implementation = "eager" if variant == "eager attention" else "sdpa"
     model = transformers.LlamaForCausalLM(config)
     if variant == "lora":

@@ -65,8 +65,23 @@ def test_checkpointing_is_switched_as_the_script_could_have(
     assert switched.operations == other.operations
 
 
+def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
+    compiled, written = (
+        simulated(style(name), tmp_path, 4)
+        for name in ("engine.compile()", "engine.backward(loss)")
+    )
+    assert (compiled.peak, compiled.operations) == (written.peak, written.operations)
+
+
 def test_what_deepspeed_refuses_in_a_backward_pass_is_told(tmp_path: Path) -> None:
     """The exception would end the process without a word."""
     one = style("fp16, stage 0, loss.backward()")
     with pytest.raises(SimulationUnavailable, match=r"Please use engine\.backward\(loss\)"):
+        simulated(one, tmp_path, 4)
+
+
+def test_a_script_that_calls_its_model_itself_is_told_so_at_once(tmp_path: Path) -> None:
+    """Nobody would see which of its calls are those of the training loop."""
+    one = replace(style("engine.backward(loss)"), variant="the model itself")
+    with pytest.raises(SimulationUnavailable, match="calls its model itself, and not the engine"):
         simulated(one, tmp_path, 4)
