@@ -29,7 +29,7 @@ from testing.null_cuda import Device, NullCuda, build
 ROOT = Path(__file__).parents[2]
 _EXAMPLES = ROOT / "examples"
 _MIB = 2**20
-_LIMIT_S = 600.0
+_LIMIT_S = 900.0
 # By how much predictions may be off, relative to what was allocated.
 MEDIAN, WORST = 0.01, 0.03
 _SEARCH = (
@@ -51,6 +51,9 @@ EXPLANATION = (
     "the bars are for this.",
     "- simulated: by the simulations alone.",
     "- reserved at most: by the allocator, beyond what was allocated.",
+    "",
+    "Searches of so few trials stay in stage 0, but for those of few samples: these begin far "
+    "below the micro batch that was simulated, where the closed form tells the difference.",
 )
 
 
@@ -62,11 +65,13 @@ class Script:
         folder: of the example.
         words: its command line, or the experiment's configuration.
         slots: ranks of a trial.
+        options: of its search; `random` stays in stage 0 for so few trials, unless it is left out.
     """
 
     folder: str
     words: tuple[str, ...]
     slots: int
+    options: tuple[str, ...] = ()
 
     def command(self, *method: str) -> list[str]:
         """`dsat METHOD` for it."""
@@ -75,6 +80,11 @@ class Script:
         first, *options = method
         words = [first, *options, *target] if is_command else [first, *target, *options]
         return [sys.executable, "-m", "dsat", *words]
+
+
+def _few_samples(stage: int) -> tuple[str, ...]:
+    """The search begins with the user's own micro batch, far below the one that is simulated."""
+    return "--zero-stages", str(stage), "--max-trials", "4"
 
 
 _PLAIN = tuple("python3 train.py --deepspeed --deepspeed_config ds_config.json".split())
@@ -89,6 +99,10 @@ SCRIPTS: Mapping[str, Script] = {
     "core_api": Script("core_api", ("deepspeed.yaml",), 1),
     "deepspeed_trial": Script("deepspeed_trial", ("deepspeed.yaml",), 1),
     "plain, 2 ranks": Script("plain", _PLAIN, 2),
+    "plain, 8 ranks": Script("plain", _PLAIN, 8),
+    "plain, few samples in stage 2": Script("plain", _PLAIN, 1, _few_samples(2)),
+    "plain, few samples in stage 3": Script("plain", _PLAIN, 1, _few_samples(3)),
+    "plain, 8 ranks, few samples in stage 3": Script("plain", _PLAIN, 8, _few_samples(3)),
 }
 
 
@@ -168,7 +182,7 @@ def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     slots, run_dir = ["--slots", str(script.slots)], folder / "run"
     estimated = _ends_well(script.command("estimate", *slots), script, env)
-    options = [*slots, "--run-dir", str(run_dir), *_SEARCH]
+    options = [*slots, "--run-dir", str(run_dir), *_SEARCH, *script.options]
     searched = _ends_well(script.command("random", *options), script, env)
     if not searched:
         print(f"| {name} | {_said(estimated)} | the search failed | | | | | **missed** |")

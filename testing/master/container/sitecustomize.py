@@ -77,10 +77,9 @@ def redirect_sshd(module: ModuleType) -> None:
     """`/usr/sbin/sshd`, which launchers name by its path."""
 
     def with_path(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        command, *rest = args
-        if isinstance(command, list) and command[0] == "/usr/sbin/sshd":
-            command = ["sshd", *command[1:]]
-        return wrapped(command, *rest, **kwargs)
+        if args and isinstance(args[0], list) and args[0][0] == "/usr/sbin/sshd":
+            args = (["sshd", *args[0][1:]], *args[1:])
+        return wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "Popen.__init__", with_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import deepspeed
 import torch
 from torch import nn
 from torch.nn import functional
@@ -43,10 +44,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.remat = remat
+        self.offloads = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
+            if self.offloads:
+                x = deepspeed.checkpointing.checkpoint(block, x)
+                continue
             x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
@@ -121,6 +126,13 @@ def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
     return Task(model, batch)
 
 
+def _offloading() -> nn.Module:
+    """Its blocks are checkpointed by DeepSpeed, which may keep what enters them on the host."""
+    model = GPT(4096, 64, 256, 12, 4, False)
+    model.offloads = True
+    return model
+
+
 def _lora() -> nn.Module:
     """Only the last block of a GPT is trained."""
     model = GPT(4096, 64, 256, 4, 4, False)
@@ -139,6 +151,7 @@ def _resnet50() -> nn.Module:
 TASKS = {
     "gpt": _gpt(4096, 64, 256, 4, 4),
     "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat=True),
+    "offloading": Task(_offloading, _gpt(4096, 64, 256, 12, 4).batch),
     "lora": Task(_lora, _gpt(4096, 64, 256, 4, 4).batch),
     "resnet": _images(SmallResNet, 64),
     "gpt2_small": _gpt(50257, 128, 768, 12, 12),

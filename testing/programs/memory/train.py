@@ -11,6 +11,9 @@ parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 task = models.TASKS[args.model]
 model = task.model()
+if args.model == "offloading":
+    deepspeed.init_distributed()
+    deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed_config)
 trained = [p for p in model.parameters() if p.requires_grad]
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=trained, config=args.deepspeed_config

@@ -31,6 +31,6 @@ def main(core_context: det.core.Context, info: Any) -> None:
 
 if __name__ == "__main__":
     deepspeed.init_distributed()
-    distributed = det.core.DistributedContext.from_deepspeed()
+    distributed = det.core.DistributedContext.from_torch_distributed()
     with det.core.init(distributed=distributed) as context:
         main(context, det.get_cluster_info())
