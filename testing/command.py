@@ -119,6 +119,8 @@ class Background:
 
     def kill(self) -> None:
         """Kills it with SIGKILL, at whatever moment; returns when nothing is left of it."""
+        self.process.suspend()  # what it starts after a look at its children would be missed
+        wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED, "that it stands", 10)
         below = self.below()
         self.process.kill()
         self.process.communicate()

@@ -207,7 +207,10 @@ def lines(
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
     return {
         "init": (Line(parts.init), *flat),
-        "forward": (Line(held, facts.forward_bytes_per_sample), Line(held + parts.gather)),
+        "forward": (
+            Line(held, facts.forward_bytes_per_sample),
+            Line(held + parts.gather + facts.workspace_bytes),
+        ),
         "backward": (
             Line(held, facts.backward_bytes_per_sample),
             Line(held + facts.matmul_bytes, facts.matmul_bytes_per_sample),
