@@ -60,9 +60,9 @@ while True:
     shape = engine.train_micro_batch_size_per_gpu(), args.length
     tokens, labels = (torch.randint(0, args.vocabulary, shape).to(engine.device) for _ in "12")
     with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
-        loss = nn.functional.cross_entropy(
-            engine(tokens).view(-1, args.vocabulary), labels.view(-1)
-        )
+        # As there, the logits live until the next step has its own.
+        logits = engine(tokens)
+        loss = nn.functional.cross_entropy(logits.view(-1, args.vocabulary), labels.view(-1))
     loss.backward()  # type: ignore[no-untyped-call]
     engine.step()
     loss.item()
