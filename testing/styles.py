@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,9 @@ from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
+from testing.allocator import counting_library
 from testing.local import PROGRAMS, SLOW_MACHINE_S, cpu_machine, environment_of_a_rank
+from testing.null_cuda import Device, NullCuda, build
 
 FOLDER = PROGRAMS / "styles"
 _ROOT = Path(__file__).parents[1]
@@ -45,7 +48,7 @@ class Style:
         settings: of the DeepSpeed configuration, beyond batch, stage and optimizer.
         needs: a package that is no part of the development environment.
         own_optimizer: the script makes it, so the configuration names none.
-        on_cpu: DeepSpeed trains it on a CPU too; otherwise it is only simulated.
+        on_cpu: DeepSpeed trains it on a CPU too; otherwise a real run takes the null CUDA.
     """
 
     name: str
@@ -132,12 +135,18 @@ STYLES = (
 
 
 def simulated(
-    style: Style, folder: Path, micro_batch: int, recompute: bool | None = None
+    style: Style,
+    folder: Path,
+    micro_batch: int,
+    recompute: bool | None = None,
+    *,
+    on_device: bool = False,
 ) -> MemoryEstimate:
     """What the simulation says of a style.
 
     Args:
         folder: for logs.
+        on_device: rather than on a CPU, if that could train it.
         recompute: whether activations are recomputed, if not as the style has it.
     """
     config = style.config(micro_batch)
@@ -153,7 +162,9 @@ def simulated(
         slots_per_trial=1,
     )
     try:
-        with Simulator(engine, as_cpu=style.on_cpu, timeout_s=SLOW_MACHINE_S) as simulator:
+        with Simulator(
+            engine, as_cpu=style.on_cpu and not on_device, timeout_s=SLOW_MACHINE_S
+        ) as simulator:
             simulator.recompute(recompute)
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:
@@ -161,13 +172,18 @@ def simulated(
 
 
 def real_peaks(
-    style: Style, library: Path, folder: Path, micro_batch: int, timeout_s: float = 300
+    style: Style,
+    folder: Path,
+    micro_batch: int,
+    timeout_s: float = 300,
+    *,
+    on_device: bool = False,
 ) -> dict[str, int]:
-    """Peak bytes of a real rank by phase.
+    """Peak bytes of a real rank by phase, on this machine's CPU or on the null CUDA.
 
     Args:
-        library: what counts the allocator's blocks (`testing.allocator.counting_library`).
-        folder: for the configuration.
+        folder: for the configuration and what is compiled.
+        on_device: rather than on the CPU, if that can train it.
 
     Raises:
         RuntimeError: the run failed; with the end of its log.
@@ -175,14 +191,13 @@ def real_peaks(
     config = folder / "real.json"
     total = {"train_batch_size": micro_batch}
     config.write_text(json.dumps({**style.config(micro_batch), **total}))
-    environment = environment_of_a_rank(
-        WORLD_SIZE="1",
-        LOCAL_SIZE="1",
-        RANK="0",
-        LOCAL_RANK="0",
-        OMP_NUM_THREADS="1",
-        LD_PRELOAD=str(library),
-    )
+    environment = environment_of_a_rank(OMP_NUM_THREADS="1")
+    if style.on_cpu and not on_device:
+        environment["LD_PRELOAD"] = str(counting_library(folder))
+    else:
+        null = NullCuda(build(_ROOT / ".cache" / "null_cuda"), folder / "books", [Device()])
+        of_device = null.environment(DS_ACCELERATOR="cuda")
+        environment |= {k: v for k, v in of_device.items() if os.environ.get(k) != v}
     environment["PYTHONPATH"] = f"{_ROOT}:{environment.get('PYTHONPATH', '')}"
     found = subprocess.run(
         [sys.executable, "measure.py", *style.words(str(config))],

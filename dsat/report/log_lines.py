@@ -65,14 +65,15 @@ def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     line = fmt.outcome(outcome, run.plan.metric)
     took = fmt.duration(outcome.duration_s)
     best = "" if run.best is None else f"; best {run.best.name}"
-    return f"{count} {trial.name}: {line}{_memory(trial, outcome)}, took {took}{best}"
+    return f"{count} {trial.name}: {line}{_memory(run, trial, outcome)}, took {took}{best}"
 
 
-def _memory(trial: Trial, outcome: Outcome) -> str:
+def _memory(run: Run, trial: Trial, outcome: Outcome) -> str:
     """Predicted against measured."""
     if trial.predicted_bytes is None:
         return ""
     predicted = fmt.memory(trial.predicted_bytes)
-    if outcome.memory is None or not outcome.memory.peak:
+    used = run.used_bytes(outcome)
+    if used is None:
         return f", {predicted} predicted"
-    return f", {fmt.memory(outcome.memory.peak)} used of {predicted} predicted"
+    return f", {fmt.memory(used)} used of {predicted} predicted"

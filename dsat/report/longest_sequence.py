@@ -49,7 +49,6 @@ def memory_warning(run: Run) -> list[str]:
     if own is None or profiled is None or longest.length <= own.longest:
         return []
 
-    counts_context = run.plan.slot_memory_bytes is None
     model = MemoryModel(
         run.memory_basis or Basis.of_profile(profile, run.plan.switches),
         slots=run.plan.slots_per_trial,
@@ -63,9 +62,9 @@ def memory_warning(run: Run) -> list[str]:
         return model.predicted_bytes(shape, micro_batch * length / profiled.longest)
 
     used = foreseen(best.batch.micro_batch, own.longest)
-    memory = outcome.memory
-    if memory is not None and memory.is_exact:
-        used = memory.peak + (memory.context_bytes if counts_context else 0)
+    measured = run.used_bytes(outcome)
+    if measured is not None and outcome.memory is not None and outcome.memory.is_exact:
+        used = measured
     elsewhere = used - foreseen(best.batch.micro_batch, own.longest)
 
     def needed(micro_batch: int) -> int:

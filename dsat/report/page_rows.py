@@ -112,7 +112,7 @@ def _row(run: Run, trial: Trial, folders: str) -> dict[str, Any]:
         "shown": fmt.outcome(outcome, run.plan.metric),
         "took_s": round(outcome.duration_s, 1),
         "ended_s": round(run.ended_s[trial.id], 1),
-        "used_gib": _gib(outcome.memory.peak or None) if outcome.memory is not None else None,
+        "used_gib": _gib(run.used_bytes(outcome)),
     }
     if outcome.metrics is not None and trial.kind is not TrialKind.PROFILE:
         row |= _measured(run, outcome)

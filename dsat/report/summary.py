@@ -13,7 +13,7 @@ from dsat.report import format as fmt
 from dsat.report.verdict import gain, knee, knee_row, verdict
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 BEST_CONFIG_FILE = "best_ds_config.json"
@@ -144,11 +144,6 @@ def facts(run: Run) -> list[str]:
     return lines + _memory_facts(run)
 
 
-def _used(outcome: Outcome) -> int | None:
-    """Bytes of the tensors of the rank that had most of them."""
-    return (outcome.memory.peak or None) if outcome.memory is not None else None
-
-
 def _memory_facts(run: Run) -> list[str]:
     """How memory was predicted, how well where that can be told, and what it saved."""
     lines = []
@@ -168,15 +163,12 @@ def _memory_facts(run: Run) -> list[str]:
 
 def _memory_errors(run: Run) -> Iterator[float]:
     """Predicted against used bytes, as fractions; of what a device's allocator has counted."""
-    assert run.plan is not None
-    counts_context = run.plan.slot_memory_bytes is None
     for trial in run.trials.values():
         outcome = run.outcomes.get(trial.id)
         if trial.predicted_bytes is None or outcome is None or not outcome.ok:
             continue
-        memory = outcome.memory
-        if memory is not None and memory.is_exact:
-            used = memory.peak + (memory.context_bytes if counts_context else 0)
+        used = run.used_bytes(outcome)
+        if used is not None and outcome.memory is not None and outcome.memory.is_exact:
             yield abs(trial.predicted_bytes / used - 1)
 
 
@@ -240,7 +232,7 @@ def trial_row(run: Run, trial: Trial) -> dict[str, Any]:
         "outcome": None if outcome is None else outcome.kind.value,
         "message": "" if outcome is None else outcome.message,
         "predicted_bytes": trial.predicted_bytes,
-        "used_bytes": None if outcome is None else _used(outcome),
+        "used_bytes": None if outcome is None else run.used_bytes(outcome),
         "metrics": outcome.metrics.to_json() if outcome and outcome.metrics else None,
     }
 
@@ -262,7 +254,7 @@ def _trial_cells(run: Run) -> list[tuple[str, ...]]:
             str(trial.batch.gas),
             fmt.outcome(outcome, run.plan.metric),
             fmt.memory(trial.predicted_bytes),
-            fmt.memory(_used(outcome)),
+            fmt.memory(run.used_bytes(outcome)),
             fmt.duration(outcome.duration_s),
         )
         for trial in run.trials.values()

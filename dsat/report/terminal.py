@@ -51,7 +51,7 @@ def of_trials(run: Run) -> list[RenderableType]:
     for trial in run.trials.values():
         outcome = run.outcomes.get(trial.id)
         marks = [mark for mark, holds in _marks(run, trial) if holds]
-        used = None if outcome is None or outcome.memory is None else outcome.memory.peak or None
+        used = None if outcome is None else run.used_bytes(outcome)
         rows.append(
             (
                 " ".join([trial.name, *marks]),

@@ -318,6 +318,17 @@ class Run:
             changes=len(self.changes(trial)),
         )
 
+    def used_bytes(self, outcome: Outcome) -> int | None:
+        """What a slot used at its peak, as predictions have it; None if nothing was measured.
+
+        Where the limit is all that a slot has, the context and the libraries count as well.
+        """
+        assert self.plan is not None
+        memory = outcome.memory
+        if memory is None or not memory.peak:
+            return None
+        return memory.peak + (memory.context_bytes if self.plan.slot_memory_bytes is None else 0)
+
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
         """Where a trial's configuration differs from the user's own, but for the batch sizes.
 

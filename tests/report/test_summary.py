@@ -190,6 +190,28 @@ def test_an_error_of_predicted_memory_is_told_where_it_is_known(
     ]
 
 
+@pytest.mark.parametrize(
+    ("own_limit", "memory", "used"),
+    [
+        (True, MemoryUse(allocated_bytes={"step": 100}, context_bytes=50), 100),
+        (False, MemoryUse(allocated_bytes={"step": 100}, context_bytes=50), 150),
+        (False, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), 60),
+        (False, MemoryUse(), None),
+    ],
+)
+def test_used_memory_is_told_as_it_was_predicted(
+    own_limit: bool, memory: MemoryUse, used: int | None
+) -> None:
+    """Where the limit is all that a slot has, predictions count the context."""
+    plan = plan_of(slot_memory_bytes=2**30 if own_limit else None)
+    run = run_of((1, 8, replace(ran(120), memory=memory)), plan=plan, predicted_bytes=102)
+    trial = run.trials[max(run.trials)]
+    assert summary.trial_row(run, trial)["used_bytes"] == used
+    [line] = Narrator().ended(run, trial, run.outcomes[trial.id])
+    said = "102 B predicted" if used is None else f"{used} B used of 102 B predicted"
+    assert f", {said}, took" in line
+
+
 def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
     run = run_of((1, 8, replace(ran(120), memory=MemoryUse({"step": 100}))))
     assert not [line for line in summary.facts(run) if "memory" in line]

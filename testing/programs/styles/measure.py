@@ -1,9 +1,10 @@
-"""One real rank of any script on a CPU: what torch's allocator held, by phase.
+"""One real rank of any script: what torch's allocator held, by phase.
 
     python3 measure.py SCRIPT [ARGUMENTS]
 
-Counted by `../memory/heap.c`, which must be preloaded, from the end of the first optimizer step to
-the end of the second. The process group does nothing, because gloo makes copies, as NCCL does not.
+From the end of the first optimizer step to the end of the second. On a CPU it is counted by
+`../memory/heap.c`, which must be preloaded, and the process group does nothing, because gloo makes
+copies, as NCCL does not.
 """
 
 import ctypes
@@ -21,10 +22,12 @@ import torch
 
 from dsat.in_trial.simulation.patches import make_process_group
 
-heap_peak = ctypes.CDLL(None).heap_peak
-heap_peak.restype = ctypes.c_size_t
+on_device = torch.cuda.is_available()
+if not on_device:
+    heap_peak = ctypes.CDLL(None).heap_peak
+    heap_peak.restype = ctypes.c_size_t
 torch.set_num_threads(1)
-make_process_group(1, "cpu")
+make_process_group(1, "cuda" if on_device else "cpu")
 _initialize = deepspeed.initialize
 _init_process_group = torch.distributed.init_process_group
 torch.distributed.init_process_group = lambda *args, **kwargs: None
@@ -32,9 +35,17 @@ peaks: dict[str, int] = {}
 phase = "script"
 
 
+def peak_since_the_last() -> int:
+    if not on_device:
+        return int(heap_peak())
+    found = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def begin(name: str) -> None:
     global phase
-    peaks[phase] = max(peaks.get(phase, 0), heap_peak())
+    peaks[phase] = max(peaks.get(phase, 0), peak_since_the_last())
     phase = name
 
 
@@ -81,5 +92,5 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 deepspeed.initialize = initialize
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-heap_peak()
+peak_since_the_last()
 runpy.run_path(sys.argv[0], run_name="__main__")
