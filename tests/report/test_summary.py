@@ -21,6 +21,7 @@ from dsat.values.outcome import MemoryUse, Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import World, failed, plan_of, profiled, ran
 
+MIB = 2**20
 OWN = BatchTriple(8, 4, 1)
 BASE = {
     "optimizer": {"type": "Adam"},
@@ -193,9 +194,9 @@ def test_an_error_of_predicted_memory_is_told_where_it_is_known(
 @pytest.mark.parametrize(
     ("own_limit", "memory", "used"),
     [
-        (True, MemoryUse(allocated_bytes={"step": 100}, context_bytes=50), 100),
-        (False, MemoryUse(allocated_bytes={"step": 100}, context_bytes=50), 150),
-        (False, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), 60),
+        (True, MemoryUse(allocated_bytes={"step": 100 * MIB}, context_bytes=50 * MIB), 100),
+        (False, MemoryUse(allocated_bytes={"step": 100 * MIB}, context_bytes=50 * MIB), 150),
+        (False, MemoryUse(host_rss_bytes={"step": 60 * MIB}, context_bytes=50 * MIB), 60),
         (False, MemoryUse(), None),
     ],
 )
@@ -204,12 +205,15 @@ def test_used_memory_is_told_as_it_was_predicted(
 ) -> None:
     """Where the limit is all that a slot has, predictions count the context."""
     plan = plan_of(slot_memory_bytes=2**30 if own_limit else None)
-    run = run_of((1, 8, replace(ran(120), memory=memory)), plan=plan, predicted_bytes=102)
+    ended = replace(ran(120), memory=memory)
+    run = run_of((1, 8, ended), plan=plan, predicted_bytes=102 * MIB)
     trial = run.trials[max(run.trials)]
-    assert summary.trial_row(run, trial)["used_bytes"] == used
+    told = summary.trial_row(run, trial)["used_bytes"]
     [line] = Narrator().ended(run, trial, run.outcomes[trial.id])
-    said = "102 B predicted" if used is None else f"{used} B used of 102 B predicted"
-    assert f", {said}, took" in line
+    if used is None:
+        assert told is None and ", 102.0 MiB predicted, took" in line
+    else:
+        assert told == used * MIB and f", {used}.0 MiB used of 102.0 MiB predicted" in line
 
 
 def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
