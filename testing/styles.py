@@ -33,6 +33,7 @@ _MASTER: Mapping[str, Any] = {
 }
 _AUTOCAST: Mapping[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
 _MUON: Mapping[str, Any] = {**_BF16, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+_MUON_STAGE_3: Mapping[str, Any] = {**_MUON, "zero_optimization": {"reduce_scatter": False}}
 _OWN_OPTIMIZER: Mapping[str, Any] = {**_BF16, "zero_allow_untested_optimizer": True}
 
 
@@ -100,7 +101,7 @@ STYLES = (
     Style("the same, stage 3", "core.py", stage=3, settings=_MASTER),
     Style("the same with torch_autocast", "core.py", stage=3, settings={**_MASTER, **_AUTOCAST}),
     Style("Muon", "core.py", settings=_MUON),
-    Style("Muon, stage 3", "core.py", stage=3, settings=_MUON),
+    Style("Muon, stage 3", "core.py", stage=3, settings=_MUON_STAGE_3),
     Style("torch.utils.checkpoint, reentrant", "core.py", "reentrant"),
     Style("torch.utils.checkpoint, non-reentrant", "core.py", "non-reentrant", stage=3),
     Style("deepspeed.zero.Init", "core.py", "zero.Init", stage=3),

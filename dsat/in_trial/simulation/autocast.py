@@ -7,6 +7,7 @@ take two bytes for each parameter of four.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,6 +155,23 @@ class Autocast:
         if id(value) not in self._kept:
             self._kept[id(value)] = value, value.to(dtype)
         return self._kept[id(value)][1]
+
+
+@contextlib.contextmanager
+def outside_of_contexts() -> Iterator[None]:
+    """As if no context of autocast had been entered, so that what is cast is dropped with each.
+
+    A simulation runs within the contexts of the call that it takes the place of.
+    """
+    entered = torch.autocast_increment_nesting() - 1
+    for _ in range(entered + 1):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(entered):
+            torch.autocast_increment_nesting()
 
 
 def _operator(name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from dsat.in_trial.simulation import fake_device, patches
-from dsat.in_trial.simulation.autocast import Autocast
+from dsat.in_trial.simulation.autocast import Autocast, outside_of_contexts
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import (
@@ -224,6 +224,13 @@ class Simulation(_FakeDevice):
 
         In the first optimizer step all that lasts is allocated.
         """
+        with outside_of_contexts():
+            self._warm_up(args, kwargs)
+        gc.collect()
+        self.tracker.forget_counts()
+        self.tracker.begin("forward")
+
+    def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         engine, tracker, gas = self.engine, self.tracker, self._candidate.gas
         for micro_step in range(2 * gas - 1):
             steady = micro_step >= gas
@@ -236,9 +243,6 @@ class Simulation(_FakeDevice):
             if steady:
                 tracker.begin("step")
             engine.step()
-        gc.collect()
-        tracker.forget_counts()
-        tracker.begin("forward")
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The engine's forward pass."""

@@ -20,18 +20,19 @@ def style(name: str) -> Style:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "on_device"),
     [
-        "the same, stage 3",
-        "packed sequences",
-        "vision and language",
-        "Lightning's DeepSpeedStrategy",
+        ("the same, stage 3", False),
+        ("vision and language", False),
+        ("packed sequences", True),
+        ("torch_autocast section, stage 3", True),
+        ("Lightning's DeepSpeedStrategy", True),
     ],
 )
-def test_a_real_rank_needs_what_was_simulated(name: str, tmp_path: Path) -> None:
+def test_a_real_rank_needs_what_was_simulated(name: str, on_device: bool, tmp_path: Path) -> None:
     one = style(name)
-    real = real_peaks(one, tmp_path, 4)
-    estimate = simulated(one, tmp_path, 4)
+    real = real_peaks(one, tmp_path, 4, on_device=on_device)
+    estimate = simulated(one, tmp_path, 4, on_device=on_device)
     peak = max(getattr(estimate, phase) for phase in STEADY)
     assert peak == pytest.approx(max(real[phase] for phase in STEADY), rel=0.01)
 
