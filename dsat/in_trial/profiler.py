@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from dsat.values import host_memory
 from dsat.values.outcome import ModelProfile
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ModelProfiler:
             import psutil
 
             own = psutil.Process().memory_info().rss
-            has = int(psutil.virtual_memory().available / max(1, self._host_slots) + own)
+            has = int(host_memory.available_bytes() / max(1, self._host_slots) + own)
         else:
             has = int(accelerator.total_memory())
         return min(has, self._slot_memory_bytes or has)
@@ -100,7 +101,7 @@ def _host_memory(accelerator: Any) -> int:
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = psutil.Process().memory_info().rss
-    return int(psutil.virtual_memory().available / ranks + own)
+    return int(host_memory.available_bytes() / ranks + own)
 
 
 def _count_flops() -> Any:

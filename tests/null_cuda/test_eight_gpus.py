@@ -12,6 +12,8 @@ import pytest
 
 import dsat
 from dsat.errors import EngineError
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
 from testing import warm_command
 from testing.local import PROGRAMS
 from testing.null_cuda import Device
@@ -104,7 +106,7 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
 def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = null_cuda(*_devices(3))
+    machine = null_cuda(Device(4 * _GIB, name="GPU 0"), *_devices(3)[1:])
     # By UUID, and in another order.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(0)}")
 
@@ -119,4 +121,7 @@ def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
     machine.break_device(0, 0)
     result = _tune(tmp_path / "run", 2, lambda row: None, max_trials=2, resume=True)
     assert [row["outcome"] for row in result.trials] == ["OK"] * 2
+    profile = Run(read_events(tmp_path / "run" / FILE_NAME)).profile
+    assert profile is not None
+    assert profile.slot_memory_bytes == 4 * _GIB, "of the smaller one, which is rank 1's"
     assert not machine.held()

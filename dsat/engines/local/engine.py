@@ -512,12 +512,24 @@ class LocalEngine:
         self._start_waiting()
         if running.trial.kind is TrialKind.PROFILE and outcome.ok:
             self._warm_up_for(running.folder)
+            outcome = self._with_smallest_device(outcome)
         _bring_home(running.folder)
         outcome = self._retries.settle(running, outcome)
         if self._lost:
             outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
             self._lost = []
         return [(running.trial.id, outcome)]
+
+    def _with_smallest_device(self, outcome: Outcome) -> Outcome:
+        """A profile's outcome with the memory of the slot that has least.
+
+        Its trial knows its own devices, and others may run on smaller ones.
+        """
+        sizes = [host.machine.memory_bytes for host in self._hosts if not host.machine.is_cpu]
+        profile = outcome.profile
+        if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
+            return outcome
+        return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
 
     def _settle_folder(self, running: Running, outcome: Outcome) -> None:
         """Learns of the working folder from a trial that ended, and clears its view of it."""

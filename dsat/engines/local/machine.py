@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from dsat.engines.local import no_accelerator
 from dsat.engines.local.cores import physical_cores
 from dsat.errors import EngineError, UserInputError
+from dsat.values import host_memory
 from dsat.values.memory_size import readable
 
 _MARK = "dsat-slots "
@@ -48,7 +49,8 @@ class Machine:
         devices: one entry per slot: what the visible-devices variable must say, or the processor
             core of a CPU slot.
         visible_devices: environment variables that choose devices; none on a CPU.
-        memory_bytes: of the smallest device; of the whole host on a CPU.
+        memory_bytes: of the smallest device; of the whole host, or of what its processes are
+            allowed of it, on a CPU.
         device_memory_bytes: of each device, where there are any.
         expandable_segments: whether torch's allocator can be told to use them.
         left_out: why other devices are no slots, for people.
@@ -99,11 +101,13 @@ class Machine:
                 else "leaves no device",
                 where="entrypoint",
             )
-        sizes = self.device_memory_bytes
+        all_sizes = self.device_memory_bytes
+        sizes = tuple(all_sizes[position] for position in kept) if all_sizes else ()
         return replace(
             self,
             devices=tuple(self.devices[position] for position in kept),
-            device_memory_bytes=tuple(sizes[position] for position in kept) if sizes else (),
+            memory_bytes=min(sizes, default=self.memory_bytes),
+            device_memory_bytes=sizes,
         )
 
     def describe(self) -> str:
@@ -286,15 +290,13 @@ class _Question:
 
 
 def _of_cores() -> Machine:
-    import psutil
-
     cores = sorted(os.sched_getaffinity(0))
     return Machine(
         accelerator="cpu",
         device_name=_processor_name(),
         devices=tuple(str(core) for core in cores),
         visible_devices=(),
-        memory_bytes=int(psutil.virtual_memory().total),
+        memory_bytes=host_memory.total_bytes(),
         cores=tuple(physical_cores()),
         threads=len(cores),
     )

@@ -14,6 +14,7 @@ from dsat.engines.local.running import FULL_RUN_ID, Running
 from dsat.in_trial import failures
 from dsat.in_trial.command_rank import PORTS_FILE
 from dsat.in_trial.rank import CAPTURED_FILE, METRICS_FILE, result_file
+from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
@@ -186,9 +187,7 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
 
 
 def _host_out_of_memory(rank: int) -> str:
-    import psutil
-
-    total = readable(psutil.virtual_memory().total, whole=True)
+    total = readable(host_memory.total_bytes(), whole=True)
     return (
         f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
         "(--max-concurrent-trials), offload less, or use fewer data loader workers"

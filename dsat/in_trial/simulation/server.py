@@ -48,6 +48,7 @@ from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.simulation import checkpointing
 from dsat.in_trial.simulation.files_read import FilesRead
+from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
@@ -267,11 +268,7 @@ def _limit_memory() -> int:
     Returns:
         How much, in bytes.
     """
-    available = _MOST_BYTES
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        sizes = dict(line.split(":") for line in file)
-        available = int(sizes["MemAvailable"].split()[0]) * 1024
-    limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * available))
+    limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * host_memory.available_bytes()))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = ProcessMemory.now().data_bytes + limit
     resource.setrlimit(
