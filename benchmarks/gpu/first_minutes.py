@@ -3,16 +3,20 @@
     python -m benchmarks.gpu.first_minutes FOLDER [--part 1|2|3] [--steps NAME ...] [--short]
 
 Each step is independent, prints a line for each finding, and writes `FOLDER/STEP.json`; what trials
-measured (their `metrics.json`) is kept below `FOLDER/STEP`. A part takes at most 10 minutes: a step
-that would begin later is left for another call. The exit status is 1 if a step failed.
+measured (their `metrics.json`, and the allocator's `memory_stats.json`) is kept below
+`FOLDER/STEP`. A part takes at most 10 minutes: a step that would begin later is left for another
+call. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import run_trial
+from benchmarks.gpu import predicted_memory
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local.machine import problems_with
 from dsat.engines.local.supervisors import Supervisors
 from dsat.in_trial.rank import METRICS_FILE
 from dsat.inputs import entrypoint, experiment
+from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
@@ -37,6 +44,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAM = Path(__file__).with_name("loop.py")
 _PART_S = 600.0
+_STATS_FILE = "memory_stats.json"
 _MIB = 2**20
 
 
@@ -75,15 +83,17 @@ class Report:
         if not right:
             raise StepFailed(f"{name}: {value}")
 
-    def run(self, name: str, trial: Trial, *, cold: bool = False, slots: int = 1) -> None:
-        """Runs a trial, which must succeed, and keeps what it measured."""
-        self.keep(name, trial, run_trial(self.engines.get(slots=slots, cold=cold), trial))
+    def run(self, name: str, trial: Trial, *words: str, cold: bool = False, slots: int = 1) -> None:
+        """Runs a trial of the small program with these words, which must succeed, and keeps what
+        it measured."""
+        engine = self.engines.get(*words, slots=slots, cold=cold)
+        self.keep(name, trial, run_trial(engine, trial))
 
     def keep(self, name: str, trial: Trial, outcome: Outcome) -> None:
         """Notes what came of a trial, which must have succeeded, and keeps what it measured."""
-        found = next(self.engines.folder.glob(f"*/trials/{trial.name}/{METRICS_FILE}"), None)
-        if found is not None:
-            shutil.copy(found, self.folder / f"{name.replace(' ', '-')}.{METRICS_FILE}")
+        for file in (METRICS_FILE, _STATS_FILE):
+            for found in self.engines.folder.glob(f"*/trials/{trial.name}/{file}"):
+                shutil.copy(found, self.folder / f"{name.replace(' ', '-')}.{file}")
         self.check(name, outcome.ok, _line(outcome))
 
 
@@ -119,13 +129,20 @@ def forks(report: Report) -> None:
             reason = supervisors.warm_up()
         finally:
             supervisors.close()
-        report.note(name, reason or "ranks can be forked")
+        if name == "with NVML":  # without it torch may have to initialise CUDA to look for it
+            report.check(name, not reason, reason or "ranks can be forked")
+        else:
+            report.note(name, reason or "ranks can be forked")
         report.note(f"{name}, warm-up (s)", round(time.monotonic() - began_s, 1))
 
 
 def simulations(report: Report) -> None:
     """`estimate --exact` on the examples; nothing of it may touch the device (D1, D9, D20)."""
-    for name in ("plain",) if report.short else ("plain", "hf_trainer"):
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    if not has_transformers:
+        report.note("hf_trainer", "left out: transformers is not installed")
+    both = not report.short and has_transformers
+    for name in ("plain", "hf_trainer") if both else ("plain",):
         words = ["python3", "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
         if name == "hf_trainer":
             words = ["python3", "train.py", "--deepspeed", "ds_config.json"]
@@ -133,7 +150,8 @@ def simulations(report: Report) -> None:
         status, out = _dsat(["estimate", *options, "--", *words], EXAMPLES / name)
         (report.folder / f"{name}.txt").write_text(out)
         last = out.strip().splitlines()[-1:]
-        report.check(f"estimate {name}", status == 0 and "simulation died" not in out, last)
+        simulated = not re.search("simulation died|by formula:", out)
+        report.check(f"estimate {name}", status == 0 and simulated, last)
 
 
 def search(report: Report) -> None:
@@ -143,10 +161,16 @@ def search(report: Report) -> None:
     if report.short:
         options += ["--start-profile-step", "2", "--end-profile-step", "3"]
         options += ["--max-profile-steps", "3", "--memory-model", "formula"]
-    config, folder = EXAMPLES / "core_api" / "deepspeed.yaml", EXAMPLES / "core_api"
-    words = ["model", str(config), str(folder), "--run-dir", str(run), *options]
-    status, out = _dsat(words, report.folder)
+    script = "python3 train.py --deepspeed --deepspeed_config ds_config.json".split()
+    words = ["model", "--run-dir", str(run.resolve()), *options, "--", *script]
+    status, out = _dsat(words, EXAMPLES / "plain")
     report.check("search ended", status == 0, out.strip().splitlines()[-1:] if status else status)
+    searched = Run(read_events(run / FILE_NAME))
+    kinds = collections.Counter(outcome.kind.value for outcome in searched.outcomes.values())
+    report.note("outcomes", dict(kinds))
+    if searched.memory_basis is not None:
+        for one in predicted_memory.of_run(searched):
+            report.note(f"{one.trial.name}, predicted", f"{one.errors[0]:+.2%} of what it used")
     for path in sorted(run.glob("trials/*/metrics.json")):
         memory = json.loads(path.read_text()).get("memory") or {}
         allocated, reserved = (
@@ -200,20 +224,21 @@ def offload(report: Report) -> None:
 
 
 def memory_back(report: Report) -> None:
-    """A process with most of the memory is killed, and a trial starts at once (D17)."""
+    """A process with most of the memory is killed, and a trial that needs more than was left starts
+    at once (D17)."""
     code = (
         "import sys, time, torch\n"
         "free, _ = torch.cuda.mem_get_info()\n"
-        "kept = torch.empty(int(free * 0.9), dtype=torch.uint8, device='cuda')\n"
+        f"kept = torch.empty(free - {_LEFT_BYTES}, dtype=torch.uint8, device='cuda')\n"
         "print('has it', flush=True)\ntime.sleep(600)"
     )
     command = [sys.executable, "-c", code]
-    report.engines.get()
+    report.engines.get(*_LARGE)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog:
         assert hog.stdout is not None
         report.check("memory was taken", hog.stdout.readline().strip() == "has it")
         hog.send_signal(signal.SIGKILL)
-        report.run("trial at once", _trial())
+        report.run("trial at once", _trial(), *_LARGE)
 
 
 def precisions(report: Report) -> None:
@@ -221,6 +246,15 @@ def precisions(report: Report) -> None:
     for name in ("bf16",) if report.short else ("bf16", "fp16"):
         precision: dict[str, Any] = {name: {"enabled": True}}
         report.run(name, _trial(**precision))
+
+
+def compiled(report: Report) -> None:
+    """`engine.compile()`: the steps in which torch compiles are not measured."""
+    if report.short:
+        report.note("left out", "kernels for devices that compute nothing cannot be compiled")
+        return
+    report.run("written", _trial())
+    report.run("compiled", _trial(), "--compile")
 
 
 def side_by_side(report: Report) -> None:
@@ -251,6 +285,7 @@ STEPS: Mapping[str, tuple[int, Callable[[Report], None]]] = {
     "offload": (2, offload),
     "memory_back": (3, memory_back),
     "precisions": (3, precisions),
+    "compiled": (3, compiled),
     "side_by_side": (3, side_by_side),
 }
 
@@ -315,19 +350,23 @@ class Engines:
         self.folder = folder
         self._options = options
         self._machine = machine
-        self._open: dict[tuple[int, bool], LocalEngine] = {}
+        self._open: dict[tuple[tuple[str, ...], int, bool], LocalEngine] = {}
         shutil.rmtree(folder, ignore_errors=True)
 
-    def get(self, *, slots: int = 1, cold: bool = False) -> LocalEngine:
-        """The engine whose trials have so many slots, and fresh processes or not."""
-        if (slots, cold) not in self._open:
+    def get(self, *words: str, slots: int = 1, cold: bool = False) -> LocalEngine:
+        """The engine whose trials have so many slots, and fresh processes or not.
+
+        Args:
+            words: for the program's command line.
+        """
+        if (words, slots, cold) not in self._open:
             run = self.folder / f"{len(list(self.folder.glob('*')))}-{slots}"
             run.mkdir(parents=True)
             adam = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
             base = {"optimizer": adam, "zero_optimization": {"stage": 1}}
-            command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json"]
+            command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json", *words]
             (run / "ds_config.json").write_text(json.dumps(base))
-            self._open[slots, cold] = LocalEngine(
+            self._open[words, slots, cold] = LocalEngine(
                 experiment.of_dict(command, "first minutes", run, base),
                 entrypoint.parse(command, run),
                 [Host(self._machine)],
@@ -335,7 +374,7 @@ class Engines:
                 LocalOptions(self._options, cold=cold),
                 slots_per_trial=slots,
             )
-        return self._open[slots, cold]
+        return self._open[words, slots, cold]
 
     def close(self) -> None:
         for engine in self._open.values():
@@ -344,6 +383,9 @@ class Engines:
 
 
 _numbers = itertools.count()
+# What a process leaves of a device's memory, and a model whose states need more: 67 million
+# parameters of 16 bytes.
+_LEFT_BYTES, _LARGE = 768 * _MIB, ("--width", "4096")
 _OWN_ADAM = {"params": {"torch_adam": False}}  # DeepSpeed's, which it compiles
 
 

@@ -1,7 +1,11 @@
-"""Trains a small model for ever, with the DeepSpeed configuration that it is given."""
+"""Trains a small model for ever, with the DeepSpeed configuration that it is given.
+
+After a few steps of a trial, what torch's allocator knows is in the trial's `memory_stats.json`.
+"""
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import deepspeed
@@ -13,13 +17,19 @@ parser.add_argument("--deepspeed_config", type=Path, required=True)
 parser.add_argument("--width", type=int, default=1024)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--local_rank", type=int)
+parser.add_argument("--compile", action="store_true")
 arguments = parser.parse_args()
 layers = [nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)]
 model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
 config = json.loads(arguments.deepspeed_config.read_text())
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+if arguments.compile:
+    engine.compile()
 size, dtype = engine.train_micro_batch_size_per_gpu(), next(engine.module.parameters()).dtype
-for _ in range(10_000):
+for step in range(10_000):
     inputs = torch.randn(size, arguments.width, device=engine.device, dtype=dtype)
     engine.backward(engine(inputs).float().square().mean())
     engine.step()
+    if step == 4 and torch.cuda.is_available() and engine.global_rank == 0:
+        stats = json.dumps(torch.cuda.memory_stats(), indent=1) + "\n"
+        Path(os.environ.get("DSAT_TRIAL_DIR", "."), "memory_stats.json").write_text(stats)

@@ -29,11 +29,14 @@ def test_every_step_runs_on_devices_that_compute_nothing(
         return LocalEngine(user, program, hosts, *more, **ways)
 
     monkeypatch.setattr(first_minutes, "LocalEngine", engine_of)
-    null_cuda(Device(), Device())
+    null_cuda(Device(), Device(), reclaim_s=2.0)
     assert set(first_minutes.STEPS) >= {"devices", "forks", "simulations", "search", "memory_back"}
     assert first_minutes.main([str(tmp_path), "--short"]) == 0, capsys.readouterr().out
     reports = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(reports) == set(first_minutes.STEPS)
     assert reports["forks"]["with NVML"] == "ranks can be forked"
     assert reports["forks"]["NVML hidden"] == "ranks can be forked"
+    assert reports["search"]["outcomes"] == {"OK": 3}
+    stats = json.loads((tmp_path / "precisions" / "bf16.memory_stats.json").read_text())
+    assert stats["allocated_bytes.all.peak"] > 0
     assert all(report.get("left out") or report["took (s)"] > 0 for report in reports.values())
