@@ -585,7 +585,9 @@ class LocalEngine:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.told(_log, f"importing {which}, once for all trials"):
             imported = modules or self._options.imported
-            self._retries.hear_of_warm_up(self._supervisors.warm_up(imported, meanwhile))
+            broken = self._slots.broken
+            cannot_fork = self._supervisors.warm_up(imported, meanwhile, broken=broken)
+            self._retries.hear_of_warm_up(cannot_fork)
 
     def _warm_up_for(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imported."""

@@ -64,6 +64,11 @@ class Slots:
         return self._usable
 
     @property
+    def broken(self) -> dict[int, set[int]]:
+        """Slots that were taken out, by host."""
+        return {host: set(slots) for host, slots in enumerate(self._broken)}
+
+    @property
     def any_coming(self) -> bool:
         """Whether there is a host that has come and has yet to get ready."""
         return bool(self._coming)

@@ -65,7 +65,7 @@ class Scripted:
             "stuck": stuck,
         }
 
-    def warm_up(self, modules: Sequence[str] = (), meanwhile: Any = None) -> str:
+    def warm_up(self, modules: Sequence[str] = (), meanwhile: Any = None, **more: Any) -> str:
         return ""
 
     def close(self) -> None:
