@@ -501,7 +501,8 @@ class LocalEngine:
         if not outcome.ok:
             leftovers.remove_compiler_locks(os.environ)
         self._settle_folder(running, outcome)
-        again = self._retries.decide(running, outcome, broken=bool(lost))
+        broken = bool(lost) and not outcome.ok  # a rank may get stuck after all was measured
+        again = self._retries.decide(running, outcome, broken=broken)
         if again is Again.ELSEWHERE and running.trial.id == FULL_RUN_ID:
             again = None  # its checkpoints would be lost
         if again is Again.ELSEWHERE:

@@ -30,7 +30,8 @@ Answers:
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
-     "stuck": whether a rank could not be killed: it waits in the kernel, for a driver perhaps}
+     "stuck": [whether it could not be killed, by rank: it waits in the kernel, for a driver
+      perhaps]}
 """
 
 from __future__ import annotations
@@ -264,7 +265,8 @@ class Supervisor:
             return
         self._finish(group)
 
-    def _finish(self, group: _Group, *, stuck: bool = False) -> None:
+    def _finish(self, group: _Group) -> None:
+        """Tells that a trial has ended; ranks of it without a status by now are stuck."""
         del self._groups[group.trial]
         _kill_all(group.pids[0], group.descendants | self._strays(group))
         _unlink_shared_memory(group)
@@ -276,10 +278,10 @@ class Supervisor:
                     group.statuses.get(rank, -signal.SIGKILL) for rank in range(len(group.pids))
                 ],
                 "killed": [rank in group.killed_ranks for rank in range(len(group.pids))],
-                "stuck": stuck,
+                "stuck": [rank not in group.statuses for rank in range(len(group.pids))],
             }
         )
-        if not self._groups and not stuck:
+        if not self._groups and group.ended:
             _kill_everything_below()
 
     def _end(self, group: _Group, grace_s: float) -> None:
@@ -302,7 +304,7 @@ class Supervisor:
                 self._kill(group)
         for group in list(self._groups.values()):
             if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
-                self._finish(group, stuck=True)
+                self._finish(group)
 
     def _kill(self, group: _Group) -> None:
         group.killed = True
