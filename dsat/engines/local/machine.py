@@ -452,6 +452,10 @@ def _check(accelerator: str, variables: Sequence[str], devices: Sequence[str]) -
         pid = os.fork()
         if pid == 0:
             os.environ.update(dict.fromkeys(variables, device))
+            # Stuck in the driver, it would hold open what others wait for the end of.
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (1, 2):
+                os.dup2(null, descriptor)
             _use(accelerator, write)
         os.close(write)
         children[device] = pid, answer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -190,6 +192,45 @@ def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
     with pytest.raises(EngineError, match=r"no answer within 0\.3 s: the driver may be stuck"):
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
+
+
+ONE_NEVER_ANSWERS = """
+import os, sys, time
+from dsat.engines.local import machine
+machine._CHECK_LIMIT_S = 0.3
+machine.os.kill = lambda *_: None
+def use(accelerator, write):
+    time.sleep(60 if os.environ["DEVICES"] == "1" else 0)
+    os._exit(0)
+machine._use = use
+started = os.fork
+def fork():
+    pid = started()
+    if pid and not os.path.exists("pid"):
+        open("pid", "w").write(str(pid))
+    return pid
+machine.os.fork = fork
+machine.answer_to(sys.argv[1:])
+os._exit(0)
+"""
+
+
+def test_a_look_at_devices_does_not_wait_for_one_that_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process cannot be killed, and holds open what it has inherited."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 20.0)
+    code = tmp_path / "look.py"
+    code.write_text(ONE_NEVER_ANSWERS)
+    # In place of `python -m dsat.engines.local.machine`.
+    prefix = ("sh", "-c", 'code=$1; shift 4; exec "$0" "$code" "$@"', sys.executable, str(code))
+    gpus = Machine("cuda", "test", ("1", "2"), ("DEVICES",), 8 * 2**30)
+    try:
+        found = machine.problems_with(gpus, (0, 1), prefix)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert found == {0: "no answer within 0.3 s: the driver may be stuck"}
 
 
 def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
