@@ -217,6 +217,27 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 
 
+@pytest.mark.slow
+def test_whether_ranks_can_be_forked_is_tried_on_a_device_that_works(
+    null_cuda: MachineOf, imported: tuple[str, ...], tmp_path: Path
+) -> None:
+    machine = null_cuda(Device(), Device(), Device())
+    machine.break_device(0, 46)
+    with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
+        assert engine._machine.devices == ("1", "2")
+        # The first that is left breaks in the profile trial, before the script's own imports.
+        machine.break_device(1, 46)
+        outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
+        assert outcome.ok, outcome.detail
+        [warning] = outcome.warnings
+        assert warning.startswith("cuda 1 is not used any more")
+        assert not engine._retries.cold
+        outcome = outcome_of(engine, 1)
+        assert outcome.ok, outcome.detail
+        assert "CUDA_VISIBLE_DEVICES=2 " in env_of(tmp_path / "run", 1)
+        assert not engine._retries.cold
+
+
 PYNVML = """
 class NVMLError(Exception): pass
 def nvmlInit(): pass

@@ -501,7 +501,8 @@ class LocalEngine:
         if not outcome.ok:
             leftovers.remove_compiler_locks(os.environ)
         self._settle_folder(running, outcome)
-        again = self._retries.decide(running, outcome, broken=bool(lost))
+        broken = bool(lost) and not outcome.ok  # a rank may get stuck after all was measured
+        again = self._retries.decide(running, outcome, broken=broken)
         if again is Again.ELSEWHERE and running.trial.id == FULL_RUN_ID:
             again = None  # its checkpoints would be lost
         if again is Again.ELSEWHERE:
@@ -597,7 +598,9 @@ class LocalEngine:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.told(_log, f"importing {which}, once for all trials"):
             imported = modules or self._options.imported
-            self._retries.hear_of_warm_up(self._supervisors.warm_up(imported, meanwhile))
+            broken = self._slots.broken
+            cannot_fork = self._supervisors.warm_up(imported, meanwhile, broken=broken)
+            self._retries.hear_of_warm_up(cannot_fork)
 
     def _warm_up_for(self, folder: Path) -> None:
         """Has the supervisor import the libraries that the user's script imported."""

@@ -42,7 +42,7 @@ class Joining:
     Args:
         run_folder: that it must share.
         folders: that trials need.
-        modules: what the other supervisors have imported, one list for each time.
+        warm: requests to import what the other supervisors have imported.
         limit_s: within which it must be ready.
 
     Attributes:
@@ -54,19 +54,19 @@ class Joining:
         self,
         run_folder: Path,
         folders: Sequence[Path],
-        modules: Sequence[Sequence[str]],
+        warm: Sequence[Mapping[str, Any]],
         *,
         limit_s: float,
     ) -> None:
         self._shared = SharedFolder(run_folder)
         self.folders = folders
         self._looked = 0
-        self._unanswered = 1 + len(folders) + len(modules)
+        self._unanswered = 1 + len(folders) + len(warm)
         self._limit_s = limit_s
         self._deadline_s = time.monotonic() + limit_s
-        self.requests: list[dict[str, Any]] = [
+        self.requests: list[Mapping[str, Any]] = [
             *({"op": "look", "path": str(path)} for path in (self._shared.file, *folders)),
-            *({"op": "warm", "modules": list(names)} for names in modules),
+            *warm,
         ]
 
     @property

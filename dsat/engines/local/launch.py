@@ -139,8 +139,7 @@ class Launch:
         programs, path = os.path.dirname(self._interpreter), env.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
             env["PATH"] = os.pathsep.join([programs, path])
-        for variable in self._machine.visible_devices:
-            env[variable] = ",".join(_devices(share))
+        env.update(share.host.machine.variables_of(share.slots or (0,)))
         ranks = self._ranks_per_host
         env.update(settings_of_ranks(self._machine, self.program, self.config, ranks, env))
         if self.cold:

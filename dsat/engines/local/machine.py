@@ -81,6 +81,11 @@ class Machine:
     def num_slots(self) -> int:
         return len(self.devices)
 
+    def variables_of(self, slots: Sequence[int]) -> dict[str, str]:
+        """Variables by which a process sees the devices of some slots and no others."""
+        devices = ",".join(self.devices[slot] for slot in slots)
+        return dict.fromkeys(self.visible_devices, devices)
+
     def only(self, wanted: Sequence[int], without: Sequence[int]) -> Machine:
         """The machine with some of its devices alone.
 
@@ -449,6 +454,10 @@ def _check(accelerator: str, variables: Sequence[str], devices: Sequence[str]) -
         pid = os.fork()
         if pid == 0:
             os.environ.update(dict.fromkeys(variables, device))
+            # Stuck in the driver, it would hold open what others wait for the end of.
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (1, 2):
+                os.dup2(null, descriptor)
             _use(accelerator, write)
         os.close(write)
         children[device] = pid, answer

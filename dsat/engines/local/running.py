@@ -59,9 +59,19 @@ class Running:
         return self.hosts - self.ended.keys()
 
     @property
-    def stuck(self) -> set[int]:
-        """Hosts on which a rank of it cannot be ended."""
-        return {host for host, message in self.ended.items() if message.get("stuck")}
+    def stuck(self) -> dict[int, set[int]]:
+        """Slots whose ranks cannot be ended, by host.
+
+        All that it has of a host where the user's command cannot be, which starts the ranks.
+        """
+        found: dict[int, set[int]] = {}
+        for share in self.shares:
+            by_rank = self.ended[share.index].get("stuck", [])  # a lost host says nothing
+            if self.by_command:
+                by_rank = by_rank * len(share.slots)
+            ranks = zip(share.slots, by_rank, strict=False)
+            found[share.index] = {slot for slot, is_stuck in ranks if is_stuck}
+        return found
 
     def by_rank(self, what: str) -> list[Any]:
         """What was said of each rank's end: its exit status (`statuses`), or whether the supervisor

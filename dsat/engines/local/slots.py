@@ -64,6 +64,11 @@ class Slots:
         return self._usable
 
     @property
+    def broken(self) -> dict[int, set[int]]:
+        """Slots that were taken out, by host."""
+        return {host: set(slots) for host, slots in enumerate(self._broken)}
+
+    @property
     def any_coming(self) -> bool:
         """Whether there is a host that has come and has yet to get ready."""
         return bool(self._coming)
@@ -141,19 +146,23 @@ class Slots:
                 self._set_free(share.index, self._free[share.index] | own)
 
     def check(
-        self, shares: Sequence[Share], outcome: Outcome, *, stuck: Collection[int]
+        self,
+        shares: Sequence[Share],
+        outcome: Outcome,
+        *,
+        stuck: Mapping[int, Collection[int]],
     ) -> list[str]:
         """Takes the slots of a trial out for the rest of the run whose devices no longer work.
 
         Args:
             shares: of the trial, which has ended.
             outcome: of it, which says whether devices are worth a look.
-            stuck: hosts on which one of its ranks cannot be ended.
+            stuck: slots whose ranks cannot be ended, by host.
 
         Returns:
             A line for people on each slot that was taken out.
         """
-        if self._hosts[0].machine.is_cpu or outcome.ok:
+        if self._hosts[0].machine.is_cpu:
             return []
         may_be_broken = outcome.kind is OutcomeKind.TIMEOUT or (
             outcome.kind is OutcomeKind.ERROR
@@ -163,12 +172,10 @@ class Slots:
         for share in shares:
             if share.index in self._lost:
                 continue
-            if stuck:
-                problems = dict.fromkeys(share.slots, _STUCK) if share.index in stuck else {}
-            elif may_be_broken:
-                problems = problems_with(share.host.machine, share.slots, share.host.prefix)
-            else:
-                problems = {}
+            problems = dict.fromkeys(stuck.get(share.index, ()), _STUCK)
+            others = [slot for slot in share.slots if slot not in problems]
+            if may_be_broken and others:
+                problems |= problems_with(share.host.machine, others, share.host.prefix)
             self._broken[share.index].update(problems)
             self._set_free(share.index, self._free[share.index].difference(problems))
             said += [

@@ -11,7 +11,8 @@ No process of a trial outlives its trial or this process, and this process ends 
 standard input does: whoever started it may be killed at any time.
 
 Requests:
-    {"op": "warm", "modules": [...]}
+    {"op": "warm", "modules": [...],
+     "device": variables by which a process sees one that works, or null if none does}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
      "logs": [name, name] of what they print to standard output and standard error,
@@ -29,7 +30,8 @@ Answers:
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
-     "stuck": whether a rank could not be killed: it waits in the kernel, for a driver perhaps}
+     "stuck": [whether it could not be killed, by rank: it waits in the kernel, for a driver
+      perhaps]}
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class Supervisor:
         op = request["op"]
         if op == "warm":
             with _dying_with_its_parent():
-                found = _warm_up(request["modules"])
+                found = _warm_up(request["modules"], request["device"])
             self._answer({"event": "warm", **found})
         elif op == "launch":
             self._launch(request)
@@ -263,7 +265,8 @@ class Supervisor:
             return
         self._finish(group)
 
-    def _finish(self, group: _Group, *, stuck: bool = False) -> None:
+    def _finish(self, group: _Group) -> None:
+        """Tells that a trial has ended; ranks of it without a status by now are stuck."""
         del self._groups[group.trial]
         _kill_all(group.pids[0], group.descendants | self._strays(group))
         _unlink_shared_memory(group)
@@ -275,10 +278,10 @@ class Supervisor:
                     group.statuses.get(rank, -signal.SIGKILL) for rank in range(len(group.pids))
                 ],
                 "killed": [rank in group.killed_ranks for rank in range(len(group.pids))],
-                "stuck": stuck,
+                "stuck": [rank not in group.statuses for rank in range(len(group.pids))],
             }
         )
-        if not self._groups and not stuck:
+        if not self._groups and group.ended:
             _kill_everything_below()
 
     def _end(self, group: _Group, grace_s: float) -> None:
@@ -301,7 +304,7 @@ class Supervisor:
                 self._kill(group)
         for group in list(self._groups.values()):
             if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
-                self._finish(group, stuck=True)
+                self._finish(group)
 
     def _kill(self, group: _Group) -> None:
         group.killed = True
@@ -334,8 +337,13 @@ class Supervisor:
         return min(left, default=None)
 
 
-def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
-    """Imports modules; says whether the process can still fork ranks."""
+def _warm_up(modules: Sequence[str], device: Mapping[str, str] | None) -> dict[str, Any]:
+    """Imports modules; says whether the process can still fork ranks.
+
+    Args:
+        modules: what to import.
+        device: variables by which a process sees one that works; None if there is none to try.
+    """
     import numpy  # noqa: F401
 
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
@@ -355,23 +363,23 @@ def _warm_up(modules: Sequence[str]) -> dict[str, Any]:
             return {"ok": False, "reason": "an import initialised CUDA"}
     if not _threads_end(threads_before):
         return {"ok": False, "reason": "an import started threads"}
-    if problem := _canary(os.environ.get("DS_ACCELERATOR", "cpu")):
+    if problem := _canary(os.environ.get("DS_ACCELERATOR", "cpu"), device):
         return {"ok": False, "reason": problem}
     gc.collect()
     gc.freeze()  # forked ranks then share these objects instead of copying them
     return {"ok": True, "reason": ""}
 
 
-def _canary(accelerator: str) -> str:
-    """Why a forked process cannot use the device, if it cannot.
+def _canary(accelerator: str, device: Mapping[str, str] | None) -> str:
+    """Why a forked process cannot use a device that works, if it cannot.
 
     Asking how many devices there are is enough to spoil it, and an import may do that unseen.
     """
-    if accelerator == "cpu" or "torch" not in sys.modules:
+    if accelerator == "cpu" or device is None or "torch" not in sys.modules:
         return ""
     pid = os.fork()
     if pid == 0:
-        _sing(accelerator)
+        _sing(accelerator, device)
     deadline = time.monotonic() + _CANARY_LIMIT_S
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -386,9 +394,10 @@ def _canary(accelerator: str) -> str:
     return f"a forked process that uses {accelerator} does not come back"
 
 
-def _sing(accelerator: str) -> NoReturn:
+def _sing(accelerator: str, device: Mapping[str, str]) -> NoReturn:
     status = 1
     try:
+        os.environ.update(device)
         import torch
 
         torch.empty(1, device=accelerator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,11 @@ class Supervisors:
                     raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
 
     def warm_up(
-        self, modules: Sequence[str] = (), meanwhile: Callable[[], None] | None = None
+        self,
+        modules: Sequence[str] = (),
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        broken: Mapping[int, Collection[int]] | None = None,
     ) -> str:
         """Has the supervisors import what ranks need, or more modules later on.
 
@@ -179,6 +183,8 @@ class Supervisors:
         Args:
             modules: to import; what every rank needs by default.
             meanwhile: called now and then while that is waited for; what it raises ends that.
+            broken: slots whose devices no longer work, by host: whether a forked process can use
+                a device is tried on another one.
 
         Returns:
             Why no ranks can be forked even with only torch and DeepSpeed imported: they must be
@@ -189,7 +195,7 @@ class Supervisors:
         """
         reason = ""
         for names in (modules, WARM_MODULES) if modules else (WARM_MODULES,):
-            reason = self._warm(names, meanwhile)
+            reason = self._warm(names, broken or {}, meanwhile)
             if not reason:
                 self._imported.append(names)
                 break
@@ -239,7 +245,8 @@ class Supervisors:
     def _join(self, number: int, folders: Sequence[Path]) -> None:
         """Starts the supervisor of a host, and asks it what one has to know before it is used."""
         self._begin(number)
-        joining = Joining(self._folder, folders, self._imported, limit_s=_WARM_UP_LIMIT_S)
+        warm = [_warm_request(names, self._hosts[number]) for names in self._imported]
+        joining = Joining(self._folder, folders, warm, limit_s=_WARM_UP_LIMIT_S)
         self._joining[number] = joining
         for request in joining.requests:
             self.send(number, request)
@@ -282,7 +289,8 @@ class Supervisors:
 
     def _look(self, path: Path) -> dict[int, dict[str, Any]]:
         """What the hosts see at a path; notes which supervisors turn out to be on this machine."""
-        answers = self._ask({"op": "look", "path": str(path)}, "look")
+        request = {"op": "look", "path": str(path)}
+        answers = self._ask(dict.fromkeys(self._clients, request), "look")
         for host, answer in answers.items():
             self._note_where(host, answer)
         return answers
@@ -313,20 +321,28 @@ class Supervisors:
     def _waits_to_send(self, client: SupervisorClient) -> bool:
         return client.requests in self._selector.get_map()
 
-    def _warm(self, modules: Sequence[str], meanwhile: Callable[[], None] | None = None) -> str:
+    def _warm(
+        self,
+        modules: Sequence[str],
+        broken: Mapping[int, Collection[int]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> str:
         """Why one of the supervisors cannot fork after it has imported modules."""
-        request = {"op": "warm", "modules": list(modules)}
-        answers = self._ask(request, "warm", _WARM_UP_LIMIT_S, meanwhile)
+        requests = {
+            number: _warm_request(modules, host, without=broken.get(number, ()))
+            for number, host in enumerate(self._hosts)
+        }
+        answers = self._ask(requests, "warm", _WARM_UP_LIMIT_S, meanwhile)
         return next((answer["reason"] for answer in answers.values() if not answer["ok"]), "")
 
     def _ask(
         self,
-        request: Mapping[str, Any],
+        requests: Mapping[int, Mapping[str, Any]],
         event: str,
         limit_s: float = _LOOK_LIMIT_S,
         meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Any]]:
-        """The answers of all hosts to a request; what else is said meanwhile is kept.
+        """The answers of all hosts to their requests; what else is said meanwhile is kept.
 
         A host that is lost meanwhile gives none; nor does one that takes too long if others do
         not, which is lost with that.
@@ -338,7 +354,7 @@ class Supervisors:
         answers: dict[int, dict[str, Any]] = {}
         asked = self._clients.keys() - self._joining.keys()
         for host in asked:
-            self.send(host, request)
+            self.send(host, requests[host])
         deadline = time.monotonic() + limit_s
         while missing := (asked & self._clients.keys()) - answers.keys():
             left_s = deadline - time.monotonic()
@@ -360,3 +376,18 @@ class Supervisors:
         self._heartbeats.restart()
         self._unheard += kept
         return answers
+
+
+def _warm_request(
+    modules: Sequence[str], host: Host, *, without: Collection[int] = ()
+) -> dict[str, Any]:
+    """Has a host's supervisor import modules, and try that on the first device that works.
+
+    Args:
+        modules: to import.
+        host: of the supervisor.
+        without: its slots whose devices no longer work.
+    """
+    working = [slot for slot in range(host.machine.num_slots) if slot not in without]
+    device = host.machine.variables_of(working[:1]) if working else None
+    return {"op": "warm", "modules": list(modules), "device": device}

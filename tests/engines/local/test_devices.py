@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, machine
+from dsat.engines.local.hosts import Share
+from dsat.engines.local.running import Running
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -29,12 +33,14 @@ class Scripted:
 
     Attributes:
         stuck: devices on which every rank gets stuck.
+        measures: a trial is measured before ranks of it get stuck.
         holds: ranks go on until they are let go.
         launched: by trial, the devices it was started on, one start after the other.
     """
 
     def __init__(self) -> None:
         self.stuck: set[str] = set()
+        self.measures = False
         self.holds = False
         self.launched: dict[int, list[str]] = {}
         self._requests: list[Mapping[str, Any]] = []
@@ -52,20 +58,21 @@ class Scripted:
         return answers
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        stuck = bool(self.stuck & set(self.launched[request["trial"]][-1].split(",")))
-        if not stuck:
+        devices = self.launched[request["trial"]][-1].split(",")
+        stuck = [device in self.stuck for device in devices]
+        assert len(stuck) == len(request["ranks"])
+        if self.measures or not any(stuck):
             outcome = json.dumps(ran().to_json())
             (Path(request["folder"]) / "metrics.json").write_text(outcome)
-        ranks = len(request["ranks"])
         return {
             "event": "ended",
             "trial": request["trial"],
-            "statuses": [-9 if stuck else 0] * ranks,
-            "killed": [stuck] * ranks,
+            "statuses": [-9 if any(stuck) else 0 for _ in stuck],
+            "killed": [any(stuck) for _ in stuck],
             "stuck": stuck,
         }
 
-    def warm_up(self, modules: Sequence[str] = (), meanwhile: Any = None) -> str:
+    def warm_up(self, modules: Sequence[str] = (), meanwhile: Any = None, **more: Any) -> str:
         return ""
 
     def close(self) -> None:
@@ -80,11 +87,18 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 @pytest.fixture
-def engine(supervisor: Scripted, tmp_path: Path) -> Iterator[LocalEngine]:
+def slots_per_trial() -> int:
+    return 1
+
+
+@pytest.fixture
+def engine(supervisor: Scripted, tmp_path: Path, slots_per_trial: int) -> Iterator[LocalEngine]:
     user = experiment.read(PROGRAMS / "tiny" / "deepspeed.yaml", PROGRAMS / "tiny")
     program = entrypoint.parse(user.entrypoint, user.model_dir)
     options = LocalOptions(TrialOptions(timeout_s=60))
-    engine = LocalEngine(user, program, [Host(GPUS)], tmp_path, options, slots_per_trial=1)
+    engine = LocalEngine(
+        user, program, [Host(GPUS)], tmp_path, options, slots_per_trial=slots_per_trial
+    )
     yield engine
     engine.close()
 
@@ -109,6 +123,40 @@ def test_a_device_whose_driver_is_stuck_is_left_and_its_trial_runs_elsewhere(
     engine.launch(trial(2))
     [(_, outcome)] = engine.poll(1)
     assert (outcome.warnings, supervisor.launched[2]) == ((), ["1"]), "said once"
+
+
+@pytest.mark.parametrize("slots_per_trial", [2])
+def test_of_a_trial_only_the_device_is_left_whose_rank_is_stuck(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck = {"1"}
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok
+    assert supervisor.launched[1] == ["0,1", "0,2"]
+    assert engine._slots.broken == {0: {1}}
+    [warning] = outcome.warnings
+    assert warning.startswith("cuda 1 is not used any more")
+
+
+def test_all_devices_are_left_of_a_command_that_is_stuck() -> None:
+    """What it has started, and where, is its own affair."""
+    share = Share(1, Host(GPUS, "b"), (1, 3))
+    stuck: dict[int, Mapping[str, Any]] = {1: {"stuck": [True]}}
+    running = Running(trial(1), Path(), None, (share,), 0.0, True, by_command=True, ended=stuck)
+    assert running.stuck == {1: {1, 3}}
+
+
+def test_a_device_is_left_whose_rank_gets_stuck_after_its_trial_was_measured(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck, supervisor.measures = {"0"}, True
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok
+    assert supervisor.launched[1] == ["0"], "it is not run again"
+    assert engine.num_slots == 3
+    assert "a rank waits for the device's driver" in outcome.warnings[0]
 
 
 def test_a_configuration_that_breaks_every_device_is_given_up_before_there_are_none(
@@ -146,6 +194,45 @@ def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
 
 
+ONE_NEVER_ANSWERS = """
+import os, sys, time
+from dsat.engines.local import machine
+machine._CHECK_LIMIT_S = 0.3
+machine.os.kill = lambda *_: None
+def use(accelerator, write):
+    time.sleep(60 if os.environ["DEVICES"] == "1" else 0)
+    os._exit(0)
+machine._use = use
+started = os.fork
+def fork():
+    pid = started()
+    if pid and not os.path.exists("pid"):
+        open("pid", "w").write(str(pid))
+    return pid
+machine.os.fork = fork
+machine.answer_to(sys.argv[1:])
+os._exit(0)
+"""
+
+
+def test_a_look_at_devices_does_not_wait_for_one_that_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process cannot be killed, and holds open what it has inherited."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 20.0)
+    code = tmp_path / "look.py"
+    code.write_text(ONE_NEVER_ANSWERS)
+    # In place of `python -m dsat.engines.local.machine`.
+    prefix = ("sh", "-c", 'code=$1; shift 4; exec "$0" "$code" "$@"', sys.executable, str(code))
+    gpus = Machine("cuda", "test", ("1", "2"), ("DEVICES",), 8 * 2**30)
+    try:
+        found = machine.problems_with(gpus, (0, 1), prefix)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert found == {0: "no answer within 0.3 s: the driver may be stuck"}
+
+
 def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROCm looks at its own variable first: ranks would share what that names."""
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1,2,3")
@@ -171,8 +258,9 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> No
     assert process.stdin is not None
     assert process.stdout is not None
 
-    def launch(number: int, *command: str) -> None:
-        ranks = [{"env": {"PATH": "/usr/bin:/bin"}, "cores": []}]
+    def launch(number: int, *command: str, naps: Sequence[str] = ("",)) -> None:
+        env = {"PATH": "/usr/bin:/bin"}
+        ranks = [{"env": {**env, "NAP": nap}, "cores": []} for nap in naps]
         where = {"folder": str(tmp_path), "cwd": str(tmp_path), "logs": ["out", "err"]}
         more = {"command": command, "ranks": ranks, "port": 1, "linger_s": 1}
         send({"op": "launch", "trial": number, **where, **more})
@@ -182,13 +270,13 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> No
         process.stdin.flush()  # type: ignore[union-attr]
 
     began_s = time.monotonic()
-    launch(1, "/bin/sleep", "600")
-    send({"op": "kill", "trial": 1, "grace_s": 0})
+    launch(1, "/bin/sh", "-c", "exec sleep $NAP", naps=("600", "0.1", "600"))
     answer = json.loads(process.stdout.readline())
-    assert (answer["trial"], answer["stuck"], answer["killed"]) == (1, True, [True])
+    assert (answer["trial"], answer["statuses"]) == (1, [-9, 0, -9])
+    assert answer["stuck"] == answer["killed"] == [True, False, True]
     launch(2, "/bin/true")
     answer = json.loads(process.stdout.readline())
-    assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, False, [0])
+    assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, [False], [0])
     process.stdin.close()
     assert process.wait(timeout=20) == 0
     assert time.monotonic() - began_s < 20

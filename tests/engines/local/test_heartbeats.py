@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.local import Host, heartbeats, supervisors
+from dsat.engines.local import Host, Machine, heartbeats, supervisors
 from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.supervisors import LOST, Supervisors
@@ -165,6 +166,31 @@ def test_a_host_that_does_not_answer_a_question_is_lost_if_others_do(
         [(host, answer)] = talk.receive(0.0)
         assert (host, answer["event"]) == (1, LOST)
         assert answer["reason"] == "importing torch and deepspeed took longer than 1.5 s"
+    finally:
+        talk.close()
+
+
+def test_each_host_tries_a_fork_on_the_first_of_its_own_devices_that_works(tmp_path: Path) -> None:
+    wanted: list[dict[str, str] | None] = [
+        {"ONE": "3", "OTHER": "3"},
+        {"ONE": "2", "OTHER": "2"},
+        None,
+    ]
+    ok = 'json.loads(line).get("device") == {wanted}, "reason": line'
+    codes = [
+        ANSWERS.replace('"pid": 1', f'"pid": 1, "ok": {ok.format(wanted=device)}')
+        for device in wanted
+    ]
+    kept = [("3", "1"), ("0", "2"), ("5",)]
+    hosts = [
+        replace(host, machine=Machine("cuda", "test", devices, ("ONE", "OTHER"), 2**30))
+        for host, devices in zip(made_up(*codes), kept, strict=True)
+    ]
+    talk = Supervisors(hosts, tmp_path, env={})
+    try:
+        settle(talk, 0, 1, 2)
+        assert talk._warm(["torch"], {1: {0}, 2: {0}}) == ""
+        assert '"ONE": "0"' in talk._warm(["torch"], {2: {0}})
     finally:
         talk.close()
 

@@ -115,12 +115,28 @@ def test_a_stuck_device_is_taken_out_on_its_host_alone() -> None:
     slots = Slots(gpu_hosts(2), 8)
     shares = slots.take()
     assert shares is not None
-    said = slots.check(shares, FAILED, stuck={1})
-    assert [line.partition(" is not")[0] for line in said] == [
-        f"cuda {number} of host b" for number in range(4)
-    ]
-    with pytest.raises(EngineError, match=r"4 of 8 still work .*cuda 0 of host b: a rank waits"):
+    said = slots.check(shares, FAILED, stuck={0: set(), 1: {2}})
+    assert [line.partition(" is not")[0] for line in said] == ["cuda 2 of host b"]
+    with pytest.raises(EngineError, match=r"7 of 8 still work \(cuda 2 of host b: a rank waits"):
         slots.check_enough()
+
+
+def test_the_other_devices_of_a_trial_with_a_stuck_one_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[tuple[str, Sequence[int]]] = []
+
+    def problems(machine: Machine, at: Sequence[int], prefix: Sequence[str] = ()) -> dict[int, str]:
+        looks.append((prefix[0], at))
+        return {3: "ECC error"} if prefix == ("b",) else {}
+
+    monkeypatch.setattr("dsat.engines.local.slots.problems_with", problems)
+    slots = Slots([replace(host, prefix=(host.name,)) for host in gpu_hosts(2)], 8)
+    shares = slots.take()
+    assert shares is not None
+    slots.check(shares, Outcome(OutcomeKind.TIMEOUT), stuck={0: {0, 1, 2, 3}, 1: {2}})
+    assert looks == [("b", [0, 1, 3])], "none is left to be looked at on a"
+    assert slots.broken == {0: {0, 1, 2, 3}, 1: {2, 3}}
 
 
 def test_placing_trials_on_a_thousand_hosts_takes_less_than_a_millisecond() -> None:

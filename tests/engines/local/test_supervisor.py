@@ -40,7 +40,7 @@ def warmed(folder: Path, code: str, **environment: str) -> tuple[dict[str, Any],
     path = os.pathsep.join([str(folder), *sys.path])
     found = subprocess.run(
         [sys.executable, "-m", "dsat.engines.local.supervisor"],
-        input=json.dumps({"op": "warm", "modules": ["library"]}) + "\n",
+        input=json.dumps({"op": "warm", "modules": ["library"], "device": {}}) + "\n",
         env={**plain, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
@@ -64,7 +64,7 @@ OWNER = """
 import subprocess, sys, time
 command = [sys.executable, "-m", "dsat.engines.local.supervisor"]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-process.stdin.write('{"op": "warm", "modules": ["library"]}\\n')
+process.stdin.write('{"op": "warm", "modules": ["library"], "device": {}}\\n')
 process.stdin.flush()
 time.sleep(60)
 """
