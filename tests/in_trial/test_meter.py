@@ -268,6 +268,27 @@ def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     assert told[0].warnings == (UNSEEN,)
 
 
+def test_a_script_that_calls_its_model_itself_is_counted_from_the_second_step(
+    clock: Clock,
+) -> None:
+    """The meter finds that out in the midst of the first."""
+    engine = FakeEngine(clock)
+    engine.module.register_forward_hook(lambda *_: clock.advance(30))
+    options = replace(SPEC.options, start_step=1, end_step=1, max_steps=3)
+    told: list[Outcome] = []
+    Meter(replace(SPEC, options=options), told.append).watch(engine)
+    with pytest.raises(SystemExit):
+        own_model(engine)
+    assert told[0].warnings == ()
+    assert told[0].step_ms[0] == pytest.approx(37)
+
+
+def own_model(engine: FakeEngine) -> None:
+    for _ in range(9):
+        engine.backward(engine.module(torch.zeros(4, 1)))
+        engine.step()
+
+
 def backward_only(engine: FakeEngine) -> None:
     for _ in range(30):
         engine.backward(torch.zeros(()))
