@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dis
 import errno
 import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import TracebackType
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.values.memory_size import readable
@@ -159,11 +161,11 @@ def _is_host_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     worker = "DataLoader worker" in text and ("signal: Killed" in text or "Bus error" in text)
-    return isinstance(error, RuntimeError) and (worker or _is_of_host(text, _frames(error)))
+    return isinstance(error, RuntimeError) and (worker or _is_of_host(text, _whence(error)))
 
 
-def _is_of_host(text: str, frames: Sequence[str]) -> bool:
-    """Whether a message is of an allocation on the host; `frames` are names of functions.
+def _is_of_host(text: str, whence: Collection[str]) -> bool:
+    """Whether a message is of an allocation on the host; `whence` are names of where it came from.
 
     A failed `cudaHostAlloc` says no more than "CUDA error: out of memory"; where it came from does.
     """
@@ -173,11 +175,36 @@ def _is_of_host(text: str, frames: Sequence[str]) -> bool:
         "out of memory" in text or "Cannot allocate" in text or "Failed to CUDA host" in text
     ):
         return True
-    return "CUDA error: out of memory" in text and "pin_memory" in frames
+    return "CUDA error: out of memory" in text and "pin_memory" in whence
 
 
-def _frames(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+def _whence(error: BaseException) -> set[str]:
+    """The functions that an error came through, and all that the line names that it came from.
+
+    What is written in C, as `Tensor.pin_memory`, has no frame, and a program's source may be gone
+    or changed by now: so the compiled line is looked at.
+    """
+    names: set[str] = set()
+    last, link = None, error.__traceback__
+    while link is not None:
+        names.add(link.tb_frame.f_code.co_name)
+        last, link = link, link.tb_next
+    return names if last is None else names | _named_by(last)
+
+
+def _named_by(link: TracebackType) -> set[str]:
+    """Attributes, names of arguments and others in the line of code that a traceback points to."""
+    code, line = link.tb_frame.f_code, link.tb_lineno
+    spans = [range(begin, end) for begin, end, of in code.co_lines() if of == line]
+    names: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if any(instruction.offset in span for span in spans):
+            named = instruction.argval
+            if instruction.opname == "KW_NAMES":  # which `dis` of Python 3.11 does not look up
+                named = code.co_consts[instruction.arg or 0]
+            parts = named if isinstance(named, tuple) else (named,)  # names of arguments
+            names.update(part for part in parts if isinstance(part, str))
+    return names
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -151,6 +151,7 @@ class Meter:
         self.attached = False
         self.steps_seen = 0
         self.outcome: Outcome | None = None
+        self._start_step = self._first_measured = spec.options.start_step
         self._on_complete = on_complete
         self._complete = False
         self._inside: set[str] = set()  # phases that are being measured
@@ -222,6 +223,9 @@ class Meter:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         self._calls_engine = False
+        # The first step is under way: what it was fed, and when it began, is not known.
+        self._start_step = max(self._start_step, 2)
+        self._first_measured = max(self._first_measured, self._start_step)
 
     def _measured(
         self,
@@ -279,7 +283,6 @@ class Meter:
         self._compiling = compiling.CompileWatch()
         self._current = StepMarks(begin=self._clock.mark())
         self._began = self._current.begin
-        self._first_measured = spec.options.start_step
         self._next_check = spec.options.end_step - spec.options.start_step + 1
         self._skipped = 0
         self._warm_up_over = False
@@ -404,13 +407,15 @@ class Meter:
             return
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
-        if applied == self.spec.options.start_step - 1 and not self.spec.profile:
+        # Only a step that was made tells how many the warm-up needs.
+        if applied == max(self._start_step - 1, 1) and not self.spec.profile:
             more, slowest_s = self._ahead(marks, applied)
-            self._first_measured += more
+            if more:
+                self._first_measured = applied + 1 + more
             self._next_check = self._affordable(self._next_check, slowest_s)
             self._early = deque(maxlen=self._next_check)
             self._current = StepMarks(begin=self._clock.mark())
-        elif self.spec.options.start_step <= applied < self._first_measured:
+        if self._start_step <= applied < self._first_measured:
             self._early.append(marks)
         self._warm_up_over = applied + 1 >= self._first_measured
         if applied >= self._first_measured:

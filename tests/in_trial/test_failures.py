@@ -225,3 +225,32 @@ def test_pinned_memory_is_the_hosts() -> None:
     with pytest.raises(RuntimeError) as caught:
         pin_memory()
     assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
+
+
+class FullHost:
+    """Stands for torch, or a tensor of it, whose functions are written in C: no frame is left."""
+
+    def allocate(self, *_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    pin_memory = empty = cuda = allocate
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind"),
+    [
+        ("x.pin_memory()", "HOST_OOM"),
+        ("y = [x for x in (x,)][0].pin_memory(\n    None\n)", "HOST_OOM"),
+        ("x.empty(4, pin_memory=True)", "HOST_OOM"),
+        ("x.empty(\n    4,\n    pin_memory=True,\n)", "HOST_OOM"),
+        ("x.cuda()", "OOM"),
+        ("pin_memory = True\nx.cuda()", "OOM"),
+    ],
+)
+def test_what_is_pinned_by_the_users_own_line_is_the_hosts(statement: str, kind: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        exec(statement, {"x": FullHost()})
+    test = caught.value.__traceback__
+    assert test is not None and test.tb_next is not None
+    test.tb_next.tb_next = None  # behind the statement
+    assert failures.classify(caught.value) is OutcomeKind(kind)

@@ -16,9 +16,10 @@ from dsat.in_trial.meter import (
     TrialComplete,
     install,
 )
-from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS
+from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.samples import UNCOUNTED, UNSEEN
 from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.metered import (
     SPEC,
     Clock,
@@ -266,6 +267,55 @@ def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
         backward_only(engine)
     assert metrics_of(told[0]).latency == pytest.approx(7)
     assert told[0].warnings == (UNSEEN,)
+
+
+def test_what_loaders_have_in_store_is_used_up_first(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsat.in_trial.loaders.batches_in_store", lambda: 8)
+    engine = FakeEngine(clock, gas=2)
+    meter = attach(engine, replace(SPEC, gas=2))
+    cheap = lambda step: setattr(engine, "times_ms", (1, 1, 0) if step <= 5 else (3, 5, 2))  # noqa: E731
+    # Eight batches are four steps; the fifth may still have been made while they were used.
+    measured = train(engine, before=cheap)
+    assert metrics_of(measured).latency == pytest.approx(18)
+    assert meter.steps_seen == 5 + 3
+
+
+def test_the_profile_trials_peaks_are_of_a_later_step() -> None:
+    """An optimizer's moments are there after the first."""
+    batch = BatchTriple(4, 4, 1)
+    spec = MeterSpec.of_trial(
+        Trial(0, TrialKind.PROFILE, "t0", 1, batch, {}),
+        replace(SPEC.options, start_step=1),
+        slots=1,
+    )
+    assert (spec.profile, spec.options.start_step, spec.options.end_step) == (True, 3, 3)
+    other = MeterSpec.of_trial(
+        Trial(1, TrialKind.SEARCH, "t1", 1, batch, {}), SPEC.options, slots=1
+    )
+    assert (other.profile, other.options) == (False, SPEC.options)
+
+
+def test_a_script_that_calls_its_model_itself_is_counted_from_the_second_step(
+    clock: Clock,
+) -> None:
+    """The meter finds that out in the midst of the first."""
+    engine = FakeEngine(clock)
+    engine.module.register_forward_hook(lambda *_: clock.advance(30))
+    options = replace(SPEC.options, start_step=1, end_step=1, max_steps=3)
+    told: list[Outcome] = []
+    Meter(replace(SPEC, options=options), told.append).watch(engine)
+    with pytest.raises(SystemExit):
+        own_model(engine)
+    assert told[0].warnings == ()
+    assert told[0].step_ms[0] == pytest.approx(37)
+
+
+def own_model(engine: FakeEngine) -> None:
+    for _ in range(9):
+        engine.backward(engine.module(torch.zeros(4, 1)))
+        engine.step()
 
 
 def backward_only(engine: FakeEngine) -> None:

@@ -20,6 +20,8 @@ from testing.metered import (
     use_accelerator,
 )
 
+FROM_THE_FIRST = replace(SPEC, options=replace(SPEC.options, start_step=1, end_step=1))
+
 
 class Device(FakeAccelerator):
     """An asynchronous device: events are marks on it, and asking for their times waits."""
@@ -78,6 +80,29 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
     assert engine.global_steps == 100 + measured.metrics.num_steps
     assert metrics_of(measured).latency == pytest.approx(10)
     assert metrics_of(measured).backward == pytest.approx(5)
+
+
+def test_a_device_gets_warm_even_if_the_first_step_is_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    use_accelerator(monkeypatch, Device(clock))
+    engine = FakeEngine(clock)
+    attach(engine, FROM_THE_FIRST)
+    cold = lambda step: setattr(engine, "times_ms", (0, 0, 20 if step <= 50 else 10))  # noqa: E731
+    measured = train(engine, before=cold)
+    assert metrics_of(measured).latency == pytest.approx(10)
+
+
+def test_a_script_of_one_step_is_measured_if_one_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    use_accelerator(monkeypatch, Device(clock))
+    meter = attach(FakeEngine(clock), FROM_THE_FIRST)
+    assert train(meter._engine, steps=1) is None
+    meter.finish()
+    assert metrics_of(meter.outcome).num_steps == 1
 
 
 def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_steps(

@@ -27,7 +27,8 @@ _CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000},
 }
-OOM, ERROR, TIMEOUT = OutcomeKind.OOM, OutcomeKind.ERROR, OutcomeKind.TIMEOUT
+OOM, HOST_OOM = OutcomeKind.OOM, OutcomeKind.HOST_OOM
+ERROR, TIMEOUT = OutcomeKind.ERROR, OutcomeKind.TIMEOUT
 
 
 def trial(
@@ -83,6 +84,7 @@ LOOK = True
 FAILURES = [
     ("cuMemCreate>40000000=2", OOM, "CUDA out of memory", not LOOK),
     ("cudaLaunchKernel#40=2", OOM, "out of memory", not LOOK),
+    ("cudaHostAlloc=2", HOST_OOM, "out of memory", not LOOK),
     ("cublasCreate_v2=3", OOM, "CUBLAS_STATUS_ALLOC_FAILED", not LOOK),
     ("cublasCreate_v2=1", ERROR, "CUBLAS_STATUS_NOT_INITIALIZED", not LOOK),
     ("cudaLaunchKernel#40=46", ERROR, "busy or unavailable", LOOK),
@@ -94,6 +96,8 @@ FAILURES = [
     ("cudaMemcpyAsync#4=700", ERROR, "illegal memory access", not LOOK),
     ("cudaMemcpyAsync#4=719", ERROR, "unspecified launch failure", LOOK),
     ("cudaStreamSynchronize#2=702", ERROR, "launch timed out", LOOK),
+    ("cudaLaunchKernel#40=226", ERROR, "Invalid access of peer GPU memory over nvlink", LOOK),
+    ("cudaLaunchKernel#40=802", ERROR, "system not yet initialized", LOOK),
     ("cudaLaunchKernel#40=999", ERROR, "unknown error", LOOK),
     ("cudaSetDevice=46", ERROR, "busy or unavailable", LOOK),
     ("ncclCommInitRank=2", ERROR, "unhandled system error", LOOK),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -151,7 +152,9 @@ class LocalEngine:
         self._supervisors = Supervisors(hosts, folder, env={**experiment.env, **program.env})
         if len(hosts) > 1:
             self._check_folders()
-        leftovers.remove_compiler_locks({**os.environ, **experiment.env, **program.env})
+        self._compiling_env = {**os.environ, **experiment.env, **program.env}
+        leftovers.remove_compiler_locks(self._compiling_env)
+        self._began_s = time.time()
         if not self._retries.cold:
             try:
                 self._warm_up(meanwhile=meanwhile)
@@ -499,7 +502,10 @@ class LocalEngine:
         self._lost += lost
         self._slots.give_back(running.shares)
         if not outcome.ok:
-            leftovers.remove_compiler_locks(os.environ)
+            # Those of trials that go on are seen if they run here.
+            all_seen = len(self._hosts) == 1 or not self._running
+            since_s = self._began_s if all_seen else math.inf
+            leftovers.remove_compiler_locks(self._compiling_env, since_s=since_s)
         self._settle_folder(running, outcome)
         broken = bool(lost) and not outcome.ok  # a rank may get stuck after all was measured
         again = self._retries.decide(running, outcome, broken=broken)

@@ -35,6 +35,7 @@ def main() -> None:
     micro_batch, peaks = config["train_micro_batch_size_per_gpu"], {}
     for parameter in model.parameters() if size > 1 else ():
         dist.broadcast(parameter.data, 0)
+    torch.empty(micro_batch, pin_memory=True)  # as data loaders do
     for _ in range(config.get("steps", 3)):
         loss = model(torch.randn(micro_batch, WIDTH, device="cuda")).square().mean()
         loss.backward()

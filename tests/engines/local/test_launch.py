@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,3 +121,24 @@ def test_a_lock_is_removed_only_if_nobody_holds_it(tmp_path: Path) -> None:
         assert held.exists() and not stale.exists()
     finally:
         os.close(descriptor)
+
+
+def test_a_young_lock_is_left_where_another_host_may_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}  # as torch does
+    young, old = (tmp_path / "torch_extensions" / name / "lock" for name in ("new", "old"))
+    for path in (young, old):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    hour_ago_s = time.time() - 3600
+    os.utime(old, (hour_ago_s, hour_ago_s))
+    mounted = [("/", "ext4"), (str(tmp_path), "nfs4")]
+    parts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounted]
+    monkeypatch.setattr("psutil.disk_partitions", lambda *, all: parts)
+    assert leftovers.remove_compiler_locks(env) == [old]
+    assert leftovers.remove_compiler_locks(env, since_s=time.time() + 60) == []
+    assert leftovers.remove_compiler_locks(env, since_s=hour_ago_s) == [young]
+    young.touch()
+    del parts[1]
+    assert leftovers.remove_compiler_locks(env) == [young]

@@ -55,6 +55,13 @@ def test_an_import_that_starts_a_thread_forbids_to_fork(tmp_path: Path) -> None:
     assert (answer["ok"], answer["reason"]) == (False, "an import started threads")
 
 
+def test_an_import_that_initialises_cuda_forbids_to_fork(tmp_path: Path) -> None:
+    torch = "cuda = types.SimpleNamespace(is_initialized=lambda: True)"
+    stands_for_it = f"import sys, types\nclass torch: {torch}\nsys.modules['torch'] = torch"
+    answer, _ = warmed(tmp_path, stands_for_it)
+    assert (answer["ok"], answer["reason"]) == (False, "an import initialised CUDA")
+
+
 def test_torch_starts_no_compile_workers_in_advance(tmp_path: Path) -> None:
     answer, _ = warmed(tmp_path, WARMS_A_POOL)
     assert answer["ok"], answer
