@@ -83,8 +83,10 @@ class Machine:
 
     def variables_of(self, slots: Sequence[int]) -> dict[str, str]:
         """Variables by which a process sees the devices of some slots and no others."""
-        devices = ",".join(self.devices[slot] for slot in slots)
-        return dict.fromkeys(self.visible_devices, devices)
+        return {
+            variable: ",".join(self.devices[slot] for slot in slots)
+            for variable in self.visible_devices
+        }
 
     def only(self, wanted: Sequence[int], without: Sequence[int]) -> Machine:
         """The machine with some of its devices alone.
