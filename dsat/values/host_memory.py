@@ -18,18 +18,19 @@ _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 def total_bytes(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What there is, used or not."""
-    import psutil
-
     limits = [limit for limit, _ in _limits(proc, cgroups)]
-    return min([int(psutil.virtual_memory().total), *limits])
+    return min([_of_host("MemTotal", proc), *limits])
 
 
 def available_bytes(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What may still be taken without anything being swapped out."""
-    import psutil
-
     rooms = [max(0, limit - used) for limit, used in _limits(proc, cgroups)]
-    return min([int(psutil.virtual_memory().available), *rooms])
+    return min([_of_host("MemAvailable", proc), *rooms])
+
+
+def _of_host(name: str, proc: Path) -> int:
+    sizes = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    return int(sizes[name].split()[0]) * 1024
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
