@@ -56,6 +56,8 @@ CAPTURED_MICRO_BATCH = 7
 # What a simulation may take of the memory that is available when it begins, and at most.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
 _ABORTED = "aborted"  # in a candidate that is simulated a second time
+# In the SystemError that takes the place of an exception that C++ has lost.
+_LOST = "without setting an exception"
 # Exit statuses that ask for another attempt: EX_TEMPFAIL of sysexits.h, and one beyond these.
 _AGAIN, _WITH_CUDA = 75, 79
 
@@ -291,7 +293,8 @@ def _may_want_cuda(error: BaseException) -> bool:
 def _tell_of_exceptions(writer: int) -> None:
     """Writes each exception that is raised from now on as an answer, a line each.
 
-    Autograd aborts the process where a hook raises and the device's backend is a Python module.
+    Autograd aborts the process where a hook raises and the device's backend is a Python module, or
+    loses the exception.
     """
 
     def trace(frame: Any, event: str, value: Any) -> Any:
@@ -320,7 +323,8 @@ class _Child:
         return self.began_s + float(self.candidate["timeout_s"]) - time.monotonic()
 
     def answer(self) -> dict[str, Any] | None:
-        """What it answered, once it has ended; None if it aborted, and should say why."""
+        """What it answered, once it has ended; None if it aborted, or lost what was raised, and
+        should say why."""
         if self.left_s <= 0:
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.reader)
@@ -328,7 +332,11 @@ class _Child:
         if self.left_s <= 0 and os.WIFSIGNALED(status):
             found = {"failed": f"no result after {self.candidate['timeout_s']:g} s"}
         elif self.data:
-            found = json.loads(self.data.splitlines()[-1])
+            answers = [json.loads(line) for line in self.data.splitlines()]
+            telling = [one for one in answers if _LOST not in one.get("failed", "")]
+            if not telling and not self.candidate.get(_ABORTED):
+                return None
+            found = (telling or answers)[-1]
         else:
             code = os.waitstatus_to_exitcode(status)
             if code == -signal.SIGABRT and not self.candidate.get(_ABORTED):
