@@ -47,7 +47,8 @@ def _row(style: Style, folder: Path, null: bool) -> str:
     try:
         real = real_peaks(style, folder, _MICRO_BATCH, on_device=null)
     except RuntimeError as error:  # Triton compiles for devices that compute
-        reason = next(line for line in str(error).splitlines()[::-1] if "Error" in line)
+        lines = str(error).splitlines()[::-1]
+        reason = next((line for line in lines if "Error" in line), lines[0] if lines else "")
         return f"{head} {peak / _MIB:.1f} | not run: {reason} | |"
     needed = max(real[phase] for phase in _STEADY if phase in real)
     return f"{head} {peak / _MIB:.1f} | {needed / _MIB:.1f} | {peak / needed - 1:+.2%} |"

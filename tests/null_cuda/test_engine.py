@@ -175,6 +175,7 @@ def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
             ended.update(engine.poll(10.0))
         assert all(outcome.ok for outcome in ended.values()), ended
         assert engine.num_slots == 2
+        assert not engine._retries.cold
         # An abort may be the fork's fault: a fresh process, in which it does not come, runs well.
         monkeypatch.setenv("NULL_CUDA_FAULTS", "cudaLaunchKernel#80=abort")
         engine.launch(trial(4))
@@ -182,7 +183,7 @@ def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
         while not (aborted := engine.poll(10.0)):
             pass
         assert aborted[0][1].ok, aborted
-        assert "-m dsat.in_trial.rank" in env_of(tmp_path / "run", 4)
+        assert engine._retries.cold
         machine.break_device(1, 79)
         machine.break_device(2, 79)
         with pytest.raises(EngineError, match=r"0 of 3 still work .*uncorrectable ECC"):
@@ -216,7 +217,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
         assert outcome.ok, outcome.detail
         [warning] = [text for text in outcome.warnings if "fresh processes" in text]
         assert "a forked process cannot use cuda" in warning
-        assert "-m dsat.in_trial.rank" in env_of(tmp_path / "run", 0)
+        assert engine._retries.cold
         # Without NVML, torch 2.15 crashes at its first expandable segment.
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 
