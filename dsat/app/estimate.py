@@ -16,7 +16,6 @@ from dsat.app import cards
 from dsat.app import source as sources
 from dsat.app.cards import Advice
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
-from dsat.app.refusals import Refusals
 from dsat.app.simulation_engine import SimulationEngine
 from dsat.app.source import Source
 from dsat.engines.local import Host, find_machine
@@ -179,7 +178,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     log_tells_more = False
     try:
         with InstalledDeepSpeed() as deepspeed:
-            check = functools.cache(partial(_check, deepspeed, source, settings))
+            check = functools.cache(partial(deepspeed.check, experiment, program))
             if not deepspeed.has_answered:  # side by side, since both take seconds
                 engine.warm_up(lambda: check() if deepspeed.has_answered else None)
             check()
@@ -290,15 +289,6 @@ def _source(settings: EstimateSettings) -> Source:
     config = ds_config.merge(usual, own)
     experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
     return Source(experiment, program, is_command=True)
-
-
-def _check(deepspeed: InstalledDeepSpeed, source: Source, settings: EstimateSettings) -> None:
-    """Raises UserInputError if DeepSpeed refuses the user's configuration."""
-    experiment, program = source.experiment, source.program
-    deepspeed.check(experiment, program)
-    if not program.interpreter:
-        slots, where = min(settings.slot_counts), experiment.ds_config_name
-        Refusals(deepspeed).check(experiment.base_config, slots, where=where)
 
 
 def _needs_simulation(config: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ _SOURCES = tuple(
     for name in "config engine precision_config zero/config zero/offload_config "
     "zero/stage_1_and_2 zero/stage3".split()
 )
-_ASKED_BY = ("deepspeed_schema.py", "simulation/refusals.py")
+_ASKED_BY = ("deepspeed_schema.py",)
 
 
 class InstalledDeepSpeed:
@@ -61,11 +61,6 @@ class InstalledDeepSpeed:
             self._process.kill()
             self._process.wait()
         self._errors.close()
-
-    @property
-    def stamp(self) -> str:
-        """What tells it from all others; empty if there is none."""
-        return "" if self._path is None else self._path.stem
 
     @property
     def has_answered(self) -> bool:

@@ -13,7 +13,6 @@ from dsat.app import autotuning, mended, plans
 from dsat.app import source as sources
 from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
-from dsat.app.refusals import Refusals
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.first_look import FirstLook
@@ -204,9 +203,6 @@ def _prepared_on(
             offload_helps=not machine.is_cpu,
             slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
             defaults=deepspeed.knob_defaults(source.program),
-        )
-        plan = Refusals(deepspeed).without_refused(
-            plan, source.program, where=source.experiment.ds_config_name
         )
         if section is not None:
             program = replace(program, slots=slots)

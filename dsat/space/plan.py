@@ -25,7 +25,6 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
-    "refused": "what DeepSpeed refuses of",
     "slots_per_host": "slots per host",
     "offload_helps": "slots with memory of their own",
     "longest_s": "longest measurement of a trial",
@@ -35,8 +34,8 @@ _LABELS = {
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
 WHOLE_STRATEGY = "stage"  # in `Plan.refused`: nothing of the strategy can be tried
 _ABSENT = "not given"
-# What earlier runs were not asked for; see `dsat.tuning.replay.as_begun`.
-_ASKED_SINCE = ("defaults", "slots_per_host", "refused")
+# Fields that the first runs did not record; see `dsat.tuning.replay.as_begun`.
+_ASKED_SINCE = ("defaults", "slots_per_host")
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 
@@ -67,7 +66,7 @@ class Plan(Recorded):
         nvme_path: where offloading to NVMe may write.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a knob that is not among them it has not got. Empty if it was not asked.
-        refused: what DeepSpeed refuses beside the user's other settings: values by the names of
+        refused: in journals of earlier versions, values that DeepSpeed refuses, by the names of
             strategies and of settings; the strategy as a whole by `WHOLE_STRATEGY`.
         max_seq_length: the longest sequence of the data, in tokens, if the user told it.
         finals: how many trials there may be after the search to decide between its leaders and the

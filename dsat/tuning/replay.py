@@ -41,17 +41,18 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """A plan as that of an earlier run which did not ask DeepSpeed for its defaults, or what it
-    refuses, if it did not.
+    """Return a plan with the space of the run that it continues.
 
-    Knobs that came since are no part of such a run.
+    Earlier versions recorded what DeepSpeed refuses, and the first ones no defaults of DeepSpeed:
+    a run without these has no knobs that came later.
     """
     first = events[0] if events else {}
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
-    if "refused" not in earlier:
-        plan = replace(plan, refused={})
+    refused = earlier.get("refused")
+    if isinstance(refused, Mapping):
+        plan = replace(plan, refused=refused)
     return plan if earlier.get("defaults") else replace(plan, defaults={}, slots_per_host=0)
 
 

@@ -10,6 +10,7 @@ import pytest
 from dsat.errors import JournalMismatch
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOBS
+from dsat.space.plan import WHOLE_STRATEGY
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
@@ -142,6 +143,14 @@ def test_a_run_that_did_not_ask_deepspeed_goes_on_without_what_came_since() -> N
     assert len(resumed.run.trials) == 5
     proposed = [event for event in journal.events if event["event"] == "proposed"]
     assert key not in str(proposed)
+
+
+def test_a_run_that_knew_what_deepspeed_refuses_goes_on_in_the_same_space() -> None:
+    asked = plan_of(max_trials=3, zero_stages=(1, 2), refused={"z2": {WHOLE_STRATEGY: (2,)}})
+    earlier = events_of(asked, World(), slots=1)
+    resumed, _ = tuner_of(plan_of(max_trials=6, zero_stages=(1, 2)), earlier)
+    drive(resumed, World(), slots=1)
+    assert "z2" not in {trial.strategy for trial in resumed.run.trials.values()}
 
 
 def test_a_proposal_that_would_not_be_made_today_is_a_mismatch() -> None:
