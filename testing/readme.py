@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import ESTIMATE, EstimateSettings, Settings
+from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 
 PATH = Path(__file__).parent.parent / "README.md"
@@ -42,8 +42,8 @@ def option_reference() -> str:
         if own:
             parts.append(f"### {group.value.capitalize()}\n\n{_table(own)}")
     parts.append("## Of a single method\n")
-    for method, options in SEARCH_OPTIONS.items():
-        parts.append(f"### `{method}`\n\n{_table(options.values())}")
+    for method, search in SEARCHES.items():
+        parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
     commands = {ESTIMATE: EstimateSettings, **LOOK_SETTINGS}
     for name, settings in commands.items():
         parts.append(f"## Of `dsat {name}`\n\n{_table(options_of(settings))}")

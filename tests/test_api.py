@@ -22,7 +22,6 @@ from dsat.app.prepare import Prepared
 from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.option import options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import EstimateSettings, Settings
 from dsat.search import SEARCHES, RandomSearch
 from dsat.tuning import search_phase
@@ -256,8 +255,8 @@ def test_every_option_of_a_search_is_a_keyword_with_its_default() -> None:
         assert (own.keyword in parameters) is not own.shell_only
         if not own.shell_only:
             assert parameters[own.keyword].default == own.default
-    for owns in SEARCH_OPTIONS.values():
-        assert {own.keyword for own in owns.values()} <= set(parameters)
+    for owns in SEARCHES.values():
+        assert {own.keyword for own in owns.options.values()} <= set(parameters)
 
 
 def test_the_autotuning_section_from_python(pretend: list[Prepared], tmp_path: Path) -> None:

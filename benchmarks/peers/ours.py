@@ -7,9 +7,9 @@ from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.tables import Table
 from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
-from dsat.inputs.search_options import default_search_options
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
+from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.journal import MemoryJournal
@@ -27,7 +27,7 @@ def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
-        search_options=default_search_options(method),
+        search_options={name: own.initial for name, own in SEARCHES[method].options.items()},
         zero_stages=STAGES,
         seed=seed,
         slots_per_trial=header.slots,

@@ -11,9 +11,9 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import Option, options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import RUN, TUNE, EstimateSettings, Settings
 from dsat.search import SEARCHES
+from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
 
 PathLike = str | os.PathLike[str]
@@ -25,8 +25,8 @@ _EXPERIMENT_SUFFIXES = (".yaml", ".yml")
 def of_tune() -> dict[str, Option]:
     """The keywords of `dsat.tune`, those of all methods."""
     found = _declared(Settings)
-    for own_options in SEARCH_OPTIONS.values():
-        for own in own_options.values():
+    for search in SEARCHES.values():
+        for own in search.options.values():
             found.setdefault(own.keyword, own)
     return found
 
@@ -80,7 +80,7 @@ def search_settings(
             f"invalid choice: {method!r} (choose from {', '.join([*SEARCHES, TUNE, RUN])})",
             where="method",
         )
-    own_options = SEARCH_OPTIONS.get(method, {})
+    own_options = options_of_search(method)
     own_declared = {own.keyword: own for own in own_options.values()}
     declared, wanted, given = _declared(Settings), _target(target, model_dir), dict(given)
     engine = given.pop("engine") if given.get("engine") in engines else None

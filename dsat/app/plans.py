@@ -11,6 +11,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
+from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
@@ -58,7 +59,7 @@ def plan_of(
     plan = Plan(
         **decided,
         longest_s=LONGEST_S,
-        ramp=settings.begins_with_ramp and not (any_batch and is_time),
+        ramp=_begins_with_ramp(settings) and not (any_batch and is_time),
         method=settings.method,
         max_trials=settings.max_trials,
         finals=settings.finals,
@@ -91,6 +92,11 @@ def plan_of(
     )
     check_micro_batches(plan)
     return plan
+
+
+def _begins_with_ramp(settings: Settings) -> bool:
+    as_ancestor = settings.search_options.get("search_range_factor") is not None
+    return SEARCHES[settings.method].ramps and not as_ancestor
 
 
 def _check_known(tune: Sequence[str], defaults: Mapping[str, Any]) -> None:

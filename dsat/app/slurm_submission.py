@@ -16,13 +16,13 @@ from pathlib import Path
 
 from dsat.app import run_folders
 from dsat.app import source as sources
+from dsat.app.words_of_settings import words_of
 from dsat.engines import slurm_jobs
 from dsat.engines.slurm import Allocation
 from dsat.engines.slurm_jobs import State
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import OF_SLURM_JOB, SLURM, Settings
-from dsat.inputs.words_of_settings import words_of
+from dsat.search import SEARCHES
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
@@ -142,7 +142,7 @@ def prepare(settings: Settings) -> Submission:
     Raises:
         UserInputError: something of it is wrong.
     """
-    if settings.method not in SEARCH_OPTIONS:
+    if not SEARCHES[settings.method].__module__.startswith("dsat."):
         raise UserInputError(
             f"the search {settings.method!r} is known to this process, not to a job",
             where="--engine slurm",

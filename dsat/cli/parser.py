@@ -21,8 +21,8 @@ from dsat.inputs.look_settings import (
     WATCH,
 )
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
+from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
@@ -37,13 +37,6 @@ LAUNCHER_OPTIONS = """
     --bind_core_list --save_pid --enable_each_rank_log --ssh_port --venv_script
 """.split()
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
-_METHODS = {
-    "model": "tries next what models of memory and speed, corrected by every trial, expect most of",
-    "asha": "successive halving: many configurations get a few trials, the best ones more",
-    "binary": "bisects the micro batch of randomly drawn configurations",
-    "random": "random configurations and micro batches, with early stopping",
-    "gridsearch": "everything there is, in order: every setting, every micro batch",
-}
 _ESTIMATE = (
     "tells without running a trial what memory each ZeRO stage and offloading needs, and the "
     "largest micro batch on slots of several sizes"
@@ -77,13 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
         "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
-    names = [*_METHODS, TUNE, RUN, ESTIMATE, *LOOKS]
+    names = [*SEARCHES, TUNE, RUN, ESTIMATE, *LOOKS]
     subparsers = parser.add_subparsers(
         dest="method", required=True, metavar=f"{{{','.join(names)}}}"
     )
-    for name, description in _METHODS.items():
-        search = _command(subparsers, name, description)
-        _add_grouped(search, [*options_of(Settings), *SEARCH_OPTIONS[name].values()])
+    for name, search in SEARCHES.items():
+        command = _command(subparsers, name, search.summary)
+        _add_grouped(command, [*options_of(Settings), *search.options.values()])
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         _native(subparsers, name, what)
     _add(_command(subparsers, ESTIMATE, _ESTIMATE), options_of(EstimateSettings))

@@ -11,8 +11,8 @@ from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import SHELL_WORDS, options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
+from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
 
 _TAKES_OPTIONS = {own.flags[-1] for own in options_of(Settings) if own.kind is SHELL_WORDS}
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
             return EstimateSettings(**values)
         except UserInputError as error:
             parser.error(str(error))
-    own_options = SEARCH_OPTIONS.get(values["method"], {})
+    own_options = options_of_search(values["method"])
     search_options = {parameter: values.pop(own.keyword) for parameter, own in own_options.items()}
     try:
         return Settings(**values, search_options=search_options)

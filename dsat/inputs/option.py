@@ -180,6 +180,11 @@ def option(*flags: str, help: str, **attributes: Any) -> Any:
     return dataclasses.field(default=initial, metadata=metadata)
 
 
+def search_option(flag: str, help: str, **attributes: Any) -> Option:
+    """An option of one search; see `Option` and `dsat.search.base.Search.options`."""
+    return Option((flag,), help, plan_field="search_options", group=Group.METHOD, **attributes)
+
+
 def options_of(settings: Any) -> Iterator[Option]:
     """The options of a settings class, in the order in which `--help` lists them."""
     for field in dataclasses.fields(settings):

@@ -1,5 +1,5 @@
-"""What the user asked for, as frozen values. Every option is declared here, and only here; those of
-a single search method in `search_options`.
+"""The user's settings as frozen values; every option is declared here, and only here, but for those
+of a single search, which are declared beside it (`dsat.search.base.Search.options`).
 
 From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
 Python API (`dsat.api`), the comparison of a run with the journal it continues
@@ -53,7 +53,6 @@ _GOES_WITH = {
     "sbatch_options": (SLURM,),
     "ray_address": (RAY,),
 }
-RAMPED = ("model", "asha", "binary", "random")  # searches of the micro batch without an order
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
@@ -489,12 +488,6 @@ class Settings(Target):
             )
         if self.train_batch_size is not None and self.max_train_batch_size is not None:
             raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
-
-    @property
-    def begins_with_ramp(self) -> bool:
-        """Whether the user's own micro batch is doubled before the search."""
-        as_ancestor = self.search_options.get("search_range_factor") is not None
-        return self.method in RAMPED and not as_ancestor
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
         """How trials are measured; the micro batch is that of the user's own configuration."""

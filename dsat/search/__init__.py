@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from dsat.inputs.option import Option
 from dsat.search.asha import ASHASearch
 from dsat.search.base import Search
 from dsat.search.binary import BinarySearch
@@ -10,12 +13,18 @@ from dsat.search.model import ModelSearch
 from dsat.search.random_search import RandomSearch
 
 SEARCHES: dict[str, type[Search]] = {
+    "model": ModelSearch,
     "asha": ASHASearch,
     "binary": BinarySearch,
     "random": RandomSearch,
     "gridsearch": GridSearch,
-    "model": ModelSearch,
 }
+
+
+def options_of(method: str) -> Mapping[str, Option]:
+    """Options of one search by the parameters that take their values; none if it is unknown."""
+    return SEARCHES[method].options if method in SEARCHES else {}
+
 
 __all__ = [
     "SEARCHES",
@@ -25,4 +34,5 @@ __all__ = [
     "ModelSearch",
     "RandomSearch",
     "Search",
+    "options_of",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from dsat.search.base import Search
+from dsat.inputs.option import Option, at_least, search_option
+from dsat.search.base import RANGE_FACTOR, Search
 from dsat.search.lineage import Lineage
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -26,6 +28,36 @@ class ASHASearch(Search):
         early_stopping: the smallest rate of early stopping (`s`).
     """
 
+    summary = "successive halving: many configurations get a few trials, the best ones more"
+    options: ClassVar[Mapping[str, Option]] = {
+        "max_rungs": search_option(
+            "--max-rungs", "number of rungs", kind=at_least(1), default=5, metavar="N"
+        ),
+        "min_trials": search_option(
+            "--min-binary-search-trials",
+            "trials that every drawn configuration gets",
+            kind=at_least(1),
+            default=3,
+            metavar="N",
+        ),
+        "early_stopping": search_option(
+            "--asha-early-stopping",
+            "smallest rate of early stopping (`s` in arXiv:1810.05934)",
+            kind=at_least(0),
+            default=0,
+            metavar="N",
+        ),
+        "divisor": search_option(
+            "--divisor",
+            "1/divisor of the configurations go on to the next rung, with divisor times as many "
+            "trials (`eta` in arXiv:1810.05934)",
+            kind=at_least(2),
+            default=2,
+            metavar="N",
+        ),
+        "search_range_factor": RANGE_FACTOR,
+    }
+    ramps = True
     draws = True
 
     def __init__(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from dsat.inputs.option import POSITIVE_NUMBER, Option, at_least, search_option
 from dsat.search.lineage import Lineage
 from dsat.search.normal import Array
 from dsat.space.space import Space
@@ -21,6 +22,23 @@ Predict = Callable[[Mapping[str, Any]], float]
 
 _STEP_DOWN = 4  # nothing runs: so many times fewer samples than ran out of memory
 _DRAWS = 4096  # settings that are drawn one after the other until some fit
+
+
+RANGE_FACTOR = search_option(
+    "--search-range-factor",
+    "search up to the largest micro batch that is predicted to fit, times X; by default up to "
+    "where doubling your own micro batch is no longer worth it",
+    kind=POSITIVE_NUMBER,
+    metavar="X",
+)
+
+
+def early_stopping(help: str) -> Option:
+    """An option `--early-stopping N`."""
+    return search_option("--early-stopping", help, kind=at_least(1), metavar="N")
+
+
+NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 
 class Costs(Protocol):
@@ -76,6 +94,9 @@ class Search(abc.ABC):
         costs: predicts how long trials take, for searches that predict steps.
 
     Attributes:
+        summary: one line for `--help`.
+        options: its own options, by the parameters of its constructor that take their values.
+        ramps: the user's own micro batch is doubled before it begins.
         patience: end the search after so many trials without a new best; None for never.
         draws: its settings are drawn, so that more micro batches of the best ones may be tried once
             nothing new can be drawn.
@@ -85,6 +106,9 @@ class Search(abc.ABC):
             else; of others such a proposal is answered as one that timed out.
     """
 
+    summary: ClassVar[str] = ""
+    options: ClassVar[Mapping[str, Option]] = {}
+    ramps: ClassVar[bool] = False
     patience: int | None = None
     draws: ClassVar[bool] = False
     first_largest: ClassVar[int | None] = None

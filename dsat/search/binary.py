@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from dsat.search.base import Search
+from dsat.inputs.option import Option
+from dsat.search.base import RANGE_FACTOR, Search
 from dsat.search.lineage import Lineage
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -18,6 +20,9 @@ class BinarySearch(Search):
     expected to be at least as fast; running out of memory lowers the upper end.
     """
 
+    summary = "bisects the micro batch of randomly drawn configurations"
+    options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
+    ramps = True
     draws = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dsat.search.base import Search
+from dsat.inputs.option import Option, at_least, search_option
+from dsat.search.base import Search, early_stopping
 from dsat.search.lineage import Lineage
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -31,6 +32,21 @@ class GridSearch(Search):
         early_stopping: leave a branch after so many trials in a row without a new best of it. If
             nothing has run in it so far, what was begun is tried to its smallest micro batch.
     """
+
+    summary = "every configuration in order: every setting, every micro batch"
+    options: ClassVar[Mapping[str, Option]] = {
+        "num_micro_batches": search_option(
+            "--num-micro-batches",
+            "leave a setting after N micro batches that ran: the smallest first where only some "
+            "are allowed, as divisors of --train-batch-size are, else from the largest power of "
+            "two that should fit (default: all)",
+            kind=at_least(1),
+            metavar="N",
+        ),
+        "early_stopping": early_stopping(
+            "leave a ZeRO stage after N trials without a better one in it"
+        ),
+    }
 
     def __init__(
         self,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from dsat.inputs.option import FRACTION, Option, search_option
 from dsat.search import next_minutes, step_time
-from dsat.search.base import Outlook, Search
+from dsat.search.base import NO_NEW_BEST, Outlook, Search
 from dsat.search.candidates import MicroBatches, largest_sums
 from dsat.search.lineage import Lineage
 from dsat.search.next_minutes import Looked
@@ -69,6 +70,19 @@ class ModelSearch(Search):
         surrogate: the model of step time and memory.
     """
 
+    summary = "tries next what models of memory and speed expect most of; every trial corrects them"
+    options: ClassVar[Mapping[str, Option]] = {
+        "stop_when": search_option(
+            "--stop-when",
+            "end the search when three more minutes of it are expected to gain less than GAIN; "
+            "0 for never",
+            kind=FRACTION,
+            default="2%",
+            metavar="GAIN",
+        ),
+        "early_stopping": NO_NEW_BEST,
+    }
+    ramps = True
     first_largest: ClassVar[int] = 64
     weighs_costs = True
 

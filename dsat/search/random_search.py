@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from dsat.search.base import Search
+from dsat.inputs.option import Option, at_least, search_option
+from dsat.search.base import NO_NEW_BEST, RANGE_FACTOR, Search
 from dsat.search.lineage import Lineage
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
@@ -25,6 +27,19 @@ class RandomSearch(Search):
         early_stopping: end the search after so many trials without a new best.
     """
 
+    summary = "random configurations and micro batches, with early stopping"
+    options: ClassVar[Mapping[str, Option]] = {
+        "trials_per_config": search_option(
+            "--trials-per-random-config",
+            "maximum number of trials of one drawn configuration",
+            kind=at_least(1),
+            default=5,
+            metavar="N",
+        ),
+        "early_stopping": NO_NEW_BEST,
+        "search_range_factor": RANGE_FACTOR,
+    }
+    ramps = True
     draws = True
 
     def __init__(

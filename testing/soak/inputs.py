@@ -19,8 +19,8 @@ import yaml
 from dsat.app import hosts, local, source
 from dsat.cli import main, output
 from dsat.inputs.option import options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import Settings
+from dsat.search import SEARCHES
 from testing.local import PROGRAMS, cpu_machine
 from testing.soak import Hang, Tally, at_most, mutations
 
@@ -153,7 +153,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
 
 def _options(rng: random.Random, method: str) -> list[str]:
     """Up to four options with values that they may not be prepared for."""
-    known = [*options_of(Settings), *SEARCH_OPTIONS[method].values()]
+    known = [*options_of(Settings), *SEARCHES[method].options.values()]
     words: list[str] = []
     for _ in range(rng.randrange(1, 5)):
         own = rng.choice(known)

@@ -19,12 +19,12 @@ import pytest
 
 import dsat
 from dsat.app import slurm_submission
+from dsat.app.words_of_settings import words_of
 from dsat.cli import settings_from_argv
 from dsat.cli.main import main
 from dsat.engines import slurm_jobs
 from dsat.errors import DsatError, SearchFailed
 from dsat.inputs.settings import Settings
-from dsat.inputs.words_of_settings import words_of
 from testing.local import PROGRAMS
 from testing.made_up_runs import Steady, write_run
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dsat.cli import settings_from_argv
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import EstimateSettings, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
@@ -97,7 +96,6 @@ def test_an_estimate_has_settings_of_its_own() -> None:
         exact=True,
         json=False,
     )
-    assert "estimate" not in SEARCH_OPTIONS
 
 
 @pytest.mark.parametrize("method", SEARCHES)
@@ -189,7 +187,7 @@ def test_help_tells_every_option_and_its_default(
     names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
     names.remove("command")
     flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
-    flags += [f"--{own.keyword}" for own in SEARCH_OPTIONS[method].values()]
+    flags += [f"--{own.keyword}" for own in SEARCHES[method].options.values()]
     for flag in flags:
         assert flag.replace("_", "-") in said
     for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):

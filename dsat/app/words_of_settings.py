@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dsat.inputs.option import Option, options_of
-from dsat.inputs.search_options import SEARCH_OPTIONS
 from dsat.inputs.settings import Settings
+from dsat.search import options_of as options_of_search
 
 
 def words_of(settings: Settings, *, without: Collection[str] = ()) -> list[str]:
     """What follows `dsat` on a command line.
 
     Args:
-        settings: of one of the methods in `SEARCH_OPTIONS`.
+        settings: of one of the methods in `SEARCHES`.
         without: names of settings that are left out; those that mean something in a shell only are
             in any case.
     """
@@ -24,7 +24,7 @@ def words_of(settings: Settings, *, without: Collection[str] = ()) -> list[str]:
     for own in options_of(Settings):
         if not (own.shell_only or own.name in without):
             words += _of_option(own, getattr(settings, own.name))
-    for parameter, own in SEARCH_OPTIONS[settings.method].items():
+    for parameter, own in options_of_search(settings.method).items():
         words += _of_option(own, settings.search_options.get(parameter, own.initial))
     return [*words, "--", *settings.command] if settings.command else words
 
