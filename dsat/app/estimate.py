@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -178,10 +177,9 @@ def estimate(settings: EstimateSettings) -> Estimate:
     log_tells_more = False
     try:
         with InstalledDeepSpeed() as deepspeed:
-            check = functools.cache(partial(deepspeed.check, experiment, program))
             if not deepspeed.has_answered:  # side by side, since both take seconds
-                engine.warm_up(lambda: check() if deepspeed.has_answered else None)
-            check()
+                engine.warm_up()
+            deepspeed.check(experiment, program)
         with Simulator(
             engine,
             as_cpu=False,

@@ -161,9 +161,6 @@ class LocalSearch:
                     self._engine = local_engine(ready, self.folder, cold=cold, at_once=at_once)
                 else:
                     self._engine = make_engine(self.ready, self.folder)
-                if self.ready.first_look is not None:
-                    self.ready.first_look.check()
-                    self.ready.first_look.end()
                 drive(
                     self._tuner,
                     cached.CachedEngine(self._engine, self._known, self.ready.plan),
@@ -354,7 +351,6 @@ def local_engine(
         trials=run_folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,
         arrivals=ready.found.arrivals,
-        meanwhile=None if ready.first_look is None else ready.first_look.check,
     )
 
 

@@ -15,7 +15,6 @@ from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
-from dsat.engines.local.first_look import FirstLook
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
@@ -36,7 +35,6 @@ class Prepared:
         argv: the command line; None if it was no command line that asked for it.
         found: the hosts where trials run.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
-        first_look: at whether the script can start, which may still be going on.
     """
 
     argv: Sequence[str] | None
@@ -46,7 +44,6 @@ class Prepared:
     found: Hosts
     plan: Plan
     native: Autotuning | None = None
-    first_look: FirstLook | None = None
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -107,16 +104,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     with InstalledDeepSpeed() as deepspeed:
-        first_look = None
-        is_new = not (settings.dry_run or settings.resume)
-        if source.start_known and is_new and settings.engine in ENGINES:
-            first_look = FirstLook.at(source.experiment, source.program)
-        try:
-            return _prepared(settings, argv, source, deepspeed, first_look)
-        except BaseException:
-            if first_look is not None:
-                first_look.end()
-            raise
+        return _prepared(settings, argv, source, deepspeed)
 
 
 def _prepared(
@@ -124,9 +112,7 @@ def _prepared(
     argv: Sequence[str] | None,
     source: Source,
     deepspeed: InstalledDeepSpeed,
-    first_look: FirstLook | None,
 ) -> list[Prepared]:
-    check = [] if first_look is None else [first_look.check]
     was_known = source.config_known
     if not source.start_known:
         if was_known:
@@ -138,14 +124,11 @@ def _prepared(
             settings.engine,
             settings.nodes,
             source.program,
-            *check,
             gpus_per_node=settings.gpus_per_node,
             ray_address=settings.ray_address,
         )
     try:
-        return _prepared_on(
-            found, settings, argv, source, deepspeed, first_look, was_known=was_known
-        )
+        return _prepared_on(found, settings, argv, source, deepspeed, was_known=was_known)
     except BaseException:
         found.release()
         raise
@@ -157,11 +140,9 @@ def _prepared_on(
     argv: Sequence[str] | None,
     source: Source,
     deepspeed: InstalledDeepSpeed,
-    first_look: FirstLook | None,
     *,
     was_known: bool,
 ) -> list[Prepared]:
-    check = [] if first_look is None else [first_look.check]
     found = found.only(source.program.devices, source.program.not_devices)
     hosts, machine = found.first, found.first[0].machine
     if was_known:
@@ -188,7 +169,7 @@ def _prepared_on(
         given, args = settings.arg_mappings, source.program.args
         mappings = script_args.checked(given, args, where="--arg-mapping")
     source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
-    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s, *check)
+    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s)
     if not was_known:
         deepspeed.check(source.experiment, source.program)
     runs = []
@@ -209,9 +190,7 @@ def _prepared_on(
             plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
             if len(counts) > 1:
                 native = autotuning.below(section, f"num_gpus_{slots}")
-        runs.append(
-            Prepared(argv, settings, source.experiment, program, found, plan, native, first_look)
-        )
+        runs.append(Prepared(argv, settings, source.experiment, program, found, plan, native))
     return runs
 
 

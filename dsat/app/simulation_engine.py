@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,8 @@ class SimulationEngine:
             "arg_mappings": experiment.arg_mappings,
         }
 
-    def warm_up(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Imports what a script needs, if that has not been done yet.
-
-        Args:
-            meanwhile: called now and then; what it raises ends the imports.
-        """
+    def warm_up(self) -> None:
+        """Imports what a script needs, if that has not been done yet."""
         if self._engine is None:
             self._engine = LocalEngine(
                 self._source.experiment,
@@ -65,7 +61,6 @@ class SimulationEngine:
                 self.folder,
                 LocalOptions(TrialOptions(timeout_s=self._timeout_s), imported=_IMPORTED),
                 slots_per_trial=1,
-                meanwhile=meanwhile,
             )
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,8 @@ class Source:
         hosts: Sequence[Host],
         slots: int,
         timeout_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> Source:
         """This with its DeepSpeed configuration, for which the script may have to be asked.
-
-        Args:
-            meanwhile: called now and then while it is; what it raises ends that.
 
         Raises:
             ScriptFailed: the script does not come so far.
@@ -102,7 +98,7 @@ class Source:
             return self
         own = self.experiment
         with slow.told(_log, "asking your script for its DeepSpeed configuration"):
-            captured = _capture(own, self.program, hosts, slots, timeout_s, meanwhile)
+            captured = _capture(own, self.program, hosts, slots, timeout_s)
         assert not isinstance(own.entrypoint, str)
         known = experiments.of_dict(own.entrypoint, own.name, own.model_dir, captured)
         known = replace(known, arg_mappings=own.arg_mappings)
@@ -255,14 +251,13 @@ def _capture(
     hosts: Sequence[Host],
     slots: int,
     timeout_s: float,
-    meanwhile: Callable[[], None],
 ) -> dict[str, Any]:
     """What the script itself passes to `deepspeed.initialize`."""
     options = LocalOptions(TrialOptions(timeout_s=timeout_s), cold=True)
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     engine = LocalEngine(experiment, program, hosts, folder, options, slots_per_trial=slots)
     try:
-        config = engine.capture_config(meanwhile)
+        config = engine.capture_config()
     finally:
         engine.close()
     shutil.rmtree(folder)  # of a script that failed it holds the log

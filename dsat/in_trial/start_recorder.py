@@ -4,9 +4,6 @@ A copy of this file lies as `sitecustomize.py` in a folder in front of `PYTHONPA
 process of the user's command runs it at its start, whatever interpreter it has. Nothing happens
 unless the process calls `deepspeed.initialize` for an engine that trains: then it writes down how
 it was started and with which configuration, and ends. The training itself never begins.
-
-Where it is only to be seen whether a script can start, the process ends even before it changes
-anything outside of it, and writes down an error that it meets until then.
 """
 
 from __future__ import annotations
@@ -19,17 +16,12 @@ import inspect
 import json
 import os
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 FOLDER_VARIABLE = "DSAT_RECORD_DIR"
-# The process whose end is this one's, which ends before it changes anything.
-CAREFUL_VARIABLE = "DSAT_RECORD_CAREFULLY"
-ERROR_FILE = "error.json"
 RECORD_PREFIX = "rank-"
 SEVERAL_NODES_FILE = "nodes.json"
 # The command sees its training fail, so that `set -e`, `&&` and make stop behind it.
@@ -42,25 +34,6 @@ _RANKS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
-)
-# Audit events (Python's library reference) of what others can see.
-_CHANGES = frozenset(
-    """
-    os.chmod os.chown os.exec os.fork os.forkpty os.kill os.link os.mkdir os.posix_spawn os.remove
-    os.rename os.rmdir os.setxattr os.symlink os.system os.truncate os.utime pty.spawn
-    shutil.copyfile shutil.copytree shutil.move shutil.rmtree signal.pthread_kill socket.bind
-    socket.connect socket.sendmsg socket.sendto sqlite3.connect subprocess.Popen
-    """.split()
-)
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# What a script fails of in every trial as well, whatever is adapted there for it.
-_OWN_ERRORS = (
-    ImportError,
-    SyntaxError,
-    NameError,
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
 )
 _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
 _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
@@ -168,96 +141,6 @@ class _Recorder:
             if sum(name.startswith(RECORD_PREFIX) for name in names) >= size:
                 return
             time.sleep(0.02)
-
-
-class _Careful:
-    """Ends this process before its own code changes anything outside of it.
-
-    What a library does while it is imported is let through: every trial does it as well. But not
-    where it takes a lock, which would stay if this process was ended.
-    """
-
-    def __init__(self, folder: str, parent: int) -> None:
-        self._folder = folder
-        self._is_over = False
-        folders = (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")  # noqa: S108 (read alone)
-        self._temporary = tuple(filter(None, folders))
-        self._standard_library = f"{sysconfig.get_path('stdlib')}{os.sep}"
-        _end_with(parent)
-        sys.addaudithook(self._heard)
-        self._excepthook = sys.excepthook
-        sys.excepthook = self._failed
-
-    def adapt_deepspeed(self, module: ModuleType) -> None:
-        """From there on everything depends on the trial."""
-        _replace(module, "initialize", _leave)
-
-    def adapt_torch_cuda(self, module: ModuleType) -> None:
-        """The devices are being looked at meanwhile."""
-        _replace(module, "_lazy_init", _leave)
-
-    def adapt_torch_serialization(self, module: ModuleType) -> None:
-        """torch writes files without Python's knowing."""
-        _replace(module, "save", _leave)
-
-    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, _, flags = args
-            harmless = not flags & _WRITES or path == os.devnull or isinstance(path, int)
-            if flags & os.O_EXCL and not str(path).startswith(self._temporary):
-                _leave()
-        else:
-            harmless = event not in _CHANGES
-        if not (harmless or self._is_over or self._is_an_import_of_a_library()):
-            _leave()
-
-    def _is_an_import_of_a_library(self) -> bool:
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name.startswith("<frozen importlib"):
-                return True
-            if not name.startswith(("<frozen", self._standard_library)) and not _is_package(name):
-                return False
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
-
-    def _failed(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        # Determined's library needs a task around it, which there is in a trial.
-        if issubclass(kind, _OWN_ERRORS) and "determined" not in sys.modules:
-            found = {
-                "message": f"{kind.__name__}: {error}",
-                "detail": "".join(traceback.format_exception(kind, error, trace)),
-            }
-            self._is_over = True
-            _write(os.path.join(self._folder, ERROR_FILE), found)
-        self._excepthook(kind, error, trace)
-
-
-def _is_package(path: str) -> bool:
-    return any(f"{os.sep}{name}-packages{os.sep}" in path for name in ("site", "dist"))
-
-
-def _leave(*_: Any, **__: Any) -> NoReturn:
-    os._exit(RECORDED_STATUS)
-
-
-def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
-    if hasattr(module, name):
-        setattr(module, name, function)
-
-
-def _end_with(parent: int) -> None:
-    """Has the kernel end this process when the thread ends that started it."""
-    import ctypes
-    import signal
-
-    set_pdeathsig = 1  # linux/prctl.h
-    ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        _leave()
 
 
 def _without_this(env: Mapping[str, str]) -> dict[str, str]:
@@ -383,17 +266,6 @@ def _install() -> None:
             "deepspeed.launcher.multinode_runner": recorder.adapt_deepspeed_runners,
             "torch.distributed.launcher.api": recorder.adapt_torch_launcher,
         }
-        parent = os.environ.get(CAREFUL_VARIABLE)
-        if parent is not None:
-            try:
-                careful = _Careful(folder, int(parent))
-            except BaseException:  # Python would go on with the script, which would then train
-                _leave()
-            adapt |= {
-                "deepspeed": careful.adapt_deepspeed,
-                "torch.cuda": careful.adapt_torch_cuda,
-                "torch.serialization": careful.adapt_torch_serialization,
-            }
         sys.meta_path.insert(0, AfterImport(adapt))  # type: ignore[arg-type]
     run_hidden_sitecustomize(__file__)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ _ANEW = "-again"
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _SETTLE_S = 1.0
-_MEANWHILE_S = 0.1
 _LOOK_FOR_ARRIVALS_EVERY_S = 0.5
 
 
@@ -101,8 +100,6 @@ class LocalEngine:
         options: how trials are run and measured.
         arrivals: hosts that come meanwhile; each is used as soon as it has imported what the others
             have, and one that cannot be used is left alone.
-        meanwhile: called now and then while the first imports are waited for; what it raises ends
-            the engine.
 
     Raises:
         EngineError: the processes that start trials cannot be started, or hosts lack a folder.
@@ -119,7 +116,6 @@ class LocalEngine:
         slots_per_trial: int,
         trials: Path | None = None,
         arrivals: Arrivals | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._experiment = experiment
         self._program = program
@@ -157,7 +153,7 @@ class LocalEngine:
         self._began_s = time.time()
         if not self._retries.cold:
             try:
-                self._warm_up(meanwhile=meanwhile)
+                self._warm_up()
             except BaseException:
                 self._supervisors.kill()
                 raise
@@ -201,14 +197,11 @@ class LocalEngine:
         self._start(full, folder, None)
         return folder
 
-    def capture_config(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def capture_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration that the script passes when nothing is laid over it.
 
         Runs the script up to its first `deepspeed.initialize` with an optimizer. Nothing else may
         be running.
-
-        Args:
-            meanwhile: called now and then while the script runs; what it raises ends that.
 
         Raises:
             ScriptFailed: it fails before, takes too long, or never comes there.
@@ -216,8 +209,8 @@ class LocalEngine:
         folder, batch = self._folder / "capture", BatchTriple(1, 1, 1)
         trial = Trial(CAPTURE_ID, TrialKind.PROFILE, "capture", 0, batch, overrides={})
         self._start(trial, folder, None)
-        while not (ended := self.poll(_MEANWHILE_S)):
-            meanwhile()
+        while not (ended := self.poll(_SIMULATION_POLL_S)):
+            pass
         [(_, outcome)] = ended
         if not outcome.ok:
             raise ScriptFailed(
@@ -598,14 +591,12 @@ class LocalEngine:
             self._supervisors.close()
             raise
 
-    def _warm_up(
-        self, modules: Sequence[str] = (), meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def _warm_up(self, modules: Sequence[str] = ()) -> None:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.told(_log, f"importing {which}, once for all trials"):
             imported = modules or self._options.imported
             broken = self._slots.broken
-            cannot_fork = self._supervisors.warm_up(imported, meanwhile, broken=broken)
+            cannot_fork = self._supervisors.warm_up(imported, broken=broken)
             self._retries.hear_of_warm_up(cannot_fork)
 
     def _warm_up_for(self, folder: Path) -> None:
