@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
-from dsat.engines.local.hosts import Arrivals
 from dsat.engines.local.ports import free_ports
 from dsat.in_trial.meter import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
@@ -73,7 +72,6 @@ def engine_of(
     at_once: int = 1,
     hosts: Sequence[Host] = (),
     imported: bool = False,
-    arrivals: Arrivals | None = None,
     **options: Any,
 ) -> LocalEngine:
     """An engine for one of the programs beside this file, with a time-out of two minutes.
@@ -97,29 +95,7 @@ def engine_of(
             at_once=at_once,
         ),
         slots_per_trial=slots_per_trial,
-        arrivals=arrivals,
     )
-
-
-@dataclass
-class Arriving:
-    """Hosts that come when a test says so.
-
-    Attributes:
-        come: so far.
-        more_may_come: whether the test may have more come.
-        wanted: so many hosts are of use.
-    """
-
-    come: list[Host] = field(default_factory=list)
-    more_may_come: bool = True
-    wanted: int = 0
-
-    def want(self, hosts: int) -> None:
-        self.wanted = hosts
-
-    def so_far(self) -> Sequence[Host]:
-        return self.come
 
 
 @dataclass

@@ -8,9 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dsat.app.ray_arrivals import RayArrivals, host_of
 from dsat.engines import ssh
-from dsat.engines.local import Arrivals, Host, NoArrivals, find_machine, find_machines
+from dsat.engines.local import Host, find_machine, find_machines
 from dsat.engines.ray import Reservation, Wish, is_job
 from dsat.engines.slurm import Allocation
 from dsat.errors import UserInputError
@@ -31,42 +30,18 @@ class Hosts:
 
     Attributes:
         first: those that there are when it begins.
-        arrivals: those that come later.
         release: gives back what of them was reserved, when no more is run there.
     """
 
     first: tuple[Host, ...]
-    arrivals: Arrivals = field(default_factory=NoArrivals, compare=False)
     release: Callable[[], None] = field(default=_nothing, compare=False)
 
     def only(self, wanted: Sequence[int], without: Sequence[int]) -> Hosts:
         """The hosts with some of their devices alone; see `Machine.only`."""
         if not (wanted or without):
             return self
-        first = _only(self.first, wanted, without)
-        return replace(self, first=first, arrivals=_Only(self.arrivals, wanted, without))
-
-
-class _Only:
-    """Hosts that come, with some of their devices alone."""
-
-    def __init__(self, arrivals: Arrivals, wanted: Sequence[int], without: Sequence[int]) -> None:
-        self._arrivals = arrivals
-        self._choice = wanted, without
-
-    @property
-    def more_may_come(self) -> bool:
-        return self._arrivals.more_may_come
-
-    def want(self, hosts: int) -> None:
-        self._arrivals.want(hosts)
-
-    def so_far(self) -> Sequence[Host]:
-        return _only(self._arrivals.so_far(), *self._choice)
-
-
-def _only(hosts: Sequence[Host], wanted: Sequence[int], without: Sequence[int]) -> tuple[Host, ...]:
-    return tuple(replace(host, machine=host.machine.only(wanted, without)) for host in hosts)
+        hosts = (replace(host, machine=host.machine.only(wanted, without)) for host in self.first)
+        return replace(self, first=tuple(hosts))
 
 
 def find_hosts(
@@ -151,18 +126,15 @@ def _of_ray(address: str | None, wish: Wish, why: str, meanwhile: Callable[[], N
         _log.info("tuning on what Ray has free, %s%s", reserved.text, why)
         prefixes = {node.name: node.prefix for node in reserved.nodes}
         machines = find_machines(prefixes, meanwhile)
-        hosts = tuple(map(host_of, reserved.nodes, machines))
+        hosts = tuple(
+            Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
+            for node, machine in zip(reserved.nodes, machines, strict=True)
+        )
         check_equal(hosts)
     except BaseException:
         reserved.end()
         raise
-    arrivals = RayArrivals(reserved, lambda host: check_equal([hosts[0], host]))
-
-    def release() -> None:
-        arrivals.end()
-        reserved.end()
-
-    return Hosts(hosts, arrivals, release)
+    return Hosts(hosts, reserved.end)
 
 
 def _of_hostfile(positions: Mapping[str, tuple[int, ...]], port: int | None) -> Hosts:

@@ -129,13 +129,6 @@ class LocalSearch:
         room = self.num_slots // self.ready.plan.slots_per_trial
         return max(1, min(room, self.ready.settings.max_concurrent_trials))
 
-    @property
-    def _most_at_once(self) -> int:
-        """Trials that may run at a time with as many slots as could be used."""
-        settings, slots = self.ready.settings, self.ready.plan.slots_per_trial
-        most = settings.max_concurrent_trials
-        return most if settings.max_slots is None else min(most, settings.max_slots // slots)
-
     def search(self, *observers: Observer) -> None:
         """Runs the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
 
@@ -156,9 +149,7 @@ class LocalSearch:
                     ready = replace(
                         self.ready, program=train_command.program_of(self.ready, self.run)
                     )
-                    may_grow = ready.found.arrivals.more_may_come
-                    at_once = self._most_at_once if may_grow else self.at_once
-                    self._engine = local_engine(ready, self.folder, cold=cold, at_once=at_once)
+                    self._engine = local_engine(ready, self.folder, cold=cold, at_once=self.at_once)
                 else:
                     self._engine = make_engine(self.ready, self.folder)
                 drive(
@@ -350,7 +341,6 @@ def local_engine(
         ),
         trials=run_folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,
-        arrivals=ready.found.arrivals,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
 from dsat.engines.local.command_trial import CommandLaunch
-from dsat.engines.local.hosts import Arrivals, Host, NoArrivals, Share
+from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.retries import Again, Retries
@@ -30,7 +30,7 @@ from dsat.engines.local.running import (
 )
 from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
-from dsat.engines.local.supervisors import LOST, READY, Supervisors
+from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.engines.local.views import VIEW, WorkingFolder
 from dsat.errors import ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
@@ -65,7 +65,6 @@ _ANEW = "-again"
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _SETTLE_S = 1.0
-_LOOK_FOR_ARRIVALS_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,6 @@ class LocalEngine:
         folder: of the run.
         trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
-        arrivals: hosts that come meanwhile; each is used as soon as it has imported what the others
-            have, and one that cannot be used is left alone.
 
     Raises:
         EngineError: the processes that start trials cannot be started, or hosts lack a folder.
@@ -115,21 +112,16 @@ class LocalEngine:
         *,
         slots_per_trial: int,
         trials: Path | None = None,
-        arrivals: Arrivals | None = None,
     ) -> None:
         self._experiment = experiment
         self._program = program
         self._hosts = list(hosts)
-        self._arrivals = arrivals or NoArrivals()
-        self._come = 0  # of the arrivals, which the engine knows
-        self._is_profiled = False
         self._machine = hosts[0].machine
         self._folder = folder
         self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
         self._slots = Slots(hosts, slots_per_trial)
-        self._arrivals.want(self._slots.hosts_for(options.at_once))
         self._waiting: list[Start] = []
         self._known: set[int] = set()
         self._running: dict[int, Running] = {}
@@ -172,7 +164,6 @@ class LocalEngine:
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
-        self._is_profiled |= trial.kind is not TrialKind.PROFILE
         self._slots.check_free(waiting=len(self._waiting))
         spec = MeterSpec.of_trial(
             trial,
@@ -271,11 +262,10 @@ class LocalEngine:
         if self._closed:
             return []
         if not (self._running or self._waiting):
-            self._check_enough()
+            self._slots.check_enough()
         deadline = time.monotonic() + timeout_s
         ended: list[tuple[int, Outcome]] = []
         while not ended:
-            self._take_in_arrivals()
             # What has ended by now did so in time, however long this process was busy.
             messages = self._supervisors.receive(0.0)
             if not messages:
@@ -283,8 +273,6 @@ class LocalEngine:
                 self._end_overdue(now)
                 self._tell_what_takes_long()
                 wait_s = min([deadline - now, *self._times_left(now)])
-                if self._arrivals.more_may_come:
-                    wait_s = min(wait_s, _LOOK_FOR_ARRIVALS_EVERY_S)
                 messages = self._supervisors.receive(max(0.0, wait_s))
             for host, message in messages:
                 ended += self._hear(host, message)
@@ -330,7 +318,7 @@ class LocalEngine:
             alone = start.alone or (offloads(config) and not self._machine.is_cpu)
             shares = self._find_room(start, alone=alone)
             if shares is None:
-                self._check_enough()
+                self._slots.check_enough()
                 return
             del self._waiting[0]
             self._start_on(start, shares, config, alone=alone and bool(shares[0].slots))
@@ -417,11 +405,6 @@ class LocalEngine:
         """Takes in what a host's supervisor says; returns the trials that ended with it."""
         if message["event"] == LOST:
             return self._lose(host, message["reason"])
-        if message["event"] == READY:
-            self._slots.ready(host)
-            _log.info("host %s is used from now on", self._hosts[host].name)
-            self._start_waiting()
-            return []
         running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.hosts_going_on:
@@ -432,31 +415,6 @@ class LocalEngine:
         elif running.trial.id != FULL_RUN_ID:
             self._end(running, grace_s=_LINGER_S)
         return []
-
-    def _take_in_arrivals(self) -> None:
-        """Has hosts that have come get ready.
-
-        Before the first trial of the search only if there is none to use: how trials are to be
-        started is found out on those that are there, and may turn out to work on one alone.
-        """
-        if self.needs_command or not (self._is_profiled or self._slots.usable == 0):
-            return
-        come = self._arrivals.so_far()
-        for host in come[self._come :]:
-            self._slots.add(host)
-            self._hosts.append(host)
-            self._supervisors.add(host, [self._working.real])
-        self._come = len(come)
-        if self._waiting and not self._slots.usable:
-            self._check_enough()
-
-    def _check_enough(self) -> None:
-        """Raises EngineError if too few hosts and slots are left for a trial, and no more come."""
-        may_grow = self._arrivals.more_may_come and not self.needs_command
-        if not (may_grow or self._slots.any_coming):
-            self._slots.check_enough()
-        elif not self._slots.usable:
-            self._tell_once("hosts", "too few are left for a trial; waiting for more to come")
 
     def _lose(self, host: int, reason: str) -> list[tuple[int, Outcome]]:
         """Goes on without a host. Trials that had ranks there are ended elsewhere too."""

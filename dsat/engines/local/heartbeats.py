@@ -1,4 +1,4 @@
-"""Whether processes on other hosts still answer: each is asked now and then for a sign of life."""
+"""Signs of life of other hosts: each is asked now and then whether it still answers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ SILENT_AFTER_S = 60.0
 class ListeningClock:
     """Seconds during which this process was able to listen.
 
-    Whoever is stopped (Ctrl-Z, a job that Slurm suspends) or busy hears nothing of others, and that
-    is not their silence.
+    A process that is stopped (Ctrl-Z, a job that Slurm suspends) or busy hears nothing of others:
+    that is not their silence.
 
     Args:
-        most_s: so much of the time between two looks at this clock counts at most.
+        most_s: the most that the time between two readings counts.
     """
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._looked_s = time.monotonic()
+        self._read_s = time.monotonic()
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        looked_s = time.monotonic()
-        self._now_s += min(looked_s - self._looked_s, self._most_s)
-        self._looked_s = looked_s
+        """Return the seconds so far."""
+        read_s = time.monotonic()
+        self._now_s += min(read_s - self._read_s, self._most_s)
+        self._read_s = read_s
         return self._now_s
 
 
 class Heartbeats:
-    """When hosts are asked for a sign of life, and which have given none for too long.
-
-    What it costs between two rounds of questions does not depend on the number of hosts.
+    """Times at which hosts were last heard, and when they are asked next.
 
     Args:
         hosts: their numbers.
@@ -47,38 +46,27 @@ class Heartbeats:
         self._heard_s = dict.fromkeys(hosts, 0.0)
         self._ask_at_s = 0.0
 
-    def expect(self, host: int) -> None:
-        """Expects signs of life of one more host from now on."""
+    def heard(self, host: int) -> None:
+        """Note a message of a host."""
         self._heard_s[host] = self._clock.now_s()
 
-    def heard(self, host: int) -> None:
-        """A host has said something."""
-        if host in self._heard_s:
-            self._heard_s[host] = self._clock.now_s()
-
     def restart(self) -> None:
-        """Hosts were busy, and known to be: nothing they did not say until now counts."""
+        """Count silence from now on only: hosts were known to be busy."""
         self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
 
     def forget(self, host: int) -> None:
-        """Expects nothing of a host any more."""
-        self._heard_s.pop(host, None)
+        """Expect nothing of a host any more."""
+        del self._heard_s[host]
 
     def left_s(self) -> float:
-        """Seconds until hosts are to be asked again; endless if there are none."""
-        if not self._heard_s:
-            return math.inf
-        return max(0.0, self._ask_at_s - self._clock.now_s())
+        """Return the seconds until hosts are asked again; infinite without hosts."""
+        return max(0.0, self._ask_at_s - self._clock.now_s()) if self._heard_s else math.inf
 
-    def to_ask(self) -> list[int]:
-        """Hosts that are to be asked now; between two rounds none."""
+    def due(self) -> tuple[list[int], list[int]]:
+        """Return silent hosts, and hosts to ask now; none between two rounds."""
+        if self.left_s() > 0:
+            return [], []
         now_s = self._clock.now_s()
-        if not self._heard_s or now_s < self._ask_at_s:
-            return []
         self._ask_at_s = now_s + PING_EVERY_S
-        return list(self._heard_s)
-
-    def silent(self, hosts: Iterable[int]) -> list[int]:
-        """Those of the hosts that have given no sign of life for too long."""
-        since_s = self._clock.now_s() - SILENT_AFTER_S
-        return [host for host in hosts if self._heard_s[host] < since_s]
+        silent = [host for host, at_s in self._heard_s.items() if at_s < now_s - SILENT_AFTER_S]
+        return silent, [host for host in self._heard_s if host not in silent]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.loopback import ADDRESS, is_loopback
@@ -32,32 +30,6 @@ class Host:
     def is_loopback(self) -> bool:
         """Whether its address is one that no other host can reach."""
         return is_loopback(self.address)
-
-
-class Arrivals(Protocol):
-    """Hosts that come while trials run, equal to those that there are."""
-
-    @property
-    def more_may_come(self) -> bool:
-        """Whether it is worth waiting for one."""
-
-    def want(self, hosts: int) -> None:
-        """So many are of use in all, with those that there are."""
-
-    def so_far(self) -> Sequence[Host]:
-        """All that have come, in that order; does not wait for any."""
-
-
-class NoArrivals:
-    """The hosts are what they are."""
-
-    more_may_come = False
-
-    def want(self, hosts: int) -> None:
-        """None will come."""
-
-    def so_far(self) -> Sequence[Host]:
-        return ()
 
 
 @dataclass(frozen=True)

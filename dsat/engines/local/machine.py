@@ -174,39 +174,6 @@ def find_machines(
     return [_machine(name, found) for name, found in zip(prefixes, answers, strict=True)]
 
 
-class MachineLook:
-    """A machine is asked for its slots, which takes seconds, while something else is done.
-
-    Args:
-        name: of the machine.
-        prefix: what goes before a command so that it runs there.
-    """
-
-    def __init__(self, name: str, prefix: Sequence[str]) -> None:
-        self._name = name
-        self._question = _Question([], os.environ, prefix)
-        self._deadline_s = time.monotonic() + _FIND_LIMIT_S
-
-    def found(self) -> Machine | None:
-        """The machine; None as long as it has not answered.
-
-        Raises:
-            EngineError: as of `find_machines`.
-        """
-        try:
-            answer: dict[str, Any] | str = self._question.answer_within(_MOMENT_S)
-        except subprocess.TimeoutExpired:
-            if time.monotonic() < self._deadline_s:
-                return None
-            self.end()
-            answer = _NO_ANSWER.format(_FIND_LIMIT_S)
-        return _machine(self._name, answer)
-
-    def end(self) -> None:
-        """The answer is not wanted any more."""
-        self._question.withdraw()
-
-
 def _machine(name: str, found: dict[str, Any] | str) -> Machine:
     """From an answer; raises EngineError if it is why there is none."""
     if isinstance(found, str):

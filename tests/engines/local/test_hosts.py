@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,9 @@ from dsat.engines.local.slots import Slots
 from dsat.errors import EngineError
 from dsat.in_trial import loopback
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import TrialKind
 from testing.hosts_contract import HostsContract
 from testing.local import (
     PATIENCE_S,
-    Arriving,
     Bench,
     bench_of,
     buffers_of,
@@ -92,25 +88,6 @@ def test_a_host_that_is_lost_takes_its_slots_along() -> None:
         slots.check_enough()
 
 
-@pytest.mark.parametrize(
-    ("needed", "trials", "hosts"), [(1, 16, 4), (2, 5, 3), (3, 5, 5), (4, 5, 5), (8, 5, 10)]
-)
-def test_no_more_hosts_are_wanted_than_trials_can_use(needed: int, trials: int, hosts: int) -> None:
-    assert Slots(gpu_hosts(1), needed).hosts_for(trials) == hosts
-
-
-def test_a_host_that_comes_is_of_use_once_it_is_ready() -> None:
-    slots = Slots(gpu_hosts(1), 8)
-    assert slots.usable == 0
-    assert [slots.add(host) for host in gpu_hosts(3)[1:]] == [1, 2]
-    assert (slots.usable, slots.any_coming, placed(slots)) == (0, True, None)
-    slots.ready(2)
-    assert slots.usable == 8
-    assert placed(slots) == {"a": (0, 1, 2, 3), "c": (0, 1, 2, 3)}
-    assert slots.lose(1, "it burnt") == "host b is not used: it burnt"
-    assert not slots.any_coming
-
-
 def test_a_stuck_device_is_taken_out_on_its_host_alone() -> None:
     slots = Slots(gpu_hosts(2), 8)
     shares = slots.take()
@@ -137,22 +114,6 @@ def test_the_other_devices_of_a_trial_with_a_stuck_one_are_looked_at(
     slots.check(shares, Outcome(OutcomeKind.TIMEOUT), stuck={0: {0, 1, 2, 3}, 1: {2}})
     assert looks == [("b", [0, 1, 3])], "none is left to be looked at on a"
     assert slots.broken == {0: {0, 1, 2, 3}, 1: {2, 3}}
-
-
-def test_placing_trials_on_a_thousand_hosts_takes_less_than_a_millisecond() -> None:
-    slots = Slots([Host(GPUS, f"host{number}") for number in range(1000)], 2)
-    taken = [slots.take() for _ in range(1999)]
-    times_s: list[float] = []
-    for shares in taken[::10]:
-        assert shares is not None
-        began_s = time.perf_counter()
-        slots.give_back(shares)
-        assert slots.usable == 4000
-        slots.check_enough()
-        slots.check_free(waiting=0)
-        assert slots.take() is not None
-        times_s.append(time.perf_counter() - began_s)
-    assert statistics.median(times_s) < 1e-3
 
 
 def test_the_interface_to_an_address_is_found() -> None:
@@ -273,63 +234,6 @@ def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path
     assert not any(map(is_alive, pids))
     assert processes_of(tmp_path) == []
     assert buffers_of(tmp_path) == []
-
-
-def run_side_by_side(bench: Bench, count: int) -> list[Outcome]:
-    """So many trials that are asked for at once."""
-    trials = [bench.trial() for _ in range(count)]
-    for trial in trials:
-        bench.engine.launch(trial)
-    ended: dict[int, Outcome] = {}
-    while len(ended) < count:
-        ended |= dict(bench.engine.poll(PATIENCE_S))
-    return [ended[trial.id] for trial in trials]
-
-
-@pytest.mark.slow
-def test_hosts_that_come_and_go_are_used_as_they_come(tmp_path: Path) -> None:
-    hosts = hosts_here(4, imported=True)
-    arriving = Arriving()
-    blind = replace(hosts[3], prefix=(sys.executable, "-c", SEES_NOTHING))
-    with bench_of(
-        "behaviours", tmp_path, hosts=hosts[:1], arrivals=arriving, at_once=3, imported=True
-    ) as bench:
-        engine = bench.engine
-        assert arriving.wanted == 3
-        profile = bench.trial(kind=TrialKind.PROFILE)
-        engine.launch(profile)
-        arriving.come.append(hosts[1])
-        [(_, outcome)] = engine.poll(PATIENCE_S)
-        assert outcome.ok, bench.log(profile)
-        assert engine.num_slots == 1, "the script's start is known before others are used"
-        assert all(outcome.ok for outcome in run_side_by_side(bench, 1))
-        wait_until(lambda: not engine.poll(0.1) and engine.num_slots == 2, "the second host")
-        # One comes that is of no use, and one takes over when both have gone.
-        arriving.come.append(blind)
-        outcomes = run_side_by_side(bench, 1)
-        wait_until(lambda: not engine.poll(0.1) and not engine._slots.any_coming, "its refusal")
-        outcomes += run_side_by_side(bench, 1)
-        [warning] = [line for each in outcomes for line in each.warnings if "host3" in line]
-        assert warning.startswith("host host3 is not used: it does not share the run's folder")
-        both = [bench.trial("hangs at first"), bench.trial("hangs at first")]
-        for trial in both:
-            engine.launch(trial)
-        wait_until(lambda: len(list(tmp_path.glob("trials/*.began0"))) == 2, "both trials")
-        for supervisor in [bench.supervisor(host) for host in (0, 1)]:
-            supervisor.kill()
-        wait_until(lambda: not engine.poll(0.1) and engine.num_slots == 0, "the loss of both")
-        arriving.come.append(hosts[2])
-        ended: dict[int, Outcome] = {}
-        while len(ended) < 2:
-            ended |= dict(engine.poll(PATIENCE_S))
-        assert all(outcome.ok for outcome in ended.values()), ended
-        assert engine.num_slots == 1
-        # None is left, and no more come.
-        arriving.more_may_come = False
-        bench.supervisor(3).kill()
-        with pytest.raises(EngineError, match=r"a trial needs 1 slots, and 0 of 4 .*--resume"):
-            run_side_by_side(bench, 1)
-    assert processes_of(tmp_path) == []
 
 
 SEES_NOTHING = """
