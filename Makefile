@@ -1,4 +1,4 @@
-# `make demo` tunes the example, `make quick` and `make test` check; all set up what they need.
+# `make demo` tunes an example, `make quick` and `make test` run tests; each installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A limit that makes memory matter on any machine, and a search that ends in a few minutes.
 DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test test-cluster docs pictures compat bench real-scripts soak clean
+.PHONY: setup demo lint quick browser test nightly test-cluster docs pictures compat bench real-scripts soak clean
 
 setup: $(VENV)/.installed
 
@@ -30,16 +30,23 @@ lint: setup
 	$(VENV)/bin/mypy
 
 quick: lint
-	$(PY) -m pytest -n 2 -m 'not slow'
+	$(PY) -m pytest -n 2 -m 'not slow and not nightly and not cluster'
 
-# A real browser opens the report in tests; Debian's packages have one.
+# Nightly tests open the report in a real browser; Debian's packages have one.
 browser:
 	@command -v chromedriver >/dev/null || { apt-get update -qq && \
 		apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
-		{ echo "make test needs Chromium and its driver: install chromium and chromium-driver"; exit 1; }
+		{ echo "make nightly needs Chromium and its driver: install chromium and chromium-driver"; exit 1; }
 
-test: lint browser
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster'
+test: lint
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster and not nightly'
+
+# What takes longer than a change can wait for: browsers, the site, attacks, clusters, fresh versions.
+nightly: test browser
+	$(PY) -m pytest -n 2 --dist loadfile -m nightly
+	$(MAKE) test-cluster
+	$(MAKE) soak SOAK_OPTIONS="--scale 0.05"
+	$(MAKE) compat COMPAT=newest
 
 # Real daemons of Slurm and Ray, several nodes on this machine, and an ssh server. Debian's packages
 # have the others; Ray's jobs need its dashboard.

@@ -120,7 +120,7 @@ def test_the_first_dry_run_of_the_first_ten_minutes(
     assert "at most 50 trials" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
     tmp_path: Path,
 ) -> None:

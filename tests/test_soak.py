@@ -17,7 +17,7 @@ SHARE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHARE)
 def test_nothing_breaks(name: str) -> None:
     tally = ATTACKS[name].run(20_261_122, SHARE[name])

@@ -29,7 +29,7 @@ from testing.helpers import failed, plan_of
 from testing.made_up_runs import HOSTILE, Steady, write_run
 from tests.tuning.test_requests import Quiet
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 LASTS = 9  # the trial that would last for ever
 

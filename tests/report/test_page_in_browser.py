@@ -18,7 +18,7 @@ from testing.browser import barriers_of, chromium, errors_of, requests_of
 from testing.helpers import failed
 from testing.made_up_runs import HOSTILE, Measured, run_of_world
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
