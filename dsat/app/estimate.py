@@ -177,6 +177,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     log_tells_more = False
     try:
         with InstalledDeepSpeed() as deepspeed:
+            deepspeed.begin(experiment, program)
             if not deepspeed.has_answered:  # side by side, since both take seconds
                 engine.warm_up()
             deepspeed.check(experiment, program)

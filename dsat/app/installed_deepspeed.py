@@ -1,8 +1,7 @@
-"""What the installed DeepSpeed accepts, asked once for each version and remembered."""
+"""Answers of the installed DeepSpeed about a configuration, remembered from run to run."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -12,16 +11,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config
-from dsat.inputs import experiment as experiments
-from dsat.inputs.ds_schema import Schema
+from dsat.inputs.autotuning_section import SECTION
+from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.experiment import Experiment
+from dsat.inputs.experiment import OVERRIDES, Experiment
 from dsat.space.knobs import KNOBS
 from dsat.values import slow
 from dsat.values.files import PRIVATE_FOLDER, cache_folder
@@ -29,123 +29,197 @@ from dsat.values.files import PRIVATE_FOLDER, cache_folder
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
-_ASKER = "dsat.in_trial.deepspeed_schema"
-# What the answer depends on besides its version, for whoever works on DeepSpeed itself.
+_PROGRAM = "dsat.in_trial.config_check"
+# Files of DeepSpeed that the answers depend on besides its version, for those who work on it.
 _SOURCES = tuple(
     f"runtime/{name}.py"
-    for name in "config engine precision_config zero/config zero/offload_config "
-    "zero/stage_1_and_2 zero/stage3".split()
+    for name in "config precision_config zero/config zero/offload_config".split()
 )
-_ASKED_BY = ("deepspeed_schema.py",)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A configuration to check.
+
+    Attributes:
+        place: the file, and the keys that lead to the configuration in it.
+        whole: it is a whole configuration and not a part of one.
+        own: keys that the user's own configuration has, if unknown ones besides are refused.
+    """
+
+    place: str
+    config: Mapping[str, Any]
+    whole: bool = False
+    own: Mapping[str, Any] | None = None
 
 
 class InstalledDeepSpeed:
-    """The DeepSpeed beside dsat, and what it says of itself.
+    """The DeepSpeed beside dsat, asked in a process of its own, because its import takes seconds.
 
-    If that is not known yet, a process asks, since DeepSpeed takes seconds to import; meanwhile
-    other things may be done. Used as a context manager.
+    Used as a context manager. `begin` asks ahead of time, `check` waits for the answer. Where there
+    is no DeepSpeed, or trials run with another one, nothing is refused: the trials will tell.
     """
 
     def __init__(self) -> None:
-        self._path = _remembered_in()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed on leaving)
-        self._process: subprocess.Popen[bytes] | None = None
-        if self._path is not None and _read(self._path) is None:
-            self._process = _ask(self._path, self._errors)
+        self._asked: dict[str, _Asked] = {}
 
     def __enter__(self) -> InstalledDeepSpeed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
+        for asked in self._asked.values():
+            asked.close()
+
+    def begin(self, experiment: Experiment, program: Entrypoint) -> None:
+        """Ask about a configuration, unless the answer is known; does not wait."""
+        if not program.interpreter:
+            self._ask(list(_questions(experiment)))
 
     @property
     def has_answered(self) -> bool:
-        """Whether what it says is known, or that it says nothing; otherwise that takes a while."""
+        """Tell whether all answers are there, so that `check` does not wait."""
+        return all(asked.is_over for asked in self._asked.values())
+
+    def check(self, experiment: Experiment, program: Entrypoint) -> None:
+        """Check the user's configuration, their overrides and the values that they list.
+
+        Raises:
+            UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
+        """
+        questions = list(_questions(experiment))
+        asked = None if program.interpreter else self._ask(questions)
+        answer = None if asked is None else asked.answer
+        if answer is None:
+            return
+        for question, verdict in zip(questions, answer["verdicts"], strict=True):
+            problem, place = verdict["problem"], question.place
+            if problem is not None:
+                if problem["path"]:
+                    place += f"{'.' if ': ' in place else ': '}{problem['path']}"
+                raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
+            for key in verdict["ignored"]:
+                if question.own is not None and key not in question.own:
+                    raise UserInputError(
+                        f"DeepSpeed {answer['version']} reads no setting {key!r}",
+                        where=f"{place}.{key}",
+                        hint=verdict["hints"][key].strip(),
+                    )
+        ignored = ", ".join(answer["verdicts"][0]["ignored"])
+        if ignored:
+            where = experiment.ds_config_name
+            _log.info("%s: DeepSpeed %s does not read %s", where, answer["version"], ignored)
+
+    def knob_defaults(self, program: Entrypoint) -> dict[str, Any]:
+        """Return DeepSpeed's defaults of the knobs that it has, by their paths.
+
+        Empty if it cannot be asked.
+        """
+        if program.interpreter:
+            return {}
+        known = (asked.answer for asked in self._asked.values() if asked.is_over)
+        found = next((answer for answer in known if answer is not None), None)
+        if found is None:
+            asked = self._ask([])
+            found = None if asked is None else asked.answer
+        return {} if found is None else dict(found["defaults"])
+
+    def _ask(self, questions: list[_Question]) -> _Asked | None:
+        stamp = _stamp()
+        if stamp is None:
+            return None
+        configs = [{"config": q.config, "whole": q.whole} for q in questions]
+        text = json.dumps({"configs": configs, "defaults": [knob.path for knob in KNOBS]})
+        key = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
+        if key not in self._asked:
+            self._asked[key] = _Asked(cache_folder("deepspeed") / f"{key}.json", text)
+        return self._asked[key]
+
+
+class _Asked:
+    """A process that answers questions, or its answer, which is kept in a file.
+
+    Args:
+        path: the file.
+        text: the questions.
+    """
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if _read(path) is None:
+            self._begin(text)
+
+    def _begin(self, text: str) -> None:
+        try:
+            self._path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(prefix="dsat-")
+            questions = Path(self._folder.name) / "questions.json"
+            questions.write_text(text, encoding="utf-8")
+            with open(questions.with_name("stderr"), "wb") as errors:
+                self._process = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-m", _PROGRAM, str(questions), str(self._path)],
+                    cwd=self._folder.name,  # without modules that would be taken for others
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+        except OSError as error:
+            _log.info("DeepSpeed cannot check the configuration: %s", error)
+
+    @property
+    def is_over(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
     @functools.cached_property
-    def schema(self) -> Schema | None:
-        """What it accepts; None if there is no DeepSpeed, or it cannot be asked."""
-        if self._path is None:
-            return None
+    def answer(self) -> dict[str, Any] | None:
+        """The answer; None if there is none. Waits for it."""
         if self._process is not None:
-            with slow.told(_log, "asking DeepSpeed which settings it knows"):
+            with slow.told(_log, "checking the configuration with DeepSpeed"):
                 self._wait(self._process)
         return _read(self._path)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        assert self._folder is not None
         try:
             if process.wait(_TIMEOUT_S) == 0:
                 return
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip().splitlines()
-            why = (said or ["no word"])[-1]
+            text = (Path(self._folder.name) / "stderr").read_text(errors="replace")
+            why = (text.strip().splitlines() or ["it says nothing"])[-1]
         except subprocess.TimeoutExpired:
             why = f"no answer within {_TIMEOUT_S:g} s"
-        _log.info("DeepSpeed cannot be asked which settings it knows: %s", why)
+        _log.info("DeepSpeed cannot check the configuration: %s", why)
 
-    def check(self, experiment: Experiment, program: Entrypoint) -> None:
-        """Refuses what it refuses.
-
-        Where trials run with another DeepSpeed, or none can be asked, they will tell.
-
-        Raises:
-            UserInputError: a key, a type or a value of the user's configuration is wrong.
-        """
-        schema = None if program.interpreter else self.schema
-        if schema is None:
-            check_overrides(experiment)
-            return
-        where = experiment.ds_config_name
-        schema.check(experiment.ds_config, where=where)
-        schema.check(experiment.overrides, where=str(experiment.path), within=experiments.OVERRIDES)
-        known = {*schema.content["properties"], *experiment.ds_config}
-        for key in schema.ignored(experiment.overrides):
-            if key not in known:
-                raise UserInputError(
-                    f"DeepSpeed {schema.version} reads no setting {key!r}",
-                    where=f"{experiment.path}: {experiments.OVERRIDES}.{key}",
-                    hint=ds_config.did_you_mean(key, known).strip(),
-                )
-        for key, values in experiment.choices.items():
-            of_zero = key not in schema.content["properties"]
-            for value in values:
-                part = {key: value}
-                schema.check({"zero_optimization": part} if of_zero else part, where=where)
-        ignored = schema.ignored(experiment.ds_config)
-        if ignored:
-            _log.info("%s: DeepSpeed %s reads no %s", where, schema.version, ", ".join(ignored))
-
-    def knob_defaults(self, program: Entrypoint) -> dict[str, Any]:
-        """What a program's ranks take for knobs that are not given, by their paths.
-
-        Knobs that it has not got are not among them; empty if it cannot be asked.
-        """
-        schema = None if program.interpreter else self.schema
-        found: dict[str, Any] = {}
-        if schema is None:
-            return found
-        for knob in KNOBS:
-            with contextlib.suppress(KeyError):
-                found[knob.path] = schema.default(knob.path)
-        return found
+    def close(self) -> None:
+        """End the process, if it is not over."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
-def check_overrides(experiment: Experiment) -> None:
-    """Refuses settings that no DeepSpeed is known to have; for trials that run with another one.
+def _questions(experiment: Experiment) -> Iterator[_Question]:
+    """Yield the user's configuration, their overrides and each listed value."""
+    name, own, overrides = experiment.ds_config_name, experiment.ds_config, experiment.overrides
+    yield _Question(name, _asked_of(own), whole=not overrides)
+    if overrides:
+        yield _Question(f"{experiment.path}: {OVERRIDES}", _asked_of(overrides), own=own)
+        yield _Question(name, _asked_of(experiment.base_config), whole=True)
+    for key, values in experiment.choices.items():
+        if key not in BATCH_KEYS:
+            yield from (_Question(name, {"zero_optimization": {key: value}}) for value in values)
 
-    Raises:
-        UserInputError: there is one among the user's overrides.
-    """
-    where = f"{experiment.path}: {experiments.OVERRIDES}"
-    ds_config.check_keys(experiment.overrides, experiment.ds_config, where=where)
+
+def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the sections that dsat checks by itself."""
+    return {key: value for key, value in config.items() if key not in (SECTION, *BATCH_KEYS)}
 
 
-def _remembered_in() -> Path | None:
+@functools.cache
+def _stamp() -> str | None:
+    """Return what tells the installed DeepSpeed from all others; None if there is none."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None
@@ -153,44 +227,26 @@ def _remembered_in() -> Path | None:
     try:
         versions = [version(name) for name in ("deepspeed", "torch", "dsat")]
         changed = [(folder / source).stat().st_mtime_ns for source in _SOURCES]
-        asks = [(Path(__file__).parents[1] / "in_trial" / name).read_text() for name in _ASKED_BY]
+        program = Path(__file__).parents[1] / "in_trial" / f"{_PROGRAM.rpartition('.')[2]}.py"
+        return json.dumps([str(folder), versions, changed, program.stat().st_mtime_ns])
     except (PackageNotFoundError, OSError):  # a stand-in, or another layout
         return None
-    text = json.dumps([str(folder), versions, changed, asks])
-    return cache_folder("deepspeed") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
-def _read(path: Path) -> Schema | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Schema(str(found["version"]), found["schema"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
-def environment() -> dict[str, str]:
-    """Of a process that imports DeepSpeed to ask it something."""
+def _environment() -> dict[str, str]:
     package = str(Path(__file__).resolve().parents[2])
     given = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*filter(None, [given]), package]),
         "PYTHONSAFEPATH": "1",
-        "DS_ACCELERATOR": "cpu",  # a device is not needed, and may be stuck
+        "DS_ACCELERATOR": "cpu",  # a device is not needed, and may hang
     }
-
-
-def _ask(path: Path, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
-    try:
-        path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        return subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", _ASKER, str(path)],
-            cwd=path.parent,  # where there are no modules that would be taken for others
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-        )
-    except OSError as error:
-        _log.info("DeepSpeed cannot be asked which settings it knows: %s", error)
-        return None

@@ -104,6 +104,8 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         )
     source = sources.read(settings)
     with InstalledDeepSpeed() as deepspeed:
+        if source.config_known:
+            deepspeed.begin(source.experiment, source.program)
         return _prepared(settings, argv, source, deepspeed)
 
 

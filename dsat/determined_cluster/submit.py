@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app import installed_deepspeed, source
+from dsat.app import source
 from dsat.app.plans import plan_of
 from dsat.app.prepare import check_max_slots
 from dsat.determined_cluster import client as clients
@@ -155,7 +155,6 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     assert choice.master is not None
     clients.check_installed(choice.master)
     experiment = source.read_experiment(settings)
-    installed_deepspeed.check_overrides(experiment)
     slots = settings.slots or experiment.slots_per_trial
     try:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import TOP_LEVEL_KEYS, ZERO_KEYS, did_you_mean, whole_number
+from dsat.inputs.ds_config import BATCH_KEYS, did_you_mean, whole_number
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.value_lists import distinct, listed_values
 from dsat.values.trial import TrialOptions
@@ -271,18 +271,19 @@ def _arg_mappings(config: Mapping[str, Any], section: _Section) -> dict[str, str
             f"must be a mapping from settings to flags, not {given!r}",
             where=section.at("arg_mappings"),
         )
-    settings = {*TOP_LEVEL_KEYS, *ZERO_KEYS, *_all_keys(config), CHECKPOINTING}
+    settings = {*BATCH_KEYS, *_all_keys(config), CHECKPOINTING}
     mappings: dict[str, str] = {}
     for raw_setting, raw_flag in given.items():
         setting = str(raw_setting).strip()
         where = section.at(f"arg_mappings.{setting}")
         if raw_flag is None:
             continue
-        if setting not in settings:
+        near = "" if setting in settings else did_you_mean(setting, settings)
+        if near:
             raise UserInputError(
-                f"DeepSpeed has no setting {setting!r}",
+                f"the configuration has no setting {setting!r}",
                 where=where,
-                hint=did_you_mean(setting, settings) + "Correct it or leave it out.",
+                hint=near + "Correct it or leave it out.",
             )
         name = raw_flag.strip() if isinstance(raw_flag, str) else ""
         if not name.lstrip("-") or len(name.split()) > 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import BATCH_KEYS, INTEGER_SETTINGS, check_zero_value, whole_number
+from dsat.inputs.ds_config import BATCH_KEYS, check_zero_value, is_integer, whole_number
 
 STAGES = (0, 1, 2, 3)
 ALL_STAGES = "all"
@@ -107,7 +107,7 @@ def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
         return None
     if key == "stage":
         return _stages(value, where)
-    check = _whole_setting if key in INTEGER_SETTINGS else _single
+    check = _whole_setting if is_integer(key) else _single
     return _options(value, where, check)
 
 

@@ -188,14 +188,6 @@ KNOBS = (
         "spreads the copies of gradients to the host over the ranks",
     ),
     Knob(
-        "allgather_partitions",
-        (True, False),
-        (1, 2, 3),
-        _ALWAYS,
-        "one gather against several broadcasts; nothing in deepspeed 0.19.8 reads it",
-        unasked=_NEVER,
-    ),
-    Knob(
         "stage3_max_live_parameters",
         (10**9, 10**8, 10**10),
         (3,),

@@ -43,8 +43,8 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """Return a plan with the space of the run that it continues.
 
-    Earlier versions recorded what DeepSpeed refuses, and the first ones no defaults of DeepSpeed:
-    a run without these has no knobs that came later.
+    Earlier versions recorded what DeepSpeed refuses. A run has the knobs of its recorded defaults;
+    the first ones recorded none, and have no knobs that came later.
     """
     first = events[0] if events else {}
     earlier = first.get("plan")
@@ -53,7 +53,11 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     refused = earlier.get("refused")
     if isinstance(refused, Mapping):
         plan = replace(plan, refused=refused)
-    return plan if earlier.get("defaults") else replace(plan, defaults={}, slots_per_host=0)
+    defaults = earlier.get("defaults")
+    if not isinstance(defaults, Mapping) or not defaults:
+        return replace(plan, defaults={}, slots_per_host=0)
+    today = plan.defaults
+    return replace(plan, defaults={path: today.get(path, own) for path, own in defaults.items()})
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:

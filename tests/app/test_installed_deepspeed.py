@@ -1,8 +1,8 @@
-"""The installed DeepSpeed is asked once, and nothing depends on an answer."""
+"""DeepSpeed is asked once for each configuration, and its answer decides."""
 
 from __future__ import annotations
 
-import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,38 @@ from dsat.app import installed_deepspeed
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.errors import UserInputError
 from dsat.inputs import experiment as experiments
-from dsat.inputs.ds_schema import Schema
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 
 PROGRAM = Entrypoint(script="train.py")
-CONTENT = {
-    "type": "object",
-    "additionalProperties": True,
-    "properties": {
-        "zero_optimization": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "overlap_comm": {"type": "boolean", "default": False},
-                "sub_group_size": {"type": "integer", "default": 7},
-            },
-        }
-    },
-}
+OTHER = replace(PROGRAM, interpreter="/another/python3")
+# A stand-in: refuses `wrong` in a section, ignores other keys than `zero_optimization`.
+STAND_IN = """
+    import json, sys
+    asked = json.load(open(sys.argv[1]))
+    with open(sys.argv[2] + ".count", "a") as file:
+        file.write("x")
+    verdicts = []
+    for question in asked["configs"]:
+        zero = question["config"].get("zero_optimization", {})
+        problem = {"path": "zero_optimization.wrong", "message": "is wrong", "hint": ""}
+        ignored = [key for key in question["config"] if key != "zero_optimization"]
+        problem = problem if "wrong" in zero.values() or "wrong" in zero else None
+        hints = dict.fromkeys(ignored, "")
+        verdicts.append({"problem": problem, "ignored": ignored, "hints": hints})
+    answer = {"version": "0.99", "verdicts": verdicts, "defaults": {"a.b": 7}}
+    json.dump(answer, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "stand_in.py").write_text(textwrap.dedent(STAND_IN))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(installed_deepspeed, "_PROGRAM", "stand_in")
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: "0.99")
+    return tmp_path / "dsat" / "deepspeed"
 
 
 def experiment(overrides: dict[str, Any] | None = None, **config: Any) -> Experiment:
@@ -39,82 +52,52 @@ def experiment(overrides: dict[str, Any] | None = None, **config: Any) -> Experi
     return replace(found, path=Path("exp.yaml"), overrides=overrides or {})
 
 
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files into which a DeepSpeed was asked to write, which it did."""
-    found: list[Path] = []
-
-    def ask(path: Path, errors: Any) -> None:
-        found.append(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"version": "0.99", "schema": CONTENT}))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(installed_deepspeed, "_ask", ask)
-    return found
-
-
-def test_deepspeed_is_asked_once(asked: list[Path]) -> None:
-    for _ in range(2):
-        with InstalledDeepSpeed() as deepspeed:
-            assert deepspeed.schema == Schema("0.99", CONTENT)
-    assert len(asked) == 1
-    asked[0].write_text("{")
-    with InstalledDeepSpeed() as deepspeed:
-        assert deepspeed.schema == Schema("0.99", CONTENT)
-    assert len(asked) == 2
-
-
 def check(own: Experiment, program: Entrypoint = PROGRAM) -> None:
     with InstalledDeepSpeed() as deepspeed:
+        deepspeed.begin(own, program)
         deepspeed.check(own, program)
 
 
-def knob_defaults(program: Entrypoint = PROGRAM) -> dict[str, Any]:
-    with InstalledDeepSpeed() as deepspeed:
-        return deepspeed.knob_defaults(program)
+def test_each_configuration_is_asked_about_once(cache: Path) -> None:
+    for size in (1, 1, 2):
+        with InstalledDeepSpeed() as deepspeed:
+            deepspeed.check(experiment(zero_optimization={"sub_group_size": size}), PROGRAM)
+            assert deepspeed.knob_defaults(PROGRAM) == {"a.b": 7}
+    assert [path.read_text() for path in cache.glob("*.count")] == ["x", "x"]
+    for path in cache.glob("*.json"):
+        path.write_text("{")
+    check(experiment(zero_optimization={"sub_group_size": 1}))
+    assert sorted(path.read_text() for path in cache.glob("*.count")) == ["x", "xx"]
 
 
-def test_what_it_refuses_is_refused(asked: list[Path]) -> None:
+def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
     def refused(own: Experiment) -> str:
         with pytest.raises(UserInputError) as caught:
             check(own)
         return str(caught.value)
 
-    check(experiment(zero_optimization={"overlap_comm": True}))
-    wrong = {"zero_optimization": {"overlap_com": True}}
-    assert refused(experiment(**wrong)).startswith("ds.json: zero_optimization.overlap_com: ")
-    listed = experiment(zero_optimization={"overlap_comm": [True, "often"]})
-    assert refused(listed).startswith("ds.json: zero_optimization.overlap_comm: must be true or")
+    wrong = {"zero_optimization": {"wrong": 1}}
+    assert refused(experiment(**wrong)).startswith("ds.json: zero_optimization.wrong: is wrong")
+    listed = experiment(zero_optimization={"overlap_comm": [True, "wrong"]})
+    assert refused(listed).startswith("ds.json: zero_optimization.wrong: is wrong")
     place = "exp.yaml: hyperparameters.overwrite_deepspeed_args"
-    assert refused(experiment(wrong)).startswith(f"{place}.zero_optimization.overlap_com: ")
-    # Of a whole configuration the script may read some itself; of overrides nothing else does.
+    assert refused(experiment(wrong)).startswith(f"{place}.zero_optimization.wrong: is wrong")
+    # A script may read sections of its own in its configuration, but not in overrides.
     own: dict[str, Any] = {"my_script": 1}
     check(experiment(None, **own))
     check(experiment(own, **own))
     assert refused(experiment(own)).startswith(f"{place}.my_script: DeepSpeed 0.99 reads no")
-    assert asked
 
 
-def test_the_defaults_of_knobs_are_those_that_it_has(asked: list[Path]) -> None:
-    assert knob_defaults() == {
-        "zero_optimization.overlap_comm": False,
-        "zero_optimization.sub_group_size": 7,
-    }
-    other = replace(PROGRAM, interpreter="/another/python3")
-    assert knob_defaults(other) == {}
-    check(experiment(zero_optimization={"nonsense": 1}), other)
-    assert len(asked) == 1
-
-
-def test_where_it_cannot_be_asked_our_own_list_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_refused_where_deepspeed_does_not_answer(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.executable", "/bin/false")
+    wrong = experiment(zero_optimization={"wrong": 1})
+    check(wrong, OTHER)
     with InstalledDeepSpeed() as deepspeed:
-        assert deepspeed.schema is None
-    assert knob_defaults() == {}
-    check(experiment(zero_optimization={"nonsense": 1}))
-    with pytest.raises(UserInputError, match="gradient_cliping"):
-        check(experiment({"gradient_cliping": 1}))
+        assert deepspeed.knob_defaults(OTHER) == {}
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    check(wrong)
+    with InstalledDeepSpeed() as deepspeed:
+        assert deepspeed.knob_defaults(PROGRAM) == {}
+    assert not list(cache.glob("*.json"))

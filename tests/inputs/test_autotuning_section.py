@@ -278,7 +278,7 @@ ERRORS: list[tuple[Any, str]] = [
     ),
     (
         {"arg_mappings": {"train_micro_batch_size": "--b"}},
-        "ds.json: autotuning.arg_mappings.train_micro_batch_size: DeepSpeed has no setting "
+        "ds.json: autotuning.arg_mappings.train_micro_batch_size: the configuration has no setting "
         "'train_micro_batch_size'. Did you mean 'train_micro_batch_size_per_gpu'? Correct it or "
         "leave it out.",
     ),

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,9 +9,6 @@ import pytest
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import (
     BATCH_KEYS,
-    TOP_LEVEL_KEYS,
-    ZERO_KEYS,
-    check_keys,
     fingerprint,
     for_use,
     merge,
@@ -216,110 +211,7 @@ def test_a_batch_size_must_be_a_positive_integer(key: str, value: object) -> Non
     assert repr(value) in str(caught.value)
 
 
-# -- keys
-
-
-@pytest.mark.parametrize(
-    ("overrides", "where", "suggestion"),
-    [
-        ({"zero_optimisation": {}}, "exp.yaml.zero_optimisation", "'zero_optimization'"),
-        ({"train_batchsize": 1}, "exp.yaml.train_batchsize", "'train_batch_size'"),
-        (
-            {"zero_optimization": {"overlap_com": True}},
-            "exp.yaml.zero_optimization.overlap_com",
-            "'overlap_comm'",
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "steps_per_print": 1}},
-            "exp.yaml.zero_optimization.steps_per_print",
-            None,
-        ),
-        ({"completely_else_zzz": 1}, "exp.yaml.completely_else_zzz", None),
-    ],
-)
-def test_a_key_that_deepspeed_does_not_know(
-    overrides: dict[str, Any], where: str, suggestion: str | None
-) -> None:
-    with pytest.raises(UserInputError, match="DeepSpeed has no setting") as caught:
-        check_keys(overrides, {}, where="exp.yaml")
-    assert caught.value.where == where
-    if suggestion is not None:
-        assert f"Did you mean {suggestion}?" in caught.value.hint
-    assert "put it into the DeepSpeed configuration itself" in caught.value.hint
-
-
-def test_keys_that_deepspeed_or_the_user_know_are_accepted() -> None:
-    base = {"house_key": 1, "zero_optimization": {"house_knob": 2}}
-    for overrides in (
-        {},
-        {"train_batch_size": 4, "fp16": {"anything": 1}},
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        {"house_key": 3, "zero_optimization": {"house_knob": 4}},
-    ):
-        check_keys(overrides, base, where="exp.yaml")
-    with pytest.raises(UserInputError, match="house_knob"):
-        check_keys({"house_knob": 1}, base, where="exp.yaml")
-
-
-@pytest.mark.parametrize("value", [True, 2, "stage 2", [1], None])
-def test_a_zero_section_must_be_a_mapping(value: object) -> None:
-    with pytest.raises(UserInputError, match="must be a mapping") as caught:
-        check_keys({"zero_optimization": value}, {}, where="exp.yaml")
-    assert caught.value.where == "exp.yaml.zero_optimization"
-
-
-_ASK_DEEPSPEED = """
-import json
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-class Asked(dict):
-    keys_asked = set()
-    def get(self, key, default=None):
-        self.keys_asked.add(key)
-        return super().get(key, default)
-    def __contains__(self, key):
-        self.keys_asked.add(key)
-        return super().__contains__(key)
-    def __getitem__(self, key):
-        self.keys_asked.add(key)
-        return super().__getitem__(key)
-    def keys(self):
-        return self
-
-DeepSpeedConfig(Asked(train_batch_size=1))
-fields = DeepSpeedZeroConfig.model_fields
-aliases = [field.alias for field in fields.values() if field.alias]
-print(json.dumps([sorted(Asked.keys_asked), [*fields, *aliases]]))
-"""
-
-
-@pytest.mark.slow
-def test_the_keys_hold_against_the_installed_deepspeed() -> None:
-    # In a process of its own: importing DeepSpeed warns, and warnings are errors here.
-    asked = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ASK_DEEPSPEED],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    top_level, zero = json.loads(asked.stdout.splitlines()[-1])
-    assert len(top_level) > 50 and len(zero) > 40
-    assert set(top_level) - TOP_LEVEL_KEYS == set()
-    assert set(zero) - ZERO_KEYS == set()
-
-
 # -- the rest
-
-
-def test_a_configuration_for_use_has_nothing_of_an_autotuner() -> None:
-    config = {**NESTED, "autotuning": {"enabled": True}}
-    clean = for_use(config)
-    assert clean == NESTED
-    clean["optimizer"]["params"]["betas"].append(1)
-    assert config == {**NESTED, "autotuning": {"enabled": True}}
-    assert config["optimizer"]["params"]["betas"] == [0.9, 0.99]
 
 
 def test_equal_configurations_have_equal_fingerprints() -> None:

@@ -324,13 +324,6 @@ def test_only_deepspeeds_own_adam_is_offloaded_in_part(
     assert "offload_optimizer.ratio" not in _knobs(Strategy(3, NVME), config=config)
 
 
-def test_what_nothing_reads_is_searched_only_when_asked_for() -> None:
-    assert "allgather_partitions" not in _knobs(Strategy(2))
-    assert _knobs(Strategy(2), tune=["allgather_partitions"])["allgather_partitions"] == (
-        *(True, False),
-    )
-
-
 def test_a_freed_setting_begins_with_the_users_own_value() -> None:
     config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}}
     fixed = ("overlap_comm", "reduce_bucket_size")

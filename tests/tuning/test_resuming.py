@@ -145,6 +145,13 @@ def test_a_run_that_did_not_ask_deepspeed_goes_on_without_what_came_since() -> N
     assert key not in str(proposed)
 
 
+def test_a_run_goes_on_with_the_knobs_that_it_began_with() -> None:
+    gone, known, new = (f"zero_optimization.{key}" for key in ("gone", "reduce_scatter", "new"))
+    earlier = events_of(plan_of(max_trials=3, defaults={gone: 1, known: True}), World(), slots=1)
+    resumed, _ = tuner_of(plan_of(max_trials=5, defaults={known: True, new: 2}), earlier)
+    assert resumed.plan.defaults == {gone: 1, known: True}
+
+
 def test_a_run_that_knew_what_deepspeed_refuses_goes_on_in_the_same_space() -> None:
     asked = plan_of(max_trials=3, zero_stages=(1, 2), refused={"z2": {WHOLE_STRATEGY: (2,)}})
     earlier = events_of(asked, World(), slots=1)

@@ -1,0 +1,294 @@
+"""Validation of DeepSpeed configurations by the installed DeepSpeed itself.
+
+    python3 -m dsat.in_trial.config_check QUESTIONS ANSWERS
+
+reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from a file and
+writes the version, the first problem of each configuration, keys that DeepSpeed does not read, and
+its defaults into another. No list of settings is ours: DeepSpeed's models refuse keys and types,
+and what its other readers ask a section for is recorded while they read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import logging
+import sys
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsat.inputs.ds_config import AUTO, did_you_mean
+from dsat.values.files import write_atomically
+
+_BATCH: Mapping[str, Any] = {"train_batch_size": 1}
+_BY_HAND = ("value_error", "assertion_error")  # pydantic's types of validators written by hand
+_SLIP = 0.85  # likeness from which on a key that DeepSpeed ignores is taken for a typing error
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A setting that DeepSpeed does not take.
+
+    Attributes:
+        path: the keys that lead to it, with dots between them; empty for the whole.
+    """
+
+    path: str
+    message: str
+    hint: str = ""
+
+
+@dataclass
+class Verdict:
+    """The result for one configuration: its first problem, and keys that DeepSpeed ignores.
+
+    Attributes:
+        hints: the nearest known key of each ignored one, if there is one.
+    """
+
+    problem: Problem | None = None
+    ignored: list[str] = field(default_factory=list)
+    hints: dict[str, str] = field(default_factory=dict)
+
+
+class _Section(dict[str, Any]):
+    """A mapping that records the keys it was asked for.
+
+    Attributes:
+        defaults: by key, the value that the reader takes if it is missing.
+        is_open: a reader took all keys, as models do, which check them.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        parts = {k: _Section(v) if isinstance(v, Mapping) else v for k, v in content.items()}
+        super().__init__(parts)
+        self.defaults: dict[str, Any] = {}
+        self.is_open = False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.defaults[key] = default
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.defaults.setdefault(key, None)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.defaults.setdefault(str(key), None)
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # readers look for a key in it
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_open = True
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.is_open = True
+        return super().items()
+
+    def values(self) -> Any:
+        self.is_open = True
+        return super().values()
+
+    def __copy__(self) -> _Section:
+        return self
+
+
+def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
+    """Return the verdict of DeepSpeed on a configuration.
+
+    Each key is read by itself, so that the place of a problem is known, then all of them together.
+
+    Args:
+        config: without lists of values to try; "auto" counts as not given.
+        whole: it is a whole configuration and not only a part of one.
+        version: of DeepSpeed, for messages.
+    """
+    found = Verdict()
+    kept = _without_auto(config)
+    said: dict[str, str] = {}  # the key that is refused by itself, by DeepSpeed's words
+    for key, value in kept.items():
+        section, error = _read({key: value})
+        if error is not None and _is_of_model(error):
+            return Verdict(_problem_of_model(key, error, version))
+        if error is not None:
+            said[_text(error)] = key
+        elif key not in section.defaults:
+            near = did_you_mean(key, section.defaults, likeness=_SLIP)
+            if near:
+                return Verdict(Problem(key, f"DeepSpeed {version} reads no setting {key!r}", near))
+            found.ignored.append(key)
+            found.hints[key] = did_you_mean(key, section.defaults)
+        else:
+            problem = _of_values(section, [key], (), version)
+            if problem is not None:
+                return Verdict(problem)
+    if whole:
+        error = _read(kept)[1]
+        if error is not None:
+            text = _text(error)
+            found.problem = Problem(said.get(text, ""), f"DeepSpeed {version} refuses it: {text}")
+    return found
+
+
+def default(path: str) -> Any:
+    """Return the default of a setting, None if JSON has no word for it.
+
+    Raises:
+        KeyError: this DeepSpeed has no such setting.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    top, _, rest = path.partition(".")
+    if top == "zero_optimization":
+        model: Any = DeepSpeedZeroConfig
+        *sections, key = rest.split(".")
+        for section in sections:
+            model = _model_in(_field(model, section))
+        found = _field(model, key).get_default()
+    else:
+        whole: Any = _read({top: {"dsat asks": 0}})[0]
+        found = whole[top].defaults[rest] if rest else whole.defaults[top]
+    found = found.value if isinstance(found, enum.Enum) else found
+    return found if isinstance(found, (bool, int, float, str)) else None
+
+
+def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
+    """Have DeepSpeed read a configuration; return what it asked for, and its objection."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    section = _Section({**config, **_BATCH})
+    try:
+        DeepSpeedConfig(section)
+    except Exception as error:  # each reader objects in its own way
+        return section, error
+    return section, None
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Tell keys and types that a model refuses from conditions on several settings."""
+    from pydantic import ValidationError
+
+    return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND
+
+
+def _problem_of_model(key: str, error: Any, version: str) -> Problem:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    path = path if path[:1] == [key] else [key, *path]
+    if first["type"] == "extra_forbidden":
+        near = did_you_mean(path[-1], _names(error.title, first["loc"][:-1]))
+        return Problem(".".join(path), f"DeepSpeed {version} has no setting {path[-1]!r}", near)
+    wanted = first["msg"].partition(", unable")[0].removeprefix("Input should be ")
+    return Problem(".".join(path), f"must be {wanted}, not {first['input']!r}")
+
+
+def _of_values(
+    section: _Section, keys: Iterable[str], path: tuple[str, ...], version: str
+) -> Problem | None:
+    """Return the first typing error and the first value that is not of the type of its default."""
+    for key in keys:
+        place, value = ".".join([*path, key]), dict.get(section, key)
+        if key not in section.defaults:
+            near = "" if section.is_open else did_you_mean(key, section.defaults, likeness=_SLIP)
+            if near:
+                return Problem(place, f"DeepSpeed {version} reads no setting {key!r}", near)
+            continue
+        if isinstance(value, _Section):
+            problem = _of_values(value, dict.keys(value), (*path, key), version)
+            if problem is not None:
+                return problem
+        wanted = _type_of(section.defaults[key])
+        if wanted and value is not None and not isinstance(value, wanted[0]):
+            return Problem(place, f"must be {wanted[1]}, not {value!r}")
+    return None
+
+
+def _type_of(default: Any) -> tuple[tuple[type, ...], str] | None:
+    """Return the types that a reader with this default can use, and what people call them."""
+    if isinstance(default, bool):
+        return (bool, int), "true or false"
+    if isinstance(default, (int, float)):
+        return (int, float), "a number"
+    return ((str,), "text") if isinstance(default, str) and default != AUTO else None
+
+
+def _names(title: str, path: Iterable[Any]) -> list[str]:
+    """Return the settings of a model by its name, or of one inside it."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    model = next((cls for cls in _subclasses(DeepSpeedConfigModel) if cls.__name__ == title), None)
+    for key in path:
+        model = model and _model_in(_field(model, str(key)))
+    fields = {} if model is None else model.model_fields
+    return [name for key, found in fields.items() for name in (key, found.alias or key)]
+
+
+def _field(model: Any, name: str) -> Any:
+    """Return the field of a model by its name or alias; KeyError if it has none."""
+    for key, found in ({} if model is None else model.model_fields).items():
+        if name in (key, found.alias):
+            return found
+    raise KeyError(name)
+
+
+def _model_in(found: Any) -> Any:
+    """Return the model among the types of a field, or None."""
+    kinds = [found.annotation, *typing.get_args(found.annotation)]
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for inner in cls.__subclasses__():
+        yield inner
+        yield from _subclasses(inner)
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != AUTO
+    }
+
+
+def _text(error: Exception) -> str:
+    """Return an objection as one line."""
+    from pydantic import ValidationError
+
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        text = f"{place}: {first['msg']}" if place else first["msg"]
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
+def main() -> None:
+    """Answer the questions of one file in another."""
+    logging.disable(logging.WARNING)
+    questions, answers = map(Path, sys.argv[1:3])
+    asked = json.loads(questions.read_text(encoding="utf-8"))
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print what they like
+        import deepspeed
+
+        version = deepspeed.__version__
+        verdicts = [check(c["config"], whole=c["whole"], version=version) for c in asked["configs"]]
+        defaults = {}
+        for path in asked["defaults"]:
+            with contextlib.suppress(KeyError):
+                defaults[path] = default(path)
+    found = {"version": version, "verdicts": [asdict(v) for v in verdicts], "defaults": defaults}
+    write_atomically(answers, json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

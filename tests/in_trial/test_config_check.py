@@ -1,0 +1,120 @@
+"""Configurations are checked by the installed DeepSpeed's own readers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.space.knobs import KNOBS
+
+pytestmark = pytest.mark.slow  # imports DeepSpeed
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a ZeRO setting that does not exist": (
+        {"zero_optimization": {"stage": 1, "reduce_bucket": 10**6}},
+        "zero_optimization.reduce_bucket",
+        "'reduce_bucket_size'",
+    ),
+    "a setting of a section that does not exist": (
+        {"bf16": {"enable": True}},
+        "bf16.enable",
+        "'enabled'",
+    ),
+    "a typing error that DeepSpeed ignores": (
+        {"gradient_cliping": 1.0},
+        "gradient_cliping",
+        "'gradient_clipping'",
+    ),
+    "a typing error in a section without a model": (
+        {"activation_checkpointing": {"cpu_checkpoint": True}},
+        "activation_checkpointing.cpu_checkpoint",
+        "'cpu_checkpointing'",
+    ),
+    "a typing error in a section of a section": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_mem": True}}},
+        "zero_optimization.offload_param.pin_mem",
+        "'pin_memory'",
+    ),
+    "a setting of a monitor": ({"csv_monitor": {"enable": True}}, "csv_monitor.enable", "enabled"),
+    "a removed section": ({"amp": {"enabled": True}}, "amp", "removed"),
+    "two precisions": (
+        {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+        "",
+        "cannot be simultaneously enabled",
+    ),
+    "a word for a truth value": (
+        {"zero_optimization": {"overlap_comm": "often"}},
+        "zero_optimization.overlap_comm",
+        "not 'often'",
+    ),
+    "a word for a number": ({"gradient_clipping": "much"}, "gradient_clipping", "not 'much'"),
+    "a number out of bounds": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 1.5}}},
+        "zero_optimization.offload_optimizer.ratio",
+        "not 1.5",
+    ),
+}
+TAKEN: dict[str, dict[str, Any]] = {
+    "auto": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "gradient_clipping": "auto"},
+    "usual": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "sub_group_size": 5e8, "stage3_max_live_parameters": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "wall_clock_breakdown": False,
+        "tensorboard": {"enabled": True, "output_path": "x"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "my_own": {"lr": 1},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("check")
+    configs = [config for config, _, _ in REFUSED.values()] + list(TAKEN.values())
+    part = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    questions = {
+        "configs": [{"config": config, "whole": True} for config in configs]
+        + [{"config": part, "whole": False}, {"config": part, "whole": True}],
+        "defaults": [*(knob.path for knob in KNOBS), "zero_optimization.nothing"],
+    }
+    asked, answered = folder / "questions.json", folder / "answers.json"
+    asked.write_text(json.dumps(questions))
+    command = [sys.executable, "-m", "dsat.in_trial.config_check", str(asked), str(answered)]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    found: dict[str, Any] = json.loads(answered.read_text())
+    return found
+
+
+def test_problems_have_their_place_and_a_close_match(answers: dict[str, Any]) -> None:
+    for (_, path, said), verdict in zip(REFUSED.values(), answers["verdicts"], strict=False):
+        problem = verdict["problem"]
+        assert problem["path"] == path
+        assert said in problem["message"] + problem["hint"]
+
+
+def test_what_deepspeed_takes_is_taken(answers: dict[str, Any]) -> None:
+    verdicts = answers["verdicts"][len(REFUSED) :]
+    assert [verdict["problem"] for verdict in verdicts[: len(TAKEN)]] == [None] * len(TAKEN)
+    assert verdicts[len(TAKEN) - 1]["ignored"] == ["my_own"]
+
+
+def test_conditions_on_several_settings_count_for_whole_configurations_only(
+    answers: dict[str, Any],
+) -> None:
+    part, whole = answers["verdicts"][-2:]
+    assert part["problem"] is None
+    assert "Stage 3" in whole["problem"]["message"]
+
+
+def test_defaults_of_knobs(answers: dict[str, Any]) -> None:
+    defaults = answers["defaults"]
+    assert set(defaults) == {knob.path for knob in KNOBS}
+    assert defaults["zero_optimization.stage3_max_live_parameters"] == 10**9
+    assert defaults["zero_optimization.offload_optimizer.pin_memory"] is True
+    assert defaults["activation_checkpointing.cpu_checkpointing"] is False
