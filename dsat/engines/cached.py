@@ -33,7 +33,7 @@ class CachedEngine:
     def launch(self, trial: Trial) -> None:
         again = trial.kind is TrialKind.FINAL  # what is known is what it is to confirm
         outcome = None if again else self._known.get(key(trial, self._plan))
-        if outcome is None:
+        if outcome is None or (trial.profiles and outcome.profile is None):
             self._engine.launch(trial)
         else:
             self._answers.append((trial.id, outcome))

@@ -163,7 +163,7 @@ class Task:
         """The chief's report: metrics that the web UI plots, and the searcher's own."""
         if core_context.distributed.rank != 0 or self._told:
             return
-        metrics = numbers(outcome)
+        metrics = numbers(outcome, measures=self.meter.spec.measures)
         if metrics:
             core_context.train.report_validation_metrics(
                 steps_completed=steps_completed, metrics=metrics
@@ -205,12 +205,12 @@ class Task:
         os._exit(1)
 
 
-def numbers(outcome: Outcome) -> dict[str, float]:
+def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
     """The values of an outcome that can be plotted.
 
     Of a profile its own alone: with the metric that is searched it would rank among the trials.
     """
-    part = outcome.profile or outcome.metrics
+    part = outcome.metrics if measures else outcome.profile
     found: dict[str, Any] = {} if part is None else part.to_json()
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 

@@ -408,7 +408,7 @@ class Meter:
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
         # Only a step that was made tells how many the warm-up needs.
-        if applied == max(self._start_step - 1, 1) and not self.spec.profile:
+        if applied == max(self._start_step - 1, 1) and self.spec.measures:
             more, slowest_s = self._ahead(marks, applied)
             if more:
                 self._first_measured = applied + 1 + more
@@ -504,7 +504,7 @@ class Meter:
         most = self._affordable(spec.options.max_steps, measured_s / count)
         enough = times.ci95 <= CI_TARGET or count >= most or self._is_beaten(self.outcome)
         missing_s = 0.0
-        if not self._accelerator.is_synchronized_device() and not spec.profile:
+        if not self._accelerator.is_synchronized_device() and spec.measures:
             missing_s = spec.options.measured_s - measured_s
         missing = math.ceil(missing_s / max(measured_s / count, 1e-6)) if missing_s > 0 else 0
         missing = min(missing, most + MAX_EXTRA_STEPS - seen)
@@ -529,7 +529,7 @@ class Meter:
         Raises:
             InvalidTrial: none of these steps was full.
         """
-        if self.outcome is not None or not self.attached or self.spec.profile:
+        if self.outcome is not None or not self.attached or not self.spec.measures:
             return
         self._steps = [*self._early, *self._steps]
         fewest = -int(self._maximum([-float(len(self._steps))])[0])

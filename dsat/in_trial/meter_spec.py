@@ -21,6 +21,7 @@ class MeterSpec(Recorded):
         micro_batch, gas, stage, slots: what the engine must turn out to use.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
+        measures: the figures are for comparing; False where the profile alone is wanted.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         batch_dimensions, fed_instead: see `ModelProfile`.
         to_beat, longest_s: see `Trial`.
@@ -33,6 +34,7 @@ class MeterSpec(Recorded):
     slots: int
     host_slots: int = 1
     profile: bool = False
+    measures: bool = True
     flops_per_sample: float | None = None
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     fed_instead: Mapping[str, int] = field(default_factory=dict)
@@ -44,10 +46,10 @@ class MeterSpec(Recorded):
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
         """What to measure in a trial."""
-        profile = trial.kind is TrialKind.PROFILE
-        if profile:
-            # It is not compared with anything: one step is enough. Peaks are those of the second,
-            # since an optimizer's moments are there after the first.
+        measures = trial.kind is not TrialKind.PROFILE
+        if not measures:
+            # One step is enough. Peaks are those of the second, since an optimizer's moments are
+            # there after the first.
             options = replace(options, start_step=3, end_step=3, max_steps=1)
         return cls(
             options,
@@ -56,7 +58,8 @@ class MeterSpec(Recorded):
             stage=trial.stage,
             slots=slots,
             host_slots=host_slots,
-            profile=profile,
+            profile=trial.profiles,
+            measures=measures,
             flops_per_sample=trial.flops_per_sample,
             batch_dimensions=trial.batch_dimensions,
             fed_instead=trial.fed_instead,

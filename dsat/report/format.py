@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 def outcome(result: Outcome, metric_name: str) -> str:
     """One line on what came of a trial; the profile trial is not for comparing."""
-    if result.metrics is None or result.profile is not None:
+    if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
         message = shortened(result.message)
         return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))

@@ -18,7 +18,7 @@ class Narrator:
 
     def started(self, trial: Trial) -> list[str]:
         """As a trial begins; the first ones take their time."""
-        if trial.kind is not TrialKind.PROFILE:
+        if not trial.profiles:
             return []
         return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
 
@@ -35,9 +35,15 @@ class Narrator:
 
     def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
         """How a trial ended; of a profile trial, what it has found."""
-        if outcome.profile is not None and outcome.ok:
-            return _of_profile(outcome.profile)
-        return [_of_trial(run, trial, outcome)]
+        found = [] if outcome.profile is None else _of_profile(outcome.profile)
+        return (
+            found
+            if trial.kind is TrialKind.PROFILE and found
+            else [
+                *found,
+                _of_trial(run, trial, outcome),
+            ]
+        )
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """What each strategy needs."""

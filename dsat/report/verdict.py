@@ -180,7 +180,7 @@ def _of_search(run: Run, best: Trial) -> list[str]:
     """Without finals."""
     assert run.plan is not None
     baseline, first = run.baseline, next(iter(run.trials.values()))
-    if baseline is None and run.outcomes[first.id].kind.is_out_of_memory:
+    if baseline in (None, first) and run.outcomes[first.id].kind.is_out_of_memory:
         return [
             f"Your own configuration does not fit: {first.strategy} ran out of memory at micro "
             f"batch {first.batch.micro_batch}."

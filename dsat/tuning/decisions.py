@@ -25,7 +25,7 @@ from dsat.tuning.run import (
     Run,
 )
 from dsat.tuning.search_phase import SearchPhase
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial
 
 
 class Decisions:
@@ -162,8 +162,7 @@ class Decisions:
         """Tells the phases what came of their trials, before they decide anything more."""
         unheard, self._unheard = self._unheard, []
         for trial in unheard:
-            of_profile = trial.kind is TrialKind.PROFILE
-            phase: Phase | None = self._profiling if of_profile else self._searching
+            phase: Phase | None = self._profiling if trial.profiles else self._searching
             assert phase is not None
             phase.hear(trial, self.run.outcomes[trial.id])
 

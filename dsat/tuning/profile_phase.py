@@ -1,6 +1,8 @@
-"""Profiles the model, in the first strategy in which it fits."""
+"""The first trials: the user's own configuration, and the model's profile."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -12,7 +14,7 @@ from dsat.values.zero_strategy import Strategy, of_config
 
 
 class ProfilePhase(Phase):
-    """Trials with the smallest micro batch, one after the other, until one of them ran.
+    """The user's own configuration; if it fails, the smallest micro batch until a trial ran.
 
     Args:
         plan: what is tuned.
@@ -30,9 +32,11 @@ class ProfilePhase(Phase):
         self._trials = trials
         self._ladder = strategies.rungs(plan)
         self._heard: str | None = None  # what the last error said
+        self._tried: set[int] = set()  # micro batches that failed in this strategy
         self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
         self._rung = -1  # of the ladder; -1: the user's own strategy
-        self._next_micro_batch: int | None = self._smallest_micro_batch
+        self._own_is_next = plan.own_first
+        self._next_micro_batch: int | None = None if plan.own_first else self._smallest_micro_batch
 
     @property
     def climbed(self) -> bool:
@@ -52,13 +56,19 @@ class ProfilePhase(Phase):
         return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
+        if self._own_is_next:
+            self._own_is_next, own = False, self._plan.own_batch
+            return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
         micro_batch, self._next_micro_batch = self._next_micro_batch, None
         return None if micro_batch is None else self._trial(micro_batch)
 
     def hear(self, trial: Trial, outcome: Outcome) -> None:
         profile = outcome.profile
         if not outcome.ok or profile is None:
-            self._hear_failure(trial, outcome)
+            if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
+                self._next_micro_batch = self._smallest_micro_batch
+            else:
+                self._hear_failure(trial, outcome)
         elif self._plan.metric == "FLOPS_per_gpu" and not profile.flops_per_sample:
             self.failure = (
                 "the profile trial failed: no FLOPs of the model could be counted (custom "
@@ -74,11 +84,20 @@ class ProfilePhase(Phase):
         else:
             self.profile = profile
 
+    def _may_fit_smaller(self, outcome: Outcome) -> bool:
+        """Decide whether the smallest micro batch may train where the user's own failed."""
+        own = self._plan.own_batch
+        if outcome.kind is OutcomeKind.INVALID:
+            return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
+        if outcome.kind is OutcomeKind.ERROR:
+            return False  # the same rules as for a profile, which try both micro batches
+        return own.config() != self._overrides(self._smallest_micro_batch)
+
     def _hear_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Profiles again in another way, or gives up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
-            self.failure = outcome.said_of("the profile trial")  # whatever its configuration
+            self.failure = outcome.said_of(name_of_trial(trial))  # whatever its configuration
             return
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._heard
@@ -86,18 +105,21 @@ class ProfilePhase(Phase):
         if failed and not self.climbed and self._is_refused(outcome):
             self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._sharded:
+                self._tried.clear()
                 self._next_micro_batch = smallest
                 return
-        if failed and not again and trial.batch.micro_batch == smallest != own:
-            # Some models cannot train on so few samples (batch normalisation, say).
-            self._next_micro_batch = own
+        self._tried.add(trial.batch.micro_batch)
+        # Some models cannot train on so few samples (batch normalisation, say).
+        if failed and not again and not {smallest, own} <= self._tried:
+            self._next_micro_batch = own if smallest in self._tried else smallest
             return
         on_the_ladder = failed and self._rung >= 0 and not again
         if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
             self._rung += 1
+            self._tried.clear()
             self._next_micro_batch = smallest
             return
-        self.failure = outcome.said_of("the profile trial")
+        self.failure = outcome.said_of(name_of_trial(trial))
 
     def _is_refused(self, outcome: Outcome) -> bool:
         """Whether DeepSpeed itself failed at stage 0.
@@ -115,13 +137,23 @@ class ProfilePhase(Phase):
 
     def _trial(self, micro_batch: int) -> Trial:
         plan = self._plan
+        batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
+        overrides = self._overrides(micro_batch)
+        return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
+
+    def _overrides(self, micro_batch: int) -> dict[str, Any]:
+        """Overrides of a profile trial in the strategy that is tried now."""
         if self._rung >= 0:
             strategy = self._ladder[self._rung]
         else:
-            strategy = self._sharded[0] if self._sharded else of_config(plan.base_config)
-        overrides = strategies.profile_overrides(plan, strategy, micro_batch)
-        batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
-        return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
+            strategy = self._sharded[0] if self._sharded else of_config(self._plan.base_config)
+        return strategies.profile_overrides(self._plan, strategy, micro_batch)
+
+
+def name_of_trial(trial: Trial) -> str:
+    """Name of one of the first trials in messages."""
+    own = trial.kind is TrialKind.BASELINE
+    return "your own configuration" if own else "the profile trial"
 
 
 def _is_deepspeeds(traceback: str) -> bool:

@@ -50,6 +50,7 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
+    plan = replace(plan, own_first=bool(earlier.get("own_first")))
     refused = earlier.get("refused")
     if isinstance(refused, Mapping):
         plan = replace(plan, refused=refused)

@@ -211,8 +211,9 @@ class Run:
         value = outcome.value(self._objective)
         if outcome.most_samples is not None:
             self.most_samples = min(outcome.most_samples, self.most_samples or outcome.most_samples)
-        if trial.kind is TrialKind.PROFILE:
+        if trial.profiles:
             self._profiled = outcome
+        if trial.kind is TrialKind.PROFILE:
             return
         if trial.kind is TrialKind.FINAL:
             if self.finals is not None:

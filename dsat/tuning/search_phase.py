@@ -61,7 +61,7 @@ class SearchPhase(Phase):
         self._run = run
         self._trials = trials
         self._space = space
-        self._baseline_due = baseline
+        self._baseline_due = baseline and not plan.own_first
         self._trial_by_config: dict[str, int] = {}
         self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
         self._settings_of: dict[int, Mapping[str, Any]] = {}  # of trials but the user's own
@@ -88,6 +88,8 @@ class SearchPhase(Phase):
         )
         self._most_samples: int | None = None
         self._tell_of_data()
+        if plan.own_first and run.baseline is not None:
+            self._take_in_baseline(run.baseline)
 
     @property
     def stop_reason(self) -> str | None:
@@ -178,10 +180,20 @@ class SearchPhase(Phase):
         self._settings_of[trial.id] = settings
         return trial
 
+    def _take_in_baseline(self, own: Trial) -> None:
+        """Learn from the user's own configuration, which ran before the search."""
+        digest = self._trials.fingerprint(own.overrides, own.script_args)
+        self._trial_by_config[digest] = own.id
+        self._learn(own, self._run.outcomes[own.id])
+
     def hear(self, trial: Trial, outcome: Outcome) -> None:
-        self._costs.learn(trial, outcome)
         if self.forecast is not None:
             self.forecast.learn(trial.overrides, trial.script_args, outcome)
+        self._learn(trial, outcome)
+
+    def _learn(self, trial: Trial, outcome: Outcome) -> None:
+        """Has the search and the ramp take in what came of a trial."""
+        self._costs.learn(trial, outcome)
         if outcome.metrics is not None and self._run.noise is not None:
             # Earlier finals have shown how much one run differs from the next.
             metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)

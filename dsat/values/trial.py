@@ -88,7 +88,7 @@ class Trial(Recorded):
     """One run of the user's script under one configuration.
 
     Attributes:
-        id: sequential from 0; 0 is the model profile.
+        id: sequential from 0; the first one profiles the model.
         name: says what it is (`z2_gas1_tmbspg4`); unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
@@ -117,6 +117,15 @@ class Trial(Recorded):
     predicted_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
+
+    @property
+    def profiles(self) -> bool:
+        """The trial counts the model's parameters, FLOPs and activations in its first step.
+
+        It is the first of its run, or follows one that failed.
+        """
+        own_first = self.kind is TrialKind.BASELINE and self.id == 0
+        return own_first or self.kind is TrialKind.PROFILE
 
     def __post_init__(self) -> None:
         if not self.strategy:

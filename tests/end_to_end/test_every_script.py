@@ -214,7 +214,7 @@ def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> No
     )  # fmt: skip
     assert told.status == 0, told
     run = run_of(plain / "run")
-    profiles = [t for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    profiles = [t for t in run.trials.values() if t.profiles]
     *failed, fitted = [run.outcomes[t.id].kind for t in profiles]
     assert failed and set(failed) == {OutcomeKind.OOM} and fitted is OutcomeKind.OK
     assert [t.strategy for t in profiles] == ["z0", "z1", "z3"][: len(profiles)]

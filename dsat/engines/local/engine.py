@@ -368,7 +368,7 @@ class LocalEngine:
         if program.needs_command:
             launch = CommandLaunch.of(launch, self._program)
         write_atomically(folder / SPEC_FILE, json.dumps(launch.spec().to_json(), indent=1) + "\n")
-        if trial.kind is TrialKind.PROFILE and meter is not None:
+        if trial.profiles and meter is not None:
             self._working.watch()
         in_view = self._needs_view(start, alone=alone)
         cwd = self._working.view_for(folder) if in_view else self._working.real
@@ -468,7 +468,7 @@ class LocalEngine:
             self._run_again(running, outcome, again)
             return []
         self._start_waiting()
-        if running.trial.kind is TrialKind.PROFILE and outcome.ok:
+        if running.trial.profiles and outcome.ok:
             self._warm_up_for(running.folder)
             outcome = self._with_smallest_device(outcome)
         _bring_home(running.folder)
@@ -491,7 +491,7 @@ class LocalEngine:
 
     def _settle_folder(self, running: Running, outcome: Outcome) -> None:
         """Learns of the working folder from a trial that ended, and clears its view of it."""
-        if running.trial.kind is TrialKind.PROFILE and running.meter is not None:
+        if running.trial.profiles and running.meter is not None:
             self._working.look()
         elif running.in_view and outcome.ok:
             shutil.rmtree(running.folder / VIEW)

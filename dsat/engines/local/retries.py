@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dsat.engines.local.running import Running
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import TrialKind
 
 FRESH_PROCESSES_ONLY = (
     "the script runs in fresh processes only, as with --cold: every trial starts slowly"
@@ -98,7 +97,7 @@ class Retries:
         warnings = list(outcome.warnings)
         if running.again_alone:
             warnings.append(BESIDE_OTHERS)
-        is_profile = running.trial.kind is TrialKind.PROFILE
+        is_profile = running.trial.profiles
         if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
             # Aborted in fresh processes too: that was not the fork.
             self._aborts_by_itself = True
@@ -129,13 +128,13 @@ class Retries:
         no_fork = any(part in outcome.message for part in signs)
         if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
             return no_fork
-        return running.trial.kind is TrialKind.PROFILE or no_fork
+        return running.trial.profiles or no_fork
 
     def _may_be_the_start(self, running: Running, outcome: Outcome) -> bool:
         """Whether the script lacks something that the command which starts it would provide: it
         fails where the command did not when it was run."""
         ended = running.canceled or running.timed_out or running.by_command
-        is_profile = running.trial.kind is TrialKind.PROFILE
+        is_profile = running.trial.profiles
         failed = outcome.kind is OutcomeKind.ERROR and outcome.before_engine
         return self._has_command and is_profile and failed and not ended
 

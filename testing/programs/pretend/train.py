@@ -63,7 +63,7 @@ def main(context: Any, info: Any) -> None:
         outcome = outcome_of(spec)
         if behaviour != "runs":
             continue
-        metrics = numbers(outcome)
+        metrics = numbers(outcome, measures=spec.get("measures", True))
         if metrics:
             context.train.report_validation_metrics(steps_completed=1, metrics=metrics)
         op.report_completed({OUTCOME_KEY: outcome.to_json()})
