@@ -12,7 +12,7 @@ from dsat.values.zero_strategy import CPU, NONE, Strategy
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides whether a knob can matter.
+    """The facts that decide whether a knob can matter.
 
     Attributes:
         cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
@@ -28,47 +28,45 @@ class Situation:
     bf16: bool = False
     slots_per_host: int = 0
 
+    @property
+    def optimizer_offloaded(self) -> bool:
+        return self.strategy.offload_optimizer != NONE
 
-@dataclass(frozen=True)
-class Condition:
-    """When a knob can matter."""
+    @property
+    def parameters_offloaded(self) -> bool:
+        return self.strategy.offload_param != NONE
 
-    text: str
-    holds: Callable[[Situation], bool]
+    @property
+    def steps_on_host(self) -> bool:
+        """Tell whether DeepSpeedCPUAdam makes the optimizer's steps."""
+        return self.strategy.offload_optimizer == CPU and self.cpu_adam
 
 
-_ALWAYS = Condition("always", lambda s: True)
-_SEVERAL_SLOTS = Condition("more than one slot", lambda s: s.slots > 1)
-_FETCHES = Condition(
-    "more than one slot, or offloaded parameters",
-    lambda s: s.slots > 1 or s.strategy.offload_param != NONE,
-)
-_OPTIMIZER_OFFLOADED = Condition(
-    "an offloaded optimizer", lambda s: s.strategy.offload_optimizer != NONE
-)
-_PARTLY_OFFLOADED = Condition(
-    "DeepSpeedCPUAdam on the cpu",
-    lambda s: s.strategy.offload_optimizer == CPU and s.cpu_adam,
-)
-_COPIES_TO_HOST = Condition(
-    "more than one slot and an offloaded optimizer",
-    lambda s: s.slots > 1 and s.strategy.offload_optimizer != NONE,
-)
-_PARAMETERS_OFFLOADED = Condition(
-    "offloaded parameters", lambda s: s.strategy.offload_param != NONE
-)
-_ON_DEVICE = Condition("slots with memory of their own", lambda s: s.on_device)
-_OVER_HOSTS = Condition("several hosts", lambda s: s.slots_per_host > 0)
-_NOTHING_OFFLOADED = Condition(
-    "slots with memory of their own, and nothing offloaded by ZeRO",
-    lambda s: s.on_device and NONE == s.strategy.offload_optimizer == s.strategy.offload_param,
-)
-_NEVER = Condition("never", lambda s: False)
-# runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
-_STATES_IN_BF16 = Condition(
-    "bf16, and no offloaded optimizer but DeepSpeedCPUAdam on the cpu",
-    lambda s: s.bf16 and (s.strategy.offload_optimizer == NONE or _PARTLY_OFFLOADED.holds(s)),
-)
+Condition = Callable[[Situation], bool]
+
+
+def _always(_: Situation) -> bool:
+    return True
+
+
+def _never(_: Situation) -> bool:
+    return False
+
+
+def _several_slots(s: Situation) -> bool:
+    return s.slots > 1
+
+
+def _fetches(s: Situation) -> bool:
+    return s.slots > 1 or s.parameters_offloaded
+
+
+def _compiles(s: Situation) -> bool:
+    return s.on_device and not s.optimizer_offloaded and not s.parameters_offloaded
+
+
+def _on_device(s: Situation) -> bool:
+    return s.on_device
 
 
 @dataclass(frozen=True)
@@ -80,11 +78,11 @@ class Knob:
             leads into a section.
         values: DeepSpeed's default first.
         stages: the ZeRO stages that read it.
-        condition: when it can matter in them.
         reason: why it is worth trying, in one line.
-        elements: whether the values count parameters, so that any beyond the model's are alike.
-        unasked: when it is searched without `--tune` or a list of values: never, if it changes what
-            is computed, or does something in some scripts only.
+        when: the condition under which it can matter in them.
+        elements: the values count parameters, so that all beyond the model's size are alike.
+        unasked: the condition under which it is searched without `--tune` or a list of values:
+            never, if it changes what is computed, or has an effect in some scripts only.
         divides_slots: the values are numbers of slots, and must divide those of a trial.
         is_later: it came after runs that are resumed without it, and whose trials' names are
             digests of configurations without its default. Searched unasked only where the
@@ -94,10 +92,10 @@ class Knob:
     key: str
     values: tuple[Any, ...]
     stages: tuple[int, ...]
-    condition: Condition
     reason: str
+    when: Condition = _always
     elements: bool = False
-    unasked: Condition = _ALWAYS
+    unasked: Condition = _always
     divides_slots: bool = False
     is_later: bool = False
 
@@ -108,7 +106,7 @@ class Knob:
         return self.key if is_top else f"zero_optimization.{self.key}"
 
     def usable(self, situation: Situation) -> tuple[Any, ...]:
-        """The values that DeepSpeed takes there; of slots that share something, those of a host."""
+        """Return the values that a trial can have."""
         if not self.divides_slots:
             return self.values
         of_host = situation.slots_per_host
@@ -117,6 +115,7 @@ class Knob:
 
 
 HPZ = "zero_hpz_partition_size"
+_SWITCH_ON, _SWITCH_OFF = (False, True), (True, False)  # the default first
 # deepspeed/compile/config.py: it offloads either of them, and in stage 3 only.
 _DEEPCOMPILE = tuple(
     {"deepcompile": is_on, "offload_activation": activation, "offload_opt_states": states}
@@ -127,6 +126,13 @@ _DEEPCOMPILE = tuple(
         (True, False, True),
     )
 )
+_LOW_PRECISION_STATES = tuple(
+    {"bf16_master_weights_and_grads": is_low, "bf16_optimizer_states": is_low}
+    for is_low in _SWITCH_ON
+)
+_COMPILE_REASON = "DeepSpeed's own compiler, if the script calls engine.compile()"
+_PIN_REASON = "pinned memory is copied faster, and is not to be had for anything else"
+_OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucket"
 
 BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
 BUCKETS += (10**9, 5 * 10**9)
@@ -140,7 +146,6 @@ KNOBS = (
         "reduce_bucket_size",
         BUCKETS,
         (1, 2, 3),
-        _ALWAYS,
         "small buckets save memory, large ones need fewer reductions",
         elements=True,
     ),
@@ -148,218 +153,196 @@ KNOBS = (
         "allgather_bucket_size",
         BUCKETS,
         (1, 2),
-        _SEVERAL_SLOTS,
         "small buckets save memory, large ones need fewer gathers",
+        when=_several_slots,
         elements=True,
     ),
-    Knob(
-        "overlap_comm",
-        (False, True),
-        (1, 2),
-        _SEVERAL_SLOTS,
-        "hides reductions behind the backward pass, for a second bucket",
-    ),
-    Knob(
-        "overlap_comm",  # zero/config.py:382: on by default in stage 3 alone
-        (True, False),
-        (3,),
-        _SEVERAL_SLOTS,
-        "hides reductions behind the backward pass, for a second bucket",
-    ),
+    Knob("overlap_comm", _SWITCH_ON, (1, 2), _OVERLAP_REASON, when=_several_slots),
+    # zero/config.py:382: on by default in stage 3 alone.
+    Knob("overlap_comm", _SWITCH_OFF, (3,), _OVERLAP_REASON, when=_several_slots),
     Knob(
         "reduce_scatter",
-        (True, False),
+        _SWITCH_OFF,
         (1, 2, 3),
-        _SEVERAL_SLOTS,
         "reduce-scatter moves less than all-reduce, in more operations",
+        when=_several_slots,
     ),
     Knob(
         "contiguous_gradients",
-        (True, False),
+        _SWITCH_OFF,
         (1, 2, 3),
-        _ALWAYS,
         "avoids fragmentation at the price of a copy",
     ),
     Knob(
         "round_robin_gradients",
-        (False, True),
+        _SWITCH_ON,
         (1, 2),
-        _COPIES_TO_HOST,
         "spreads the copies of gradients to the host over the ranks",
+        when=lambda s: s.slots > 1 and s.optimizer_offloaded,
     ),
     Knob(
         "stage3_max_live_parameters",
         (10**9, 10**8, 10**10),
         (3,),
-        _FETCHES,
         "more parameters kept after use need fewer gathers",
+        when=_fetches,
         elements=True,
     ),
     Knob(
         "stage3_max_reuse_distance",
         (10**9, 10**8, 10**10),
         (3,),
-        _FETCHES,
         "keeps parameters that are soon used again",
+        when=_fetches,
         elements=True,
     ),
     Knob(
         "stage3_prefetch_bucket_size",
         (5 * 10**7, 5 * 10**6, 5 * 10**8),
         (3,),
-        _FETCHES,
         "fetching further ahead hides gathers",
+        when=_fetches,
         elements=True,
     ),
     Knob(
         "stage3_param_persistence_threshold",
         (10**5, 10**4, 10**6),
         (3,),
-        _FETCHES,
         "small parameters are cheaper kept than gathered",
+        when=_fetches,
         elements=True,
     ),
     Knob(
         "sub_group_size",
         (10**9, 10**8, 10**7),
         (3,),
-        _ALWAYS,
         "small groups need smaller copies in the optimizer step, and more of them",
         elements=True,
     ),
     Knob(
         "offload_optimizer.pin_memory",
-        (True, False),
+        _SWITCH_OFF,
         (1, 2, 3),
-        _OPTIMIZER_OFFLOADED,
-        "pinned memory is copied faster, and is not to be had for anything else",
+        _PIN_REASON,
+        when=lambda s: s.optimizer_offloaded,
     ),
     Knob(
         "offload_optimizer.ratio",
         (1.0, 0.75, 0.5),
         (3,),
-        _PARTLY_OFFLOADED,
         "the rest of the optimizer's step is made on the accelerator",
+        when=lambda s: s.steps_on_host,
     ),
     Knob(
         "offload_param.pin_memory",
-        (True, False),
+        _SWITCH_OFF,
         (3,),
-        _PARAMETERS_OFFLOADED,
-        "pinned memory is copied faster, and is not to be had for anything else",
+        _PIN_REASON,
+        when=lambda s: s.parameters_offloaded,
     ),
     Knob(
         "stage3_use_all_reduce_for_fetch_params",
-        (False, True),
+        _SWITCH_ON,
         (3,),
-        _SEVERAL_SLOTS,
         "fetching by all-reduce spares the host the copies of a gather",
-        unasked=_ON_DEVICE,
+        when=_several_slots,
+        unasked=_on_device,
         is_later=True,
     ),
     Knob(
         "stage3_allgather_sequential",
-        (False, True),
+        _SWITCH_ON,
         (3,),
-        _SEVERAL_SLOTS,
         "gathers that need no buffer, one for each parameter",
-        unasked=_ON_DEVICE,
+        when=_several_slots,
+        unasked=_on_device,
         is_later=True,
     ),
     Knob(
         "stage3_module_granularity_threshold",
         (0, 10**5, 10**6, 10**7),
         (3,),
-        _SEVERAL_SLOTS,
         "small modules that are fetched together cost the host less",
-        unasked=_NEVER,  # not every model can be simulated with it
+        when=_several_slots,
+        unasked=_never,  # not every model can be simulated with it
         is_later=True,
     ),
     Knob(
         HPZ,
         (1, 2, 4, 8, 16),
         (3,),
-        _SEVERAL_SLOTS,
         "a second copy of the parameters within a host spares gathers between hosts",
-        unasked=_OVER_HOSTS,
+        when=_several_slots,
+        unasked=lambda s: s.slots_per_host > 0,
         divides_slots=True,
         is_later=True,
     ),
     # What follows changes what is computed, or depends on what the script does: see `unasked`.
     Knob(
         "zero_quantized_weights",
-        (False, True),
+        _SWITCH_ON,
         (3,),
-        _SEVERAL_SLOTS,
         "gathers of 8 bits in place of 16; losses change",
-        unasked=_NEVER,
+        when=_several_slots,
+        unasked=_never,
         is_later=True,
     ),
     Knob(
         "zero_quantized_gradients",
-        (False, True),
+        _SWITCH_ON,
         (3,),
-        _SEVERAL_SLOTS,
         "reductions of 4 bits in place of 16; losses change",
-        unasked=_NEVER,
+        when=_several_slots,
+        unasked=_never,
         is_later=True,
     ),
     Knob(
         "offload_optimizer.super_offload",
-        (False, True),
+        _SWITCH_ON,
         (3,),
-        _PARTLY_OFFLOADED,
         "the host's steps run beside the backward pass; for Superchips",
-        unasked=_NEVER,
+        when=lambda s: s.steps_on_host,
+        unasked=_never,
         is_later=True,
     ),
     Knob(
         "bf16",
-        tuple(
-            {"bf16_master_weights_and_grads": is_low, "bf16_optimizer_states": is_low}
-            for is_low in (False, True)
-        ),
+        _LOW_PRECISION_STATES,
         (1, 2, 3),
-        _STATES_IN_BF16,
         "master weights, gradients and moments of half the size; losses change",
-        unasked=_NEVER,
+        # runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
+        when=lambda s: s.bf16 and (not s.optimizer_offloaded or s.steps_on_host),
+        unasked=_never,
         is_later=True,
     ),
-    Knob(
-        "compile",
-        _DEEPCOMPILE[:2],
-        (1, 2),
-        _NOTHING_OFFLOADED,
-        "DeepSpeed's own compiler, if the script calls engine.compile()",
-        unasked=_NEVER,
-        is_later=True,
-    ),
-    Knob(
-        "compile",
-        _DEEPCOMPILE,
-        (3,),
-        _NOTHING_OFFLOADED,
-        "DeepSpeed's own compiler, if the script calls engine.compile()",
-        unasked=_NEVER,
-        is_later=True,
+    *(
+        Knob(
+            "compile",
+            values,
+            stages,
+            _COMPILE_REASON,
+            when=_compiles,
+            unasked=_never,
+            is_later=True,
+        )
+        for values, stages in ((_DEEPCOMPILE[:2], (1, 2)), (_DEEPCOMPILE, (3,)))
     ),
     Knob(
         "activation_checkpointing.cpu_checkpointing",
-        (False, True),
+        _SWITCH_ON,
         (0, 1, 2, 3),
-        _ALWAYS,
         "what deepspeed.checkpointing keeps lies on the host",
-        unasked=_NEVER,
+        unasked=_never,
         is_later=True,
     ),
 )
-# What `--tune` and `--fix` may name besides the knobs: whole sections, and the script's switches.
+# Names for `--tune` and `--fix` besides the knobs: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
 KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
-    """What DeepSpeed takes in a stage for settings of `zero_optimization` that are not given.
+    """Return DeepSpeed's defaults in a stage for settings of `zero_optimization`.
 
     Args:
         later: those of knobs that came later, in place of the others; see `Knob`.
@@ -370,7 +353,7 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
-    """The bucket sizes that need the least memory, but for those the user chose."""
+    """Return the bucket sizes that need the least memory, but for those the user chose."""
     return {
         knob.key: min(knob.values)
         for knob in KNOBS

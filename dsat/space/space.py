@@ -204,9 +204,9 @@ def _branch(
             continue
         asked_for = knob.key in freedom.tune or knob.key in freedom.choices
         known = knob.path in freedom.defaults if freedom.defaults else not knob.is_later
-        if not knob.condition.holds(situation):
+        if not knob.when(situation):
             continue
-        if not asked_for and not (known and knob.unasked.holds(situation)):
+        if not asked_for and not (known and knob.unasked(situation)):
             continue
         listed = freedom.choices.get(knob.key)
         if listed:

@@ -380,7 +380,7 @@ def test_the_installed_deepspeeds_defaults_come_first() -> None:
     assert found[key] == (False, True)
 
 
-NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked.holds(Situation(Strategy(3), 8))]
+NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked(Situation(Strategy(3), 8))]
 
 
 def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
