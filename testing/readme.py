@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.settings import ESTIMATE, EstimateSettings, Settings
+from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 

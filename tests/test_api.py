@@ -21,8 +21,9 @@ from dsat.app import hosts, keywords, local
 from dsat.app.prepare import Prepared
 from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
-from dsat.inputs.settings import EstimateSettings, Settings
+from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES, RandomSearch
 from dsat.tuning import search_phase
 from dsat.values.outcome import Outcome, OutcomeKind

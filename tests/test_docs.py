@@ -13,9 +13,10 @@ import pytest
 
 from dsat.cli import settings_from_argv
 from dsat.cli.main import main
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import options_of
-from dsat.inputs.settings import EstimateSettings, Settings
+from dsat.inputs.settings import Settings
 from testing.made_up_runs import Steady, write_run
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,8 @@
-"""Which cards, and how many of them, a model needs."""
+"""The fewest cards of each size that hold a model."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +42,7 @@ class Choice:
     sequence_length: int | None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "memory_bytes": self.memory_bytes,
-            "cards": self.cards,
-            "strategy": self.strategy.name,
-            "micro_batch": self.micro_batch,
-            "host_bytes": self.host_bytes,
-            "sequence_length": self.sequence_length,
-        }
+        return {**vars(self), "strategy": self.strategy.name}
 
     def __str__(self) -> str:
         said = f"{self.cards} card{'s' if self.cards > 1 else ''} with {self.strategy.label}"
@@ -62,11 +56,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What is the least of a size of cards.
+    """The fewest cards of a size.
 
     Attributes:
         memory_bytes: of a card.
-        plain: without offloading; None if not even the most cards that are tried are enough.
+        plain: without offloading; None if the largest number that is tried is not enough.
         offloaded: with offloading, if fewer cards are then enough.
     """
 
@@ -93,7 +87,7 @@ def advise(
     strategies: Sequence[Strategy],
     sequence_length: int | None,
 ) -> list[Advice]:
-    """The fewest cards of each size, by formula.
+    """Return the fewest cards of each size, by formula.
 
     Args:
         facts: of the model.
@@ -101,35 +95,25 @@ def advise(
         strategies: the ladder.
         sequence_length: of the samples from which the facts come.
     """
+
+    def fewest(size: int, among: Sequence[Strategy]) -> Choice | None:
+        basis = Basis((Variant({}, facts),))
+        for cards, strategy in itertools.product(_COUNTS, among):
+            model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
+            config = configuration(strategy, cards)
+            most = min(model.largest(model.shape(config, {})), float(LARGEST_MICRO_BATCH))
+            if most >= 1:
+                needed = closed_form.estimate(facts, config, slots=cards, micro_batch=int(most))
+                longest = None if sequence_length is None else int(sequence_length * most)
+                return Choice(size, cards, strategy, int(most), needed.host, longest)
+        return None
+
     without = [s for s in strategies if NONE == s.offload_optimizer == s.offload_param]
+    rest = [s for s in strategies if s not in without]
     advice = []
     for size in SIZES:
-        plain = _fewest(size, facts, configuration, without, sequence_length)
-        rest = [s for s in strategies if s not in without]
-        offloaded = _fewest(size, facts, configuration, rest, sequence_length)
+        plain, offloaded = fewest(size, without), fewest(size, rest)
         if plain is not None and offloaded is not None and offloaded.cards >= plain.cards:
             offloaded = None
         advice.append(Advice(size, plain, offloaded))
     return advice
-
-
-def _fewest(
-    size: int,
-    facts: ModelFacts,
-    configuration: Callable[[Strategy, int], Mapping[str, Any]],
-    strategies: Sequence[Strategy],
-    sequence_length: int | None,
-) -> Choice | None:
-    basis = Basis((Variant({}, facts),))
-    for cards in _COUNTS:
-        model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
-        for strategy in strategies:
-            config = configuration(strategy, cards)
-            most = min(model.largest(model.shape(config, {})), float(LARGEST_MICRO_BATCH))
-            if most < 1:
-                continue
-            micro_batch = int(most)
-            needed = closed_form.estimate(facts, config, slots=cards, micro_batch=micro_batch)
-            longest = None if sequence_length is None else int(sequence_length * most)
-            return Choice(size, cards, strategy, micro_batch, needed.host, longest)
-    return None

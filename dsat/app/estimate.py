@@ -1,12 +1,13 @@
-"""`dsat estimate`: what each rung of the ladder needs, without running a trial."""
+"""`dsat estimate`: the memory that each rung of the ladder needs, without running a trial."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.settings import OPTIMIZERS, EstimateSettings
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -55,15 +56,14 @@ LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.of
 
 @dataclass(frozen=True)
 class Line:
-    """What one strategy needs.
+    """Memory of one strategy on a number of slots.
 
     Attributes:
         slots: data-parallel slots.
         estimate: with a micro batch of one sample.
         needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
-        recomputed: whether activations are recomputed; None: as the script has it.
-        slots_per_node: at most so many are on a node; None if that was not asked.
+        recomputed: activations are recomputed; None: as the script has it.
     """
 
     strategy: Strategy
@@ -72,32 +72,24 @@ class Line:
     needed: int
     largest: Mapping[int, int]
     recomputed: bool | None = None
-    slots_per_node: int | None = None
-
-    @property
-    def host_bytes(self) -> int:
-        """Of the host's memory: of a node's slots, or of one."""
-        return self.estimate.host * min(self.slots, self.slots_per_node or 1)
 
     def to_json(self) -> dict[str, Any]:
-        of_node = {} if self.slots_per_node is None else {"host_bytes_per_node": self.host_bytes}
         return {
             "strategy": self.strategy.name,
             "slots": self.slots,
             "activation_checkpointing": self.recomputed,
             "memory": self.estimate.to_json(),
             "peak_bytes": self.needed,
-            **of_node,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
         }
 
 
 @dataclass(frozen=True)
 class Way:
-    """A model in one way of having its activations.
+    """A model with its activations kept or recomputed.
 
     Attributes:
-        recomputed: whether they are recomputed; None: as the script has it.
+        recomputed: None: as the script has it.
         model: its parameters and activations.
         lines: one for every strategy and number of slots.
         cards: the fewest cards of each usual size.
@@ -111,12 +103,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each rung of the ladder needs.
+    """Memory of each rung of the ladder.
 
     Attributes:
         name: of the experiment, or of the command's script.
         ways: the model as the script has it; or with its activations kept, recomputed, or both.
-        note: what was asked for and is not in it.
+        note: why a part that you asked for is missing.
     """
 
     name: str
@@ -125,18 +117,18 @@ class Estimate:
 
     @property
     def model(self) -> ModelFacts:
-        """Its parameters and activations; of two ways those of the first, which keeps them."""
+        """Parameters and activations of the first way, which keeps them if there are two."""
         return self.ways[0].model
 
     @property
     def lines(self) -> list[Line]:
-        """One for every number of slots, strategy and way."""
+        """A line for every number of slots, strategy and way."""
         together = zip(*(way.lines for way in self.ways), strict=True)
         return [line for same in together for line in same]
 
     @property
     def cards(self) -> list[Advice]:
-        """The fewest cards of each usual size, of each way."""
+        """The fewest cards of each usual size and way."""
         return [advice for way in self.ways for advice in way.cards]
 
     def to_json(self) -> dict[str, Any]:
@@ -165,7 +157,7 @@ class Estimate:
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
-    """Simulates the script's model, and tells what it needs.
+    """Simulate the script's model and return the memory that it needs.
 
     Raises:
         UserInputError: something of the settings or the files is wrong.
@@ -174,7 +166,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
     source = _source(settings)
     engine = SimulationEngine(source, survey.TIMEOUT_S)
     experiment, program = source.experiment, source.program
-    log_tells_more = False
+    keep_log = False
     try:
         with InstalledDeepSpeed() as deepspeed:
             deepspeed.begin(experiment, program)
@@ -193,14 +185,14 @@ def estimate(settings: EstimateSettings) -> Estimate:
             )
             return in_all_ways(experiment.name, base, simulator, settings)
     except SimulationUnavailable as error:
-        log_tells_more = True
+        keep_log = True
         raise DsatError(
             f"memory cannot be estimated: {error}. The script was run up to its first training "
             f"step; its log is {engine.log}."
         ) from None
     finally:
         engine.close()
-        if not log_tells_more:
+        if not keep_log:
             shutil.rmtree(engine.folder, ignore_errors=True)
 
 
@@ -233,24 +225,16 @@ def _way(
     simulator: Simulator,
     settings: EstimateSettings,
 ) -> Way | None:
-    """The tables of the model with its activations so; None if it cannot be told to recompute."""
+    """Return the tables of one way; None if the model cannot be told to recompute."""
     simulator.recompute(recomputed)
     facts = simulator.facts(base)
     if recomputed and not simulator.recomputes:
         return None
-    found = lines(
-        base,
-        facts,
-        simulator,
-        slot_counts=settings.slot_counts,
-        slot_memories=settings.slot_memories,
-        exact=settings.exact or _needs_simulation(base),
-        recomputed=recomputed,
-        slots_per_node=settings.slots_per_node,
-    )
+    exact = settings.exact or _needs_simulation(base)
+    found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
     length = simulator.sequence_length
     advice = cards.advise(facts, partial(configuration, base), ladder(base), length)
-    return Way(recomputed, facts, found, advice)
+    return Way(recomputed, facts, [replace(x, recomputed=recomputed) for x in found], advice)
 
 
 def _source(settings: EstimateSettings) -> Source:
@@ -271,21 +255,24 @@ def _source(settings: EstimateSettings) -> Source:
                 hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
             )
         return source.with_known_config([Host(find_machine())], 1, survey.TIMEOUT_S)
-    path = hf_config.find(settings.hf_config)
+    return _model_of_configuration(settings, hf_config.find(settings.hf_config))
+
+
+def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
+    """Return the source of our own script that trains the model of a transformers configuration."""
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:
         args += ["--seq-length", str(settings.seq_length)]
     if settings.lora is not None:
         args += ["--lora", json.dumps(dict(settings.lora))]
-    if settings.gradient_checkpointing:
+    if settings.activation_checkpointing == "on":
         args.append("--gradient-checkpointing")
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
     program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
     name = path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
     command, folder = program.command(), Path.cwd()
     own = experiments.of_command(command, name, folder, settings.ds_config).ds_config
-    usual = hf_config.ds_config(settings.dtype, OPTIMIZERS[settings.optimizer])
-    config = ds_config.merge(usual, own)
+    config = ds_config.merge(hf_config.ds_config(settings.dtype), own)
     experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
     return Source(experiment, program, is_command=True)
 
@@ -305,14 +292,12 @@ def lines(
     base: Mapping[str, Any],
     facts: ModelFacts,
     simulator: Simulator,
-    *,
     slot_counts: Sequence[int],
     slot_memories: Sequence[int],
+    *,
     exact: bool,
-    recomputed: bool | None = None,
-    slots_per_node: int | None = None,
 ) -> list[Line]:
-    """Every rung with every number of slots.
+    """Return a line for every rung with every number of slots.
 
     Args:
         base: the user's DeepSpeed configuration.
@@ -320,37 +305,31 @@ def lines(
         simulator: of the script.
         slot_counts: numbers of data-parallel slots.
         slot_memories: memory of a slot, in bytes.
-        exact: each rung is simulated; otherwise only the formula is asked.
-        recomputed: whether the facts and the simulator are those of recomputed activations.
-        slots_per_node: at most so many share a host's memory; None if that is not asked.
+        exact: simulate each rung; otherwise only the formula is asked.
     """
     rungs = ladder(base)
     if exact:
-        with contextlib.suppress(SimulationUnavailable):  # each line says so by itself
+        with contextlib.suppress(SimulationUnavailable):  # each line falls back by itself
             simulator.prepare(
                 [(configuration(base, s, slots), 1, slots) for slots in slot_counts for s in rungs]
             )
     found = []
-    for slots in slot_counts:
-        for strategy in rungs:
-            config = configuration(base, strategy, slots)
-            estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
-            anchors: tuple[Anchor, ...] = ()
-            if exact:
-                simulated = simulator.estimate(config, micro_batch=1, slots=slots)
-                if simulated.source == SIMULATED:
-                    estimate, anchors = simulated, (Anchor(config, 1, simulated),)
-            basis = Basis((Variant({}, facts, anchors),))
-            least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
-            needed = least.predicted_bytes(least.shape(config, {}), 1)
-            largest = {}
-            for size in slot_memories:
-                model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
-                most = model.largest(model.shape(config, {}))
-                largest[size] = int(min(most, LARGEST_MICRO_BATCH))
-            found.append(
-                Line(strategy, slots, estimate, needed, largest, recomputed, slots_per_node)
-            )
+    for slots, strategy in itertools.product(slot_counts, rungs):
+        config = configuration(base, strategy, slots)
+        estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
+        anchors: tuple[Anchor, ...] = ()
+        if exact:
+            simulated = simulator.estimate(config, micro_batch=1, slots=slots)
+            if simulated.source == SIMULATED:
+                estimate, anchors = simulated, (Anchor(config, 1, simulated),)
+        basis = Basis((Variant({}, facts, anchors),))
+        least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
+        needed = least.predicted_bytes(least.shape(config, {}), 1)
+        largest = {}
+        for size in slot_memories:
+            model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
+            largest[size] = int(min(model.largest(model.shape(config, {})), LARGEST_MICRO_BATCH))
+        found.append(Line(strategy, slots, estimate, needed, largest))
     return found
 
 
@@ -372,7 +351,7 @@ def _gas(base: Mapping[str, Any], slots: int) -> int:
 
 
 def describe(estimate: Estimate) -> list[str]:
-    """The table for people, and the first line of the ladder that fits each size."""
+    """Lay out the tables for people, with the first rung of the ladder that fits each size."""
     facts, lines = estimate.model, estimate.lines
     activations = [
         f"{fmt.memory(way.model.backward_bytes_per_sample)} per sample"
@@ -383,38 +362,36 @@ def describe(estimate: Estimate) -> list[str]:
         f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
         f"trained; activations {', '.join(activations)}"
     ]
-    ways = len(estimate.ways) > 1
-    sizes = list(lines[0].largest)
     for slots in dict.fromkeys(line.slots for line in lines):
         of_slots = [line for line in lines if line.slots == slots]
-        heads = ["strategy", *(["activations"] if ways else []), "slot at micro batch 1"]
-        on_host = min(slots, of_slots[0].slots_per_node or 1)
-        heads += ["host per slot" if on_host == 1 else f"host per {on_host} slots"]
-        heads += [f"largest on {fmt.memory(size)}" for size in sizes]
-        rows = [
-            [
-                line.strategy.label,
-                *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
-                fmt.memory(line.needed),
-                fmt.memory(line.host_bytes) if line.host_bytes else "-",
-                *(str(count or "-") for count in line.largest.values()),
-            ]
-            for line in of_slots
-        ]
         said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
-        said += markdown_table(heads, rows, numbers=heads[2 if ways else 1 :])
-        first = [_first(of_slots, size, ways) for size in sizes]
-        fits = ", ".join(
-            f"{fmt.memory(size)}: {found}" for size, found in zip(sizes, first, strict=True)
-        )
-        said += ["", f"the first of them that fits: {fits}"]
+        said += _table(of_slots, ways=len(estimate.ways) > 1)
     sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
     return [
         *said,
         "",
-        f"Found by {sources}, with 5 % to spare for the largest micro batches; what the device's "
-        "context and the communication library take comes on top.",
+        f"Source: {sources}. 5 % are left free for the largest micro batches; the device's context "
+        "and the communication library come on top.",
     ]
+
+
+def _table(lines: Sequence[Line], *, ways: bool) -> list[str]:
+    sizes = list(lines[0].largest)
+    heads = ["strategy", *(["activations"] if ways else []), "slot at micro batch 1"]
+    heads += ["host per slot", *(f"largest on {fmt.memory(size)}" for size in sizes)]
+    rows = [
+        [
+            line.strategy.label,
+            *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
+            fmt.memory(line.needed),
+            fmt.memory(line.estimate.host) if line.estimate.host else "-",
+            *(str(count or "-") for count in line.largest.values()),
+        ]
+        for line in lines
+    ]
+    fits = ", ".join(f"{fmt.memory(size)}: {_first(lines, size, ways)}" for size in sizes)
+    table = markdown_table(heads, rows, numbers=heads[2 if ways else 1 :])
+    return [*table, "", f"First strategy that fits: {fits}"]
 
 
 def _first(lines: Sequence[Line], size: int, ways: bool) -> str:

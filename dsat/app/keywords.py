@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import Option, options_of
-from dsat.inputs.settings import RUN, TUNE, EstimateSettings, Settings
+from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
 from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES

@@ -17,7 +17,8 @@ from dsat.cli.look import look
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs.settings import EstimateSettings, Settings
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.settings import Settings
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.report.verdict import verdict

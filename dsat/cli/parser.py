@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.cli import completion
+from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import (
     COMPARE,
     EXPORT,
@@ -21,7 +22,7 @@ from dsat.inputs.look_settings import (
     WATCH,
 )
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
+from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 

@@ -9,9 +9,10 @@ from typing import Any
 from dsat.cli import completion
 from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import SHELL_WORDS, options_of
-from dsat.inputs.settings import ESTIMATE, RUN, TUNE, EstimateSettings, Settings
+from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
 

@@ -51,17 +51,12 @@ def find(given: str) -> Path:
     return path.resolve()
 
 
-def ds_config(dtype: str, optimizer: str) -> dict[str, Any]:
-    """A DeepSpeed configuration for it.
-
-    Args:
-        dtype: bf16, fp16 or fp32.
-        optimizer: a name that DeepSpeed knows.
-    """
+def ds_config(dtype: str) -> dict[str, Any]:
+    """Return a usual DeepSpeed configuration for a type of parameters (bf16, fp16 or fp32)."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}

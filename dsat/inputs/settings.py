@@ -18,7 +18,6 @@ from dsat.inputs.option import (
     ARG_MAPPING,
     DURATION,
     FRACTION,
-    LORA,
     MEMORY_SIZE,
     PATH,
     SHELL_WORDS,
@@ -36,10 +35,7 @@ from dsat.values.trial import TrialOptions
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
-ESTIMATE = "estimate"
 
-# By what users call them, the names that DeepSpeed knows.
-OPTIMIZERS = {name.lower(): name for name in ("AdamW", "Adam", "Lion", "Muon", "SGD")}
 SLURM = "slurm"
 RAY = "ray"
 ENGINES = ("auto", "local", SLURM, RAY, "determined")
@@ -499,104 +495,6 @@ class Settings(Target):
             slot_memory_bytes=self.slot_memory_bytes,
             own_micro_batch=own_micro_batch,
         )
-
-
-_GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimateSettings(Target):
-    """What the user asked of `dsat estimate`.
-
-    Attributes:
-        slot_memories: memory of a slot, in bytes; one column of the table for each.
-        slot_counts: numbers of data-parallel slots; a table for each.
-        slots_per_node: at most so many share the memory of a node; None: that is told of a slot.
-        exact: every line of the tables is simulated.
-    """
-
-    slot_memories: tuple[int, ...] = option(
-        "--slot-memory",
-        kind=MEMORY_SIZE,
-        many=True,
-        default=tuple(size * _GIB for size in (16, 24, 40, 80, 141)),
-        metavar="SIZE",
-        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
-    )
-    slot_counts: tuple[int, ...] = option(
-        "--slots",
-        kind=at_least(1),
-        many=True,
-        default=(1, 8, 64, 512),
-        metavar="N",
-        help="data-parallel slots (default: 1 8 64 512)",
-    )
-    slots_per_node: int | None = option(
-        "--slots-per-node",
-        kind=at_least(1),
-        metavar="N",
-        help="tell what a node of so many slots needs of its host's memory (default: a slot)",
-    )
-    exact: bool = option(
-        "--exact",
-        help="simulate every line of the table, not the model alone: seconds for each",
-    )
-    hf_config: str | None = option(
-        "--hf-config",
-        kind=WORD,
-        metavar="PATH",
-        help="look at the model of a transformers configuration (a config.json, its folder, or a "
-        "model in the local Hugging Face cache) in the place of a script's; no weights are needed",
-    )
-    seq_length: int | None = option(
-        "--seq-length",
-        kind=at_least(1),
-        metavar="N",
-        help="with --hf-config: tokens of a sample (default: 2048, or what the model has at most)",
-    )
-    lora: Mapping[str, str] | None = option(
-        "--lora",
-        kind=LORA,
-        metavar="r=N,target=NAME+NAME",
-        help="with --hf-config: train low-rank adapters of these layers alone "
-        "(for example r=16,target=q_proj+v_proj)",
-    )
-    optimizer: str = option(
-        "--optimizer",
-        kind=WORD,
-        default="adamw",
-        choices=tuple(OPTIMIZERS),
-        help="with --hf-config: the optimizer",
-    )
-    dtype: str = option(
-        "--dtype",
-        kind=WORD,
-        default="bf16",
-        choices=("bf16", "fp16", "fp32"),
-        help="with --hf-config: the type of the parameters",
-    )
-    gradient_checkpointing: bool = option(
-        "--gradient-checkpointing", help="with --hf-config: recompute activations"
-    )
-    activation_checkpointing: str | None = option(
-        "--activation-checkpointing",
-        kind=WORD,
-        choices=("on", "off", "both"),
-        help="with activations recomputed in the backward pass, with all of them kept, or rows for "
-        "both (default: as the script has it)",
-    )
-    json: bool = option("--json", shell_only=True, help="print the table as JSON")
-
-    def __post_init__(self) -> None:
-        if self.gradient_checkpointing and self.activation_checkpointing == "off":
-            raise UserInputError(
-                "and --activation-checkpointing off contradict each other",
-                where="--gradient-checkpointing",
-            )
-        if self.hf_config is not None and (self.command or self.config is not None):
-            raise UserInputError(
-                "is for a model without a script, and there is a script", where="--hf-config"
-            )
 
 
 def plan_values(settings: Settings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from dsat.app import estimate
 from dsat.errors import UserInputError
-from dsat.inputs.settings import EstimateSettings
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
 from dsat.values.zero_strategy import Strategy
@@ -26,9 +26,7 @@ def lines_of(
 ) -> list[estimate.Line]:
     with Simulator(host, as_cpu=False) as simulator:
         facts = simulator.facts(base)
-        return estimate.lines(
-            base, facts, simulator, slot_counts=(1,), slot_memories=(8 * GIB,), exact=exact
-        )
+        return estimate.lines(base, facts, simulator, (1,), (8 * GIB,), exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -82,29 +80,16 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
         assert line.estimate.source == expected
 
 
-def told(
-    activations: str | None, *, recomputes: bool, slots_per_node: int | None = None
-) -> estimate.Estimate:
-    """What is said of a model of 100 MiB parameters."""
+def told(activations: str | None, *, recomputes: bool) -> estimate.Estimate:
+    """The estimate of a model of 100 MiB parameters."""
     settings = EstimateSettings(
         activation_checkpointing=activations,
         slot_counts=(1, 8),
-        slots_per_node=slots_per_node,
         slot_memories=(8 * GIB,),
     )
     host = FakeSimulationHost(FACTS, by_formula(FACTS), recomputes=recomputes)
     with Simulator(host, as_cpu=False) as simulator:
         return estimate.in_all_ways("train.py", BF16, simulator, settings)
-
-
-def test_what_a_node_needs_of_its_host_is_that_of_its_slots() -> None:
-    of_slots, of_nodes = (told(None, recomputes=True, slots_per_node=n) for n in (None, 4))
-    assert str(of_slots).count("host per slot") == 2
-    assert "host per slot" in str(of_nodes) and "host per 4 slots" in str(of_nodes)
-    for slot, node in zip(of_slots.lines, of_nodes.lines, strict=True):
-        assert node.host_bytes == slot.estimate.host * min(slot.slots, 4)
-        assert node.to_json()["host_bytes_per_node"] == node.host_bytes
-    assert any(line.host_bytes for line in of_nodes.lines)
 
 
 def test_activations_are_kept_and_recomputed_side_by_side() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dsat.cli import settings_from_argv
-from dsat.inputs.settings import EstimateSettings, Settings
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import (
     Option,
     duration_s,
@@ -14,7 +15,7 @@ from dsat.inputs.option import (
     options_of,
     write_memory_size,
 )
-from dsat.inputs.settings import EstimateSettings, Settings, plan_values
+from dsat.inputs.settings import Settings, plan_values
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 from dsat.values.trial import BatchTriple
