@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.tables import Table
-from testing.made_up_table import made_up_table
+from tests.benchmarks.made_up_table import made_up_table
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from benchmarks.peers import PEERS
 from benchmarks.replay import Episode, Summary, summaries
 from benchmarks.tables import Table
 from benchmarks.winners_curse import Result, Row
-from testing.made_up_table import (
+from tests.benchmarks.made_up_table import (
     config_of,
 )
 

@@ -18,7 +18,7 @@ from dsat.engines.local import Machine
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
 from testing.local import cpu_machine
-from testing.made_up_table import (
+from tests.benchmarks.made_up_table import (
     HEADER,
     config_of,
     outcome_of,
