@@ -105,7 +105,7 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
 def ray_nodes() -> Iterator[Sequence[Host]]:
     """Two nodes with a processor core each."""
     with ray_cluster.running(2) as cluster:
-        hosts = find_hosts("ray", ray_address=cluster.address)
+        hosts = find_hosts("ray", given={"ray_address": cluster.address})
         yield hosts.first
         hosts.release()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsat.app import keywords, local, slurm_submission, train_command
+from dsat.app import keywords, local, train_command
 from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
@@ -20,8 +20,9 @@ from dsat.app.local import EngineFactory, LocalSearch
 from dsat.app.prepare import Prepared, prepared
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
+from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.settings import ENGINES, RUN, TUNE, Settings
+from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.memory.forecast import Forecast
 from dsat.report import summary
 from dsat.report.verdict import verdict
@@ -150,8 +151,6 @@ def tune(
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
-        if slurm_submission.is_wanted(settings):
-            return _tune_in_job(settings)
         with prepared(settings) as runs:
             return _tune_here(runs, list(callbacks))
     except OSError as error:
@@ -204,7 +203,7 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in (*local.ENGINES, *ENGINES):
+    if name in (*local.ENGINES, *ENGINE_NAMES):
         raise ValueError(f"there is an engine {name!r} already")
     local.ENGINES[name] = make_engine
 
@@ -253,17 +252,6 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
         url=submitted.url,
         verdict="\n".join(told.get("verdict", ())),
     )
-
-
-def _tune_in_job(settings: Settings) -> Result:
-    job = slurm_submission.submit(slurm_submission.prepare(settings))
-    if not settings.detach:
-        job = slurm_submission.follow(job)
-    if job.failure is not None:
-        raise job.failure
-    if job.state is None:
-        return Result(job.folder, settings.metric, interrupted=job.interrupted)
-    return load_run(job.folder)
 
 
 def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Result:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dsat.app import hosts, train_command
+from dsat.app import train_command
 from dsat.app.prepare import Prepared, prepare
+from dsat.engines.places import local as this_machine
 from dsat.inputs.settings import Settings
 from dsat.report import summary
 from dsat.tuning.run import Run
@@ -25,7 +26,7 @@ def prepared(
     """What `dsat random -- COMMAND` makes of a command in a folder, on the cores that there are."""
     monkeypatch.chdir(folder)
     machine = cpu_machine(len(os.sched_getaffinity(0)))
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: machine)
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
     [ready] = prepare(Settings(method="random", command=words, **settings))
     return ready

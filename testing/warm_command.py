@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsat.app import estimate, hosts, simulation_engine
+from dsat.app import estimate, simulation_engine
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.machine import find_machines
+from dsat.engines.places import local as this_machine
 from testing import warm_host
 
 _ROOT = Path(__file__).parents[1]
@@ -42,14 +43,14 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
         put: sets an attribute, as `setattr` does or pytest's `monkeypatch.setattr`.
     """
 
-    def find_machine(meanwhile: Callable[[], None] = lambda: None) -> Machine:
-        [machine] = find_machines({"this machine": prefix}, meanwhile)
+    def find_machine() -> Machine:
+        [machine] = find_machines({"this machine": prefix})
         return machine
 
-    for module in (estimate, hosts):
+    for module in (estimate, this_machine):
         put(module, "find_machine", find_machine)
     put(simulation_engine, "find_machine_for_simulations", find_machine)
-    for module in (estimate, hosts, simulation_engine):
+    for module in (estimate, this_machine, simulation_engine):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
 
 

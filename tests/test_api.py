@@ -17,8 +17,9 @@ import pytest
 
 import dsat
 from dsat import api
-from dsat.app import hosts, keywords, local
+from dsat.app import keywords, local
 from dsat.app.prepare import Prepared
+from dsat.engines.places import local as this_machine
 from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
@@ -106,7 +107,7 @@ def test_a_target_is_a_path_or_a_command(target: Any) -> None:
 @pytest.fixture
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
     """An engine called "pretend", in a folder that is the current one; what it was made for."""
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(local, "ENGINES", {})
     monkeypatch.chdir(tmp_path)
     made = []

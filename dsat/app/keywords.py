@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import Option, options_of
@@ -90,11 +91,13 @@ def search_settings(
         given["run_full_experiment"] = method == RUN
     values = _values({**declared, **own_declared}, given, f"tune(method={method!r})")
     own_values = {name: values.pop(own.keyword, own.initial) for name, own in own_options.items()}
+    of_places = {own.keyword: values.pop(own.keyword, None) for own in places.options()}
     settings = Settings(
         **wanted,
         **_named(declared, values),
         method=method,
         search_options={**own_values, **(search_options or {})},
+        place_options=places.given_options(of_places, engine or values.get("engine", places.AUTO)),
     )
     return settings if engine is None else replace(settings, engine=engine)
 
@@ -144,7 +147,10 @@ def _target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
 
 def _declared(settings: Any) -> dict[str, Option]:
     """The options by their keywords, without what means something to a shell only."""
-    return {own.keyword: own for own in options_of(settings) if not own.shell_only}
+    options = options_of(settings)
+    if settings is Settings:
+        options = places.complete(options)
+    return {own.keyword: own for own in options if not own.shell_only}
 
 
 def _named(declared: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:

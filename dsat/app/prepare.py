@@ -15,12 +15,13 @@ from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines.local import Host, Machine
+from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.inputs.settings import ENGINES, RUN, TUNE, Settings
+from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.space.plan import Plan
 from dsat.values import slow
 
@@ -122,13 +123,7 @@ def _prepared(
         # Before the devices are looked at: what is wrong with the command is shown at once.
         source = source.with_known_start(settings.trial_timeout_s)
     with slow.told(_log, "looking at the accelerators"):
-        found = find_hosts(
-            settings.engine,
-            settings.nodes,
-            source.program,
-            gpus_per_node=settings.gpus_per_node,
-            ray_address=settings.ray_address,
-        )
+        found = find_hosts(settings.engine, source.program, settings.place_options)
     try:
         return _prepared_on(found, settings, argv, source, deepspeed, was_known=was_known)
     except BaseException:
@@ -218,7 +213,7 @@ def check_max_slots(settings: Settings, slots: int) -> None:
 
 def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
     check_max_slots(settings, slots)
-    if settings.engine not in ENGINES:
+    if settings.engine not in ENGINE_NAMES:
         return  # trials do not run on this machine
     where = "--slots" if settings.command else "resources.slots_per_trial"
     check_slots(hosts, slots, where=where)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from dsat.app import estimate, local, past_runs, slurm_submission, watch
+from dsat.app import estimate, local, watch
 from dsat.app.prepare import Prepared, prepared
 from dsat.cli import output, settings_from_argv, streams
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -46,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
                     )
                 return _tune_on_cluster(settings, choice, view)
-            if slurm_submission.is_wanted(settings):
-                return _tune_in_job(settings)
             return _tune_here(settings, given, view)
     except DsatError as error:
         return output.report(error)
@@ -82,23 +80,6 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     if settings.json:
         output.print_json(submitted.to_json())
     return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
-
-
-def _tune_in_job(settings: Settings) -> int:
-    ready = slurm_submission.prepare(settings)
-    if settings.dry_run:
-        output.print_job(ready)
-        return EXIT_OK
-    job = slurm_submission.submit(ready)
-    if not settings.detach:
-        job = slurm_submission.follow(job)
-    if job.failure is not None:
-        return output.report(job.failure)
-    if job.state is None:
-        slurm_submission.tell_how_to_go_on(job)
-    elif settings.json:
-        output.print_json(summary.to_json(past_runs.load(job.folder).run, job.folder))
-    return EXIT_INTERRUPTED if job.interrupted else EXIT_OK
 
 
 def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:

@@ -18,9 +18,6 @@ from dsat.app import train_command
 from dsat.app.hosts import describe
 from dsat.app.local import TRIALS, LocalSearch
 from dsat.app.prepare import Prepared
-from dsat.app.run_folders import RUNS_FOLDER
-from dsat.app.slurm_submission import SCRIPT_FILE
-from dsat.app.slurm_submission import Submission as SlurmSubmission
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, UserInputError
@@ -162,13 +159,6 @@ def report_bug(error: Exception) -> int:
         file=sys.stderr,
     )
     return EXIT_BUG
-
-
-def print_job(ready: SlurmSubmission) -> None:
-    """What `--dry-run` shows of a search in a job that Slurm would get."""
-    folder = ready.settings.run_dir or RUNS_FOLDER / f"{ready.name}-N"
-    print(f"this script would be kept and submitted as {folder / SCRIPT_FILE}:")
-    print(printable(ready.script(folder.absolute()), MOST_OF_A_LOG), end="")
 
 
 def print_submission(ready: Submission) -> None:

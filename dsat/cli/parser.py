@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.cli import completion
+from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import (
     COMPARE,
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, search in SEARCHES.items():
         command = _command(subparsers, name, search.summary)
-        _add_grouped(command, [*options_of(Settings), *search.options.values()])
+        _add_grouped(command, [*places.complete(options_of(Settings)), *search.options.values()])
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         _native(subparsers, name, what)
     _add(_command(subparsers, ESTIMATE, _ESTIMATE), options_of(EstimateSettings))

@@ -8,15 +8,14 @@ from typing import Any
 
 from dsat.cli import completion
 from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
+from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
-from dsat.inputs.option import SHELL_WORDS, options_of
+from dsat.inputs.option import options_of
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
-
-_TAKES_OPTIONS = {own.flags[-1] for own in options_of(Settings) if own.kind is SHELL_WORDS}
 
 
 def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
@@ -27,8 +26,6 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
         own_argv, command = own_argv[:position], own_argv[position + 1 :]
     parser = build_parser()
     completion.answer(parser)
-    if own_argv[:1] not in ([TUNE], [RUN]):  # whose further words are the script's
-        own_argv = _with_joined_options(own_argv)
     values = vars(parser.parse_args(own_argv))
     if values["method"] in LOOK_SETTINGS:
         return _look_settings(parser, values)
@@ -50,22 +47,12 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
             parser.error(str(error))
     own_options = options_of_search(values["method"])
     search_options = {parameter: values.pop(own.keyword) for parameter, own in own_options.items()}
+    of_places = {own.keyword: values.pop(own.keyword, None) for own in places.options()}
     try:
-        return Settings(**values, search_options=search_options)
+        place_options = places.given_options(of_places, values.get("engine", places.AUTO))
+        return Settings(**values, search_options=search_options, place_options=place_options)
     except UserInputError as error:
         parser.error(str(error))
-
-
-def _with_joined_options(argv: Sequence[str]) -> list[str]:
-    """argv with one word of an option whose value looks like an option itself, which argparse takes
-    only so (`--sbatch-options=--exclusive`)."""
-    joined: list[str] = []
-    for word in argv:
-        if joined and joined[-1] in _TAKES_OPTIONS:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> LookSettings:

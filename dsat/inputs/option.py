@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +50,7 @@ class Group(enum.Enum):
     RUNNING = "how trials are run"
     RESULT = "what comes of it"
     METHOD = "of this method"
-    JOB = "of a job that is submitted, to Slurm or to a Determined cluster"
+    PLACE = "on a Ray cluster"
     CLUSTER = "on a Determined cluster only"
 
 
@@ -310,16 +309,6 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
     return key, flag if flag.startswith("-") else f"--{flag}"
 
 
-def _shell_words(value: Any) -> tuple[str, ...]:
-    """Words as a shell takes them apart, or a list of them."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(_word, value))
-    try:
-        return tuple(shlex.split(_word(value)))
-    except ValueError as error:
-        raise ValueError(f"{value!r}: {error}") from None
-
-
 def _lora(value: Any) -> dict[str, str]:
     """`r=16,target=q_proj+v_proj,dropout=0.05`."""
     if not isinstance(value, Mapping):
@@ -340,6 +329,5 @@ PROBABILITY = Kind(_probability)
 FRACTION = Kind(_fraction)
 WORD = Kind(_word)
 PATH = Kind(_path)
-SHELL_WORDS = Kind(_shell_words, shlex.join)
 LORA = Kind(_lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()))
 ARG_MAPPING = Kind(_arg_mapping)

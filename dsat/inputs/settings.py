@@ -20,7 +20,6 @@ from dsat.inputs.option import (
     FRACTION,
     MEMORY_SIZE,
     PATH,
-    SHELL_WORDS,
     WHOLE_NUMBER,
     WORD,
     Group,
@@ -36,19 +35,6 @@ from dsat.values.trial import TrialOptions
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
 
-SLURM = "slurm"
-RAY = "ray"
-ENGINES = ("auto", "local", SLURM, RAY, "determined")
-# Settings of a job that is submitted to Slurm.
-OF_SLURM_JOB = ("nodes", "gpus_per_node", "time", "sbatch_options")
-# Engines that a setting is for, where it is not for all.
-_GOES_WITH = {
-    "nodes": (SLURM, RAY),
-    "gpus_per_node": (SLURM, RAY),
-    "time": (SLURM,),
-    "sbatch_options": (SLURM,),
-    "ray_address": (RAY,),
-}
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
@@ -87,6 +73,7 @@ class Settings(Target):
     Attributes:
         method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
         search_options: the method's own options, by the parameters of the search.
+        place_options: given options of the place where hosts come from, by keyword.
 
     Raises:
         UserInputError: settings contradict each other.
@@ -94,6 +81,7 @@ class Settings(Target):
 
     method: str
     search_options: Mapping[str, Any] = field(default_factory=dict)
+    place_options: Mapping[str, Any] = field(default_factory=dict)
     max_trials: int = option(
         "-mt",
         "--max-trials",
@@ -310,21 +298,12 @@ class Settings(Target):
     engine: str = option(
         "--engine",
         kind=WORD,
-        choices=ENGINES,
         default="auto",
         group=Group.RUNNING,
-        help="where trials run: on this machine, on the nodes of a Slurm allocation or of a Ray "
-        "cluster, or on a Determined cluster (auto: there if DET_MASTER is set or `det user login` "
-        "was used, else on the nodes if dsat runs in a Ray job or in an allocation of several). In "
-        "front of an allocation, slurm submits a job and follows it",
-    )
-    ray_address: str | None = option(
-        "--ray-address",
-        kind=WORD,
-        metavar="ADDRESS",
-        group=Group.RUNNING,
-        help="with --engine ray: of the cluster (default: as Ray finds it, by RAY_ADDRESS or on "
-        "this machine)",
+        help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
+        "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
+        "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
+        "hostfile, or on the nodes if dsat runs in a Ray job or in an allocation of several)",
     )
     run_dir: Path | None = option(
         "--run-dir",
@@ -423,36 +402,7 @@ class Settings(Target):
         help="restarts of the search runner",
     )
     detach: bool = option(
-        "--detach", group=Group.JOB, help="return as soon as the search is submitted"
-    )
-    nodes: int | None = option(
-        "--nodes",
-        kind=at_least(1),
-        metavar="N",
-        group=Group.JOB,
-        help="with --engine slurm: nodes of the job; with --engine ray: that many nodes",
-    )
-    gpus_per_node: str | None = option(
-        "--gpus-per-node",
-        kind=WORD,
-        metavar="[TYPE:]N",
-        group=Group.JOB,
-        help="with --engine slurm or ray: GPUs of each node",
-    )
-    time: str | None = option(
-        "--time",
-        kind=WORD,
-        metavar="TIME",
-        group=Group.JOB,
-        help="with --engine slurm: the job's time limit, as Slurm writes it (2:00:00, or minutes)",
-    )
-    sbatch_options: tuple[str, ...] | None = option(
-        "--sbatch-options",
-        kind=SHELL_WORDS,
-        metavar="OPTIONS",
-        group=Group.JOB,
-        help="with --engine slurm: further options of sbatch, in one word "
-        "('--partition=a100 --exclusive')",
+        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
     )
 
     def __post_init__(self) -> None:
@@ -468,10 +418,6 @@ class Settings(Target):
                 f"--max-profile-steps {self.max_profile_steps} is less than the {end - start + 1} "
                 "steps from --start-profile-step to --end-profile-step"
             )
-        for own in options_of(Settings):
-            engines = _GOES_WITH.get(own.name)
-            if engines and getattr(self, own.name) is not None and self.engine not in engines:
-                raise UserInputError(f"{own.flags[-1]} goes with --engine {' or '.join(engines)}")
         both = set(self.tune) & set(self.fix)
         if both:
             raise UserInputError(

@@ -16,8 +16,9 @@ from unittest import mock
 
 import yaml
 
-from dsat.app import hosts, local, source
+from dsat.app import local, source
 from dsat.cli import main, output
+from dsat.engines.places import local as this_machine
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
@@ -106,7 +107,9 @@ def _a_folder() -> Iterator[Path]:
                 shutil.copy(path, folder)
         for module in (local, source):
             stack.enter_context(mock.patch.object(module, "LocalEngine", _no_engine))
-        stack.enter_context(mock.patch.object(hosts, "find_machine", return_value=cpu_machine(2)))
+        stack.enter_context(
+            mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2))
+        )
         stack.enter_context(mock.patch.object(output, "report_bug", _raised))
         os.chdir(folder)
         stack.callback(os.chdir, before)

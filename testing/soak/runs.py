@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from dsat.app import hosts, local
+from dsat.app import local
 from dsat.cli import main
+from dsat.engines.places import local as this_machine
 from dsat.engines.simulated import SimulatedEngine
 from dsat.tuning.journal import FILE_NAME, read_events
 from testing.helpers import World
@@ -100,7 +101,7 @@ class Search:
             sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             with (
-                mock.patch.object(hosts, "find_machine", return_value=cpu_machine(2)),
+                mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2)),
                 mock.patch.dict(local.ENGINES, {"local": self._engine}),
             ):
                 argv = self.command(resume=self.exists)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.app import hosts, installed_deepspeed, local, source
+from dsat.app import installed_deepspeed, local, source
 from dsat.cli import main
+from dsat.engines.places import local as this_machine
 from dsat.values import slow
 from testing.local import PROGRAMS, cpu_machine
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slow, "LONG_S", 60.0)  # DeepSpeed may be asked something new
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)  # it takes seconds to ask
     for module in (local, source):  # nothing is ever run
         monkeypatch.setattr(module, "LocalEngine", _no_engine)

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 import dsat
-from dsat.app import hosts, local
+from dsat.app import local
 from dsat.app.prepare import Prepared
 from dsat.cli import main
+from dsat.engines.places import local as this_machine
 from dsat.engines.simulated import SimulatedEngine
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -68,7 +69,7 @@ def leaked(text: str) -> list[str]:
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a search that knows of all of them, on a machine that does not exist."""
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(local, "ENGINES", {})
     monkeypatch.chdir(tmp_path)
 

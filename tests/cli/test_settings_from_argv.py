@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dsat.cli import settings_from_argv
+from dsat.engines import places
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
@@ -34,10 +35,6 @@ COMMON: dict[str, Any] = {
     "search_runner_config": None,
     "max_search_runner_restarts": 5,
     "detach": False,
-    "nodes": None,
-    "gpus_per_node": None,
-    "time": None,
-    "sbatch_options": None,
     "train_batch_size": None,
     "max_train_batch_size": None,
     "min_micro_batch": 1,
@@ -48,7 +45,7 @@ COMMON: dict[str, Any] = {
     "trial_timeout_s": 1800.0,
     "slot_memory_bytes": None,
     "engine": "auto",
-    "ray_address": None,
+    "place_options": {},
     "memory_model": "simulation",
     "cold": False,
     "finals": None,
@@ -186,7 +183,8 @@ def test_help_tells_every_option_and_its_default(
     assert stop.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
     names = [name.removesuffix("_s").removesuffix("_bytes") for name in COMMON]
-    names.remove("command")
+    names = [name for name in names if name not in ("command", "place_options")]
+    names += [own.keyword for own in places.options()]
     flags = [f"--{name}".replace("arg_mappings", "arg-mapping") for name in names]
     flags += [f"--{own.keyword}" for own in SEARCHES[method].options.values()]
     for flag in flags:

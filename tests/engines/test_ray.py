@@ -16,12 +16,12 @@ import pytest
 
 from dsat.app.hosts import Hosts, find_hosts
 from dsat.engines.local import Host, heartbeats
-from dsat.engines.ray import Reservation, Wish, is_job
-from dsat.engines.ray.choice import Parts, State, choose, fits
+from dsat.engines.places import detect, given_options
+from dsat.engines.places.base import Environment
+from dsat.engines.places.ray import Reservation
+from dsat.engines.ray.choice import NodeResources, Parts, ResourceRequest, choose
 from dsat.engines.ray.node_actor import NodeActor
 from dsat.errors import UserInputError
-from dsat.inputs.settings import Settings
-from dsat.tuning.run import EVENT_FINISHED, EVENT_PROPOSED
 from dsat.values.outcome import OutcomeKind
 from testing import ray_cluster
 from testing.command import (
@@ -52,14 +52,14 @@ SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size
 
 def node(
     cpus: float, gpus: float = 0, *, kind: str = "", of: tuple[float, float] | None = None
-) -> State:
+) -> NodeResources:
     """With so much free, out of so much."""
     total_cpus, total_gpus = of or (cpus, gpus)
     total = {"CPU": total_cpus, "node:10.0.0.1": 1.0, "memory": 2.0**34}
     if total_gpus:
         total |= {"GPU": total_gpus}
     kinds = {f"accelerator_type:{kind}": 1.0} if kind else {}
-    return State(total | kinds, {"CPU": cpus, "GPU": gpus} | kinds)
+    return NodeResources(total | kinds, {"CPU": cpus, "GPU": gpus} | kinds)
 
 
 BUSY = node(0, 0, of=(16, 8))
@@ -68,65 +68,46 @@ BUSY = node(0, 0, of=(16, 8))
 @pytest.mark.parametrize(
     ("nodes", "wish", "expected"),
     [
-        ([node(64, 8), node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
-        ([node(8), node(64, 8), node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
-        ([node(4), node(4), node(4)], Wish(), Parts(3, "", 4, 4)),
+        ([node(64, 8), node(64, 8)], ResourceRequest(), Parts(2, "GPU", 8, 64)),
+        ([node(8), node(64, 8), node(64, 8)], ResourceRequest(), Parts(2, "GPU", 8, 64)),
+        ([node(4), node(4), node(4)], ResourceRequest(), Parts(3, "", 4, 4)),
         # Of others' work: as many cores as go with the devices, and are free.
-        ([node(10, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 10)),
-        ([node(60, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 32)),
-        ([node(0, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 4, 0)),
+        ([node(10, 4, of=(64, 8))], ResourceRequest(), Parts(1, "GPU", 4, 10)),
+        ([node(60, 4, of=(64, 8))], ResourceRequest(), Parts(1, "GPU", 4, 32)),
+        ([node(0, 4, of=(64, 8))], ResourceRequest(), Parts(1, "GPU", 4, 0)),
         # Equal parts, of as many nodes as make the most of it.
-        ([node(64, 8), node(64, 4, of=(64, 8))], Wish(), Parts(1, "GPU", 8, 64)),
-        ([node(64, 8), node(64, 6, of=(64, 8))], Wish(), Parts(2, "GPU", 6, 48)),
-        ([node(64, 8), BUSY, node(64, 8)], Wish(), Parts(2, "GPU", 8, 64)),
-        ([node(3.5, of=(4, 0)), node(4)], Wish(), Parts(2, "", 3, 3)),
+        ([node(64, 8), node(64, 4, of=(64, 8))], ResourceRequest(), Parts(1, "GPU", 8, 64)),
+        ([node(64, 8), node(64, 6, of=(64, 8))], ResourceRequest(), Parts(2, "GPU", 6, 48)),
+        ([node(64, 8), BUSY, node(64, 8)], ResourceRequest(), Parts(2, "GPU", 8, 64)),
+        ([node(3.5, of=(4, 0)), node(4)], ResourceRequest(), Parts(2, "", 3, 3)),
         # One kind of accelerator.
         (
             [node(8, 8, kind="T4"), node(8, 8, kind="A100"), node(8, 8, kind="A100")],
-            Wish(),
+            ResourceRequest(),
             Parts(2, "GPU", 8, 8, "A100"),
         ),
         (
             [node(8, 8, kind="T4"), node(8, 8, kind="A100")],
-            Wish(kind="T4"),
+            ResourceRequest(kind="T4"),
             Parts(1, "GPU", 8, 8, "T4"),
         ),
         # What is asked for.
-        ([node(64, 8)] * 3, Wish(2), Parts(2, "GPU", 8, 64)),
-        ([node(64, 8)] * 3, Wish(None, 2), Parts(3, "GPU", 2, 16)),
-        ([node(64, 8)] * 3, Wish(2, 4), Parts(2, "GPU", 4, 32)),
+        ([node(64, 8)] * 3, ResourceRequest(2), Parts(2, "GPU", 8, 64)),
+        ([node(64, 8)] * 3, ResourceRequest(None, 2), Parts(3, "GPU", 2, 16)),
+        ([node(64, 8)] * 3, ResourceRequest(2, 4), Parts(2, "GPU", 4, 32)),
         # What an autoscaler may bring, or another's end.
-        ([node(64, 8)], Wish(2, 8), Parts(2, "GPU", 8, 8)),
-        ([node(2)], Wish(2, 8, "A100"), Parts(2, "GPU", 8, 8, "A100")),
-        ([node(64, 8)], Wish(2), None),
-        ([node(8), BUSY], Wish(), None),
-        ([node(0, of=(4, 0))], Wish(), None),
-        ([], Wish(), None),
+        ([node(64, 8)], ResourceRequest(2, 8), Parts(2, "GPU", 8, 8)),
+        ([node(2)], ResourceRequest(2, 8, "A100"), Parts(2, "GPU", 8, 8, "A100")),
+        ([node(64, 8)], ResourceRequest(2), None),
+        ([node(8), BUSY], ResourceRequest(), None),
+        ([node(0, of=(4, 0))], ResourceRequest(), None),
+        ([], ResourceRequest(), None),
     ],
 )
 def test_equal_parts_are_taken_of_what_nobody_uses(
-    nodes: Sequence[State], wish: Wish, expected: Parts | None
+    nodes: Sequence[NodeResources], wish: ResourceRequest, expected: Parts | None
 ) -> None:
     assert choose(nodes, wish) == expected
-
-
-@pytest.mark.parametrize(
-    ("parts", "node", "expected"),
-    [
-        (Parts(2, "GPU", 8, 64), node(64, 8), True),
-        (Parts(2, "GPU", 4, 32), node(40, 4, of=(64, 8)), True),
-        (Parts(2, "GPU", 8, 64), node(64, 4, of=(64, 8)), False),
-        (Parts(2, "GPU", 8, 64), node(60, 8, of=(64, 8)), False),
-        (Parts(2, "GPU", 8, 64, "A100"), node(64, 8, kind="A100"), True),
-        (Parts(2, "GPU", 8, 64, "A100"), node(64, 8, kind="T4"), False),
-        (Parts(2, "", 4, 4), node(4), True),
-        (Parts(2, "", 4, 4), node(64, 8), False),  # left to those who need its GPUs
-    ],
-)
-def test_what_comes_is_taken_if_it_has_an_equal_part(
-    parts: Parts, node: State, expected: bool
-) -> None:
-    assert fits(node, parts) is expected
 
 
 def test_what_is_taken_is_said() -> None:
@@ -141,20 +122,21 @@ def test_what_is_taken_is_said() -> None:
 
 
 def test_what_is_asked_for() -> None:
-    assert Wish.of(2, "A100:8") == Wish(2, 8, "A100")
-    assert Wish.of(None, "4") == Wish(None, 4)
+    assert ResourceRequest.of(2, "A100:8") == ResourceRequest(2, 8, "A100")
+    assert ResourceRequest.of(None, "4") == ResourceRequest(None, 4)
     for wrong in ("many", "A100:", "0", "-1"):
         with pytest.raises(UserInputError, match=f"--gpus-per-node {wrong}: is not a number"):
-            Wish.of(None, wrong)
+            ResourceRequest.of(None, wrong)
 
 
 def test_ray_is_taken_only_where_that_is_wanted() -> None:
-    assert is_job({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
-    assert not is_job({"RAY_ADDRESS": "10.0.0.1:6379"})
-    with pytest.raises(UserInputError, match="--ray-address goes with --engine ray"):
-        Settings(method="asha", ray_address="auto")
-    with pytest.raises(UserInputError, match="--time goes with --engine slurm"):
-        Settings(method="asha", engine="ray", time="1:00:00")
+    assert detect(Environment({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})) == "ray"
+    assert detect(Environment({"RAY_ADDRESS": "10.0.0.1:6379"})) == "local"
+    values = {"ray_address": "auto", "nodes": None}
+    assert given_options(values, "ray") == {"ray_address": "auto"}
+    for engine in ("auto", "slurm", "determined"):
+        with pytest.raises(UserInputError, match="--ray-address goes with --engine ray"):
+            given_options(values, engine)
 
 
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +248,7 @@ def three() -> Iterator[RayCluster]:
 @contextlib.contextmanager
 def kept(cluster: RayCluster, nodes: int) -> Iterator[Reservation]:
     """So many of its nodes, whatever they are for."""
-    reservation = Reservation(cluster.address, Wish(nodes), say=print)
+    reservation = Reservation(cluster.address, ResourceRequest(nodes), say=print)
     try:
         yield reservation
     finally:
@@ -276,7 +258,7 @@ def kept(cluster: RayCluster, nodes: int) -> Iterator[Reservation]:
 @contextlib.contextmanager
 def reserved(cluster: RayCluster, nodes: int) -> Iterator[Hosts]:
     """So many of its nodes, as dsat has them."""
-    hosts = find_hosts("ray", nodes, ray_address=cluster.address)
+    hosts = find_hosts("ray", given={"nodes": nodes, "ray_address": cluster.address})
     try:
         yield hosts
     finally:
@@ -294,15 +276,6 @@ def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int =
 def assert_nothing_is_left(run_dir: Path) -> None:
     wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
     assert buffers_of(run_dir) == []
-
-
-def most_at_once(run_dir: Path) -> int:
-    """Of the search's trials."""
-    running, most = 0, 0
-    for event in events_of(run_dir):
-        running += {EVENT_PROPOSED: 1, EVENT_FINISHED: -1}.get(event["event"], 0)
-        most = max(most, running)
-    return most
 
 
 def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Process, psutil.Process]:
@@ -329,7 +302,7 @@ def test_a_search_on_a_cluster(three: RayCluster, tmp_path: Path) -> None:
     words = search_of(run_dir, three, "--max-trials", 2)
     told = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "tuning on what Ray has free, 3 nodes with 1 CPU each" in told.stdout
+    assert "tuning on free parts of a Ray cluster, 3 nodes with 1 CPU each" in told.stdout
     assert "3 hosts (" in told.stdout and "each with 1 cpu slot" in told.stdout
     run = run_of(run_dir)
     assert run.best is not None
@@ -396,7 +369,7 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_nodes_that_come_are_used_and_nothing_is_left_when_rays_driver_or_dsat_is_killed(
+def test_nothing_is_left_when_rays_driver_or_dsat_is_killed(
     three: RayCluster, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -404,9 +377,6 @@ def test_nodes_that_come_are_used_and_nothing_is_left_when_rays_driver_or_dsat_i
     with kept(three, 2):  # for others
         first = Background(search_of(*begin, slots=1))
         wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
-        assert most_at_once(run_dir) == 1
-        three.add(min(os.sched_getaffinity(0)))
-        wait_until(lambda: most_at_once(run_dir) == 2, "two trials at once", ENDS_WITHIN_S)
         [driver] = [p for p in first.process.children() if "dsat.engines.ray.driver" in p.cmdline()]
         driver.kill()
         told = first.end()
@@ -439,7 +409,7 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
     with kept(three, others):  # the imports of two are enough
         told = subprocess.run(submit, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "this is a Ray job (--engine local takes its machine alone)" in told.stdout
+    assert "--engine ray was detected (--engine local takes this machine alone)" in told.stdout
     run = run_of(run_dir)
     assert run.best is not None
     assert "\n# on " in (run_dir / "trials" / run.best.name / "cmd.txt").read_text()
@@ -457,7 +427,7 @@ def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(three: R
         for _ in range(2):
             three.add(core, gpus=2)
 
-    reservation = Reservation(three.address, Wish.of(2, "1"), say=say)
+    reservation = Reservation(three.address, ResourceRequest.of(2, "1"), say=say)
     try:
         assert said == ["waiting for Ray to give 2 nodes with 1 GPU each that nobody else uses"]
         assert reservation.text == "2 nodes with 1 GPU each"

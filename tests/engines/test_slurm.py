@@ -6,7 +6,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.app import hosts
 from dsat.app.hosts import Hosts, check_equal, check_slots, describe, find_hosts
-from dsat.engines import slurm
 from dsat.engines.local import Host
-from dsat.engines.slurm import Allocation
+from dsat.engines.places import local as this_machine
+from dsat.engines.places import slurm
+from dsat.engines.places.slurm import Allocation
 from dsat.errors import EngineError, UserInputError
 from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
@@ -34,6 +33,7 @@ JOB = {
     "SLURM_JOB_CPUS_PER_NODE": "16(x2)",
 }
 ENDS_WITHIN_S = 240.0
+ROOT = Path(__file__).parents[2]
 # dsat, which gives up silent hosts soon.
 IMPATIENT = """
 import sys
@@ -74,7 +74,7 @@ def test_slurm_is_asked_for_only_where_there_is_an_allocation(
 def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(2))
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
     assert find_hosts("auto") == find_hosts("slurm") == Hosts((Host(cpu_machine(2)),))
 
 
@@ -161,7 +161,8 @@ def test_a_search_in_a_job_of_two_nodes(three: Slurm, tmp_path: Path) -> None:
     state = three.wait_for(job, ENDS_WITHIN_S)
     said = log.read_text()
     assert state == "COMPLETED", said
-    assert f"tuning on the 2 nodes of Slurm job {job}, n[1-2] (--engine local takes" in said
+    assert f"tuning on the 2 nodes of Slurm job {job}, n[1-2]" in said
+    assert "--engine slurm was detected (--engine local takes this machine alone)" in said
     assert "2 hosts (n1, n2), each with 1 cpu slot" in said
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is not None
@@ -243,33 +244,30 @@ def srun_of(node: str) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_search_submits_itself_and_goes_on_when_its_job_is_preempted(
+def test_the_documented_job_goes_on_with_its_run_when_it_is_preempted(
     three: Slurm, tmp_path: Path
 ) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "told.log"
-    job = ("--engine", "slurm", "--nodes", 2, "--time", "10", "--sbatch-options=--exclusive")
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            words_of(run_dir, "--max-trials", 6, *job),
-            env=three.env,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
-        [number] = re.findall(r"submitted Slurm job (\d+)", log.read_text())
-        urgent = three.submit(
-            "sleep 1", tmp_path / "urgent.log", f"--partition={cluster.URGENT}", "--nodes=3"
-        )
-        assert process.wait(ENDS_WITHIN_S) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-    said = log.read_text()
-    for told in ("was requeued, and goes on", f"job {number} is COMPLETED", "Train with it:"):
-        assert told in said
-    assert "Traceback" not in said
-    assert three.state(urgent) == "COMPLETED"
+    page = (ROOT / "docs" / "several-machines.md").read_text()
+    [script] = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", page, re.S)
+    run_dir = tmp_path / "dsat_runs" / "run"
+    own = shlex.join(words_of(run_dir, "--max-trials", 6)[3:])
+    script = re.sub(r"(python3 -m dsat) model .*?( \$RESUME)", rf"\1 {own}\2", script, flags=re.S)
+    script = re.sub(r"(RUN=).*", rf"\1{run_dir}", script)
+    job_file, log = tmp_path / "job.sh", tmp_path / "job.log"
+    job_file.write_text(script)
+    job = three.ask(
+        "sbatch",
+        "--parsable",
+        *(f"--output={log}", "--nodes=2", "--gpus-per-node=0", f"--chdir={ROOT}"),
+        str(job_file),
+    ).strip()
+    wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
+    urgent = three.submit(
+        "sleep 1", tmp_path / "urgent.log", f"--partition={cluster.URGENT}", "--nodes=3"
+    )
+    wait_until(lambda: three.state(urgent) == "COMPLETED", "the urgent job", ENDS_WITHIN_S)
+    assert three.wait_for(job, ENDS_WITHIN_S) == "COMPLETED", log.read_text()
+    assert "Traceback" not in log.read_text()
     starts = [event for event in events_of(run_dir) if event["event"] == "start"]
     assert len(starts) == 1, "the second start of the job went on with the run of the first"
     assert run_of(run_dir).stop_reason is not None

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import hosts, local, source
+from dsat.app import local, source
 from dsat.cli.main import main
-from dsat.engines import ssh
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.ports import free_ports
+from dsat.engines.places import base, ssh
+from dsat.engines.places import local as this_machine
 from dsat.errors import UserInputError
 from testing.command import ADAM, FAST, run_of
 from testing.hosts_contract import HostsContract
@@ -138,7 +139,7 @@ def test_this_machine_comes_first_and_is_named_once() -> None:
     found = ssh.reach(["far", "head"], 2222)
     assert [(host.name, host.is_here) for host in found] == [("head", True), ("far", False)]
     assert found[0].prefix == ()
-    assert found[1].prefix[1:] == ("-m", "dsat.engines.ssh", "--port", "2222", "far")
+    assert found[1].prefix[1:] == ("-m", "dsat.engines.ssh_run", "--port", "2222", "far")
     assert found[0].address == "127.0.0.1", "by which the other one reaches it"
     with pytest.raises(UserInputError, match="names this machine twice: head, localhost"):
         ssh.reach(["head", "localhost"], None)
@@ -162,8 +163,8 @@ def test_a_hostfiles_machines_are_the_hosts(
         assert list(prefixes) == ["head", "far"]
         return [cpu_machine(4)] * 2
 
-    monkeypatch.setattr(hosts, "find_machines", find_machines)
-    monkeypatch.setattr(hosts, "find_machine", lambda *_: cpu_machine(3))
+    monkeypatch.setattr(base, "find_machines", find_machines)
+    monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(3))
     for module in (local, source):
         monkeypatch.setattr(module, "LocalEngine", None)  # nothing is ever run
     script = ("train.py", "--deepspeed_config", "ds_config.json")

@@ -128,16 +128,13 @@ class Machine:
         )
 
 
-def find_machine(meanwhile: Callable[[], None] = lambda: None) -> Machine:
-    """The slots of this machine.
-
-    Args:
-        meanwhile: called now and then while it is waited for; what it raises ends that.
+def find_machine() -> Machine:
+    """Look at the slots of this machine.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
-    [machine] = find_machines({"this machine": ()}, meanwhile)
+    [machine] = find_machines({"this machine": ()})
     return machine
 
 
@@ -151,14 +148,11 @@ def find_machine_for_simulations() -> Machine:
     return _of_cores() if no_accelerator.is_certain() else find_machine()
 
 
-def find_machines(
-    prefixes: Mapping[str, Sequence[str]], meanwhile: Callable[[], None] = lambda: None
-) -> list[Machine]:
-    """The slots of several machines, which are asked at the same time.
+def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
+    """Look at the slots of several machines at the same time.
 
     Args:
         prefixes: what goes before a command so that it runs on a machine, by the machine's name.
-        meanwhile: as in `find_machine`.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported on one, or its accelerator does not
@@ -166,7 +160,7 @@ def find_machines(
     """
     begun = [_Question([], os.environ, prefix) for prefix in prefixes.values()]
     try:
-        answers = [question.answer(_FIND_LIMIT_S, meanwhile) for question in begun]
+        answers = [question.answer(_FIND_LIMIT_S) for question in begun]
     except BaseException:
         for question in begun:
             question.withdraw()

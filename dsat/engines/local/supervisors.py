@@ -6,7 +6,7 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ WARM_MODULES = (
 LOST = "lost"
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
-_MEANWHILE_S = 0.1
 # A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
 _ORPHANED_AFTER_S = 600.0
 
@@ -128,7 +127,6 @@ class Supervisors:
     def warm_up(
         self,
         modules: Sequence[str] = (),
-        meanwhile: Callable[[], None] | None = None,
         *,
         broken: Mapping[int, Collection[int]] | None = None,
     ) -> str:
@@ -138,7 +136,6 @@ class Supervisors:
 
         Args:
             modules: to import; the needs of every rank by default.
-            meanwhile: called now and then while waiting; an exception of it ends the warm-up.
             broken: slots whose devices no longer work, by host: forking is tried on another one.
 
         Returns:
@@ -154,7 +151,7 @@ class Supervisors:
                 number: _warm_request(names, host, without=(broken or {}).get(number, ()))
                 for number, host in enumerate(self._hosts)
             }
-            answers = self._ask(requests, "warm", _WARM_UP_LIMIT_S, meanwhile)
+            answers = self._ask(requests, "warm", _WARM_UP_LIMIT_S)
             reasons = [answer["reason"] for answer in answers.values() if not answer["ok"]]
             if not reasons:
                 return ""
@@ -263,7 +260,6 @@ class Supervisors:
         requests: Mapping[int, Mapping[str, Any]],
         event: str,
         limit_s: float = _LOOK_LIMIT_S,
-        meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Any]]:
         """Return the answers of all hosts; other messages are kept for `receive`.
 
@@ -286,9 +282,6 @@ class Supervisors:
                     raise EngineError(reason)
                 kept += [self._abandon(host, reason) for host in sorted(missing)]
                 continue
-            if meanwhile is not None:
-                meanwhile()
-                left_s = min(left_s, _MEANWHILE_S)
             for host, answer in self._read(left_s):
                 if answer["event"] == event:
                     answers[host] = answer

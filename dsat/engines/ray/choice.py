@@ -1,4 +1,4 @@
-"""What to reserve of a Ray cluster: equal parts of equal nodes, out of what nobody uses now."""
+"""Choice of the resources to reserve of a Ray cluster: equal parts of equal, free nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dsat.errors import UserInputError
 
-# Ray's names of what DeepSpeed has an accelerator for.
+# Ray's names of the accelerators that DeepSpeed supports.
 _ACCELERATORS = ("GPU", "NPU", "HPU")
 _CPU = "CPU"
 _KIND = "accelerator_type:"
@@ -17,20 +17,20 @@ _A_BIT = 0.001
 
 
 @dataclass(frozen=True)
-class State:
-    """What a node has of each of Ray's resources, and what of it nobody uses."""
+class NodeResources:
+    """Amounts of each of Ray's resources that a node has, and that are free."""
 
     total: Mapping[str, float]
     free: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asks for; None for as much as is free.
+class ResourceRequest:
+    """Resources that the user asks for; None for everything that is free.
 
     Attributes:
-        nodes: how many.
-        slots: on each.
+        nodes: number of nodes.
+        slots: of each node.
         kind: of accelerators, as Ray has it, such as A100.
     """
 
@@ -39,11 +39,11 @@ class Wish:
     kind: str = ""
 
     @classmethod
-    def of(cls, nodes: int | None, slots: str | None) -> Wish:
-        """From what the command line has: [TYPE:]N slots.
+    def of(cls, nodes: int | None, slots: str | None) -> ResourceRequest:
+        """Parse the slots of a command line: [TYPE:]N.
 
         Raises:
-            UserInputError: it is something else.
+            UserInputError: they are something else.
         """
         if slots is None:
             return cls(nodes)
@@ -54,13 +54,19 @@ class Wish:
             )
         return cls(nodes, int(number), kind)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is known what to ask for, whatever is free."""
+        return None not in (self.nodes, self.slots)
+
 
 @dataclass(frozen=True)
 class Parts:
-    """Equal parts of so many nodes.
+    """Equal parts of several nodes.
 
     Attributes:
-        accelerator: Ray's name of what the slots are; empty if they are processor cores.
+        nodes: number of nodes.
+        accelerator: Ray's name of the slots; empty if they are processor cores.
         slots: of each node.
         cpus: of each node.
         kind: of the accelerators; empty for any.
@@ -74,7 +80,7 @@ class Parts:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray is asked for on each node."""
+        """Resources that Ray is asked for on each node."""
         found: dict[str, float] = {_CPU: self.cpus} if self.cpus else {}
         if self.accelerator:
             found[self.accelerator] = self.slots
@@ -84,49 +90,36 @@ class Parts:
 
     def __str__(self) -> str:
         of_kind = f" {self.kind}" if self.kind else ""
-        what = f"{self.slots}{of_kind} {self.accelerator or _CPU}{'s' * (self.slots > 1)}"
+        slots = f"{self.slots}{of_kind} {self.accelerator or _CPU}{'s' * (self.slots > 1)}"
         each = " each" if self.nodes > 1 else ""
-        return f"{self.nodes} node{'s' * (self.nodes > 1)} with {what}{each}"
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} with {slots}{each}"
 
 
-def choose(nodes: Sequence[State], wish: Wish) -> Parts | None:
-    """The equal parts with most slots of all that are free; the fewest nodes if several have.
+def choose(nodes: Sequence[NodeResources], wanted: ResourceRequest) -> Parts | None:
+    """Return the free equal parts with most slots in all; the fewest nodes if several have.
 
     Nodes with other kinds of accelerators, and those without any beside nodes with some, are left
-    out. If the user asks for nodes and slots, that is it, whatever there is now: an autoscaler may
-    bring it.
-
-    Returns:
-        None if there is nothing now that is asked for.
+    out. A complete request is returned even if nothing is free: an autoscaler may bring it.
     """
-    accelerator = next((name for name in _ACCELERATORS if _any_has(nodes, name)), "")
-    if wish.slots is not None:
-        accelerator = accelerator or _ACCELERATORS[0]
+    there = [name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)]
+    default = "" if wanted.slots is None else _ACCELERATORS[0]
+    accelerator = there[0] if there else default
     found = [
         parts
         for kind, alike in _by_kind(nodes, accelerator).items()
-        if wish.kind in ("", kind)
-        for parts in _parts(alike, accelerator, kind, wish)
+        if wanted.kind in ("", kind)
+        for parts in _parts(alike, accelerator, kind, wanted)
     ]
     if found:
         return max(found, key=lambda parts: (parts.nodes * parts.slots, parts.slots))
-    if wish.nodes is not None and wish.slots is not None:
-        return Parts(wish.nodes, accelerator, wish.slots, wish.slots, wish.kind)
+    if wanted.nodes is not None and wanted.slots is not None:
+        return Parts(wanted.nodes, accelerator, wanted.slots, wanted.slots, wanted.kind)
     return None
 
 
-def fits(node: State, parts: Parts) -> bool:
-    """Whether one more of the parts can be taken of a node, which is of the same kind as theirs."""
-    if not parts.accelerator and any(node.total.get(name, 0) >= 1 for name in _ACCELERATORS):
-        return False
-    return all(node.free.get(name, 0) >= amount for name, amount in parts.bundle.items())
-
-
-def _any_has(nodes: Iterable[State], name: str) -> bool:
-    return any(node.total.get(name, 0) >= 1 for node in nodes)
-
-
-def _by_kind(nodes: Iterable[State], accelerator: str) -> dict[str, list[State]]:
+def _by_kind(
+    nodes: Iterable[NodeResources], accelerator: str
+) -> Mapping[str, Sequence[NodeResources]]:
     found = defaultdict(list)
     for node in nodes:
         if node.total.get(accelerator or _CPU, 0) >= 1:
@@ -135,21 +128,21 @@ def _by_kind(nodes: Iterable[State], accelerator: str) -> dict[str, list[State]]
     return found
 
 
-def _parts(nodes: Sequence[State], accelerator: str, kind: str, wish: Wish) -> Iterable[Parts]:
-    """What may be taken of equal nodes."""
+def _parts(
+    nodes: Sequence[NodeResources], accelerator: str, kind: str, wanted: ResourceRequest
+) -> Iterable[Parts]:
+    """Return the parts that equal nodes can give."""
     resource = accelerator or _CPU
-    for slots in (
-        {int(node.free.get(resource, 0)) for node in nodes} if wish.slots is None else {wish.slots}
-    ):
+    free = {int(node.free.get(resource, 0)) for node in nodes}
+    for slots in free if wanted.slots is None else {wanted.slots}:
         having = [node for node in nodes if slots and node.free.get(resource, 0) >= slots]
-        count = len(having) if wish.nodes is None else wish.nodes
-        if not 0 < count <= len(having):
-            continue
-        shares = sorted((_cpus(node, resource, slots) for node in having), reverse=True)
-        yield Parts(count, accelerator, slots, shares[count - 1], kind)
+        count = len(having) if wanted.nodes is None else wanted.nodes
+        if 0 < count <= len(having):
+            shares = sorted((_cpus(node, resource, slots) for node in having), reverse=True)
+            yield Parts(count, accelerator, slots, shares[count - 1], kind)
 
 
-def _cpus(node: State, resource: str, slots: int) -> int:
-    """Of a node's processor cores, as large a part as of its slots, if it is free."""
+def _cpus(node: NodeResources, resource: str, slots: int) -> int:
+    """Return as large a part of a node's processor cores as of its slots, if it is free."""
     share = node.total.get(_CPU, 0) * slots / node.total[resource]
     return int(min(share, node.free.get(_CPU, 0)))

@@ -2,19 +2,16 @@
 
     python3 -m dsat.engines.ray.driver
 
-The first line of its standard input says which parts to reserve, and others what is not needed any
-more; when it ends, the commands' standard inputs end, and Ray gets back what is reserved as soon as
-they have ended. Each connection to its socket is a command, see `dsat.engines.ray.run`.
+The first line of its standard input is the request. When the input ends, the commands' standard
+inputs end, and Ray gets the reservation back as soon as the commands have ended. Each connection to
+its socket is a command, see `dsat.engines.ray.run`.
 
-Requests:
+Request:
     {"socket": path, "address": of the cluster, or null, "nodes": n or null, "slots": n or null,
      "kind": of accelerators, or empty}
-    {"give_back": number of a node}
-    {"most": so many nodes may be taken in all, if the user wants no number of them}
 Answers, as JSON lines on the standard output:
-    {"event": "waits", "text": what for}
-    {"event": "reserved", "text": what, "nodes": [{"number", "name", "address", "is_here"}]}
-    {"event": "came", "node": one more of these}
+    {"event": "waits", "text": resources that are not free}
+    {"event": "reserved", "text": resources, "nodes": [{"name", "address", "is_here"}]}
     {"event": "failed", "reason": text}
 """
 
@@ -29,32 +26,37 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dsat.engines.ray import node_actor
-from dsat.engines.ray.choice import Parts, Wish, choose
-from dsat.engines.ray.nodes import Host, Nodes, states
+from dsat.engines.ray.choice import NodeResources, Parts, ResourceRequest, choose
 
 _CHUNK = 1 << 16
 _CONNECT_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
 _SETTLES_WITHIN_S = 0.5
-# Others may be faster: then there may be something else.
+# Other work may be faster: then something else may be free.
 _RESERVE_LIMIT_S = 10.0
+_ACTORS_LIMIT_S = 120.0
+# Of one actor: calls that read from a command, write to it, and end it; few commands at a time.
+_THREADS = 16
 _END_LIMIT_S = 20.0
 _LOST = 255
-_LOOK_FOR_MORE_EVERY_S = 2.0
 
 _Tell = Callable[[Mapping[str, Any]], None]
 
 
 def main() -> None:
+    """Serve one reservation."""
     # The answers get a descriptor of their own, so that nothing Ray prints can break them.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -64,21 +66,24 @@ def main() -> None:
             os.write(answers, json.dumps(message).encode() + b"\n")
 
     request = json.loads(sys.stdin.readline())
-    # What ends a Ray job signals all of its processes; Ctrl-C is for dsat itself, which ends this.
+    # The end of a Ray job signals all of its processes; Ctrl-C is for dsat, which ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _connect(request["address"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        wish = Wish(request["nodes"], request["slots"], request["kind"])
-        parts, group = _reserve(wish, tell)
-        nodes = Nodes(parts, group)
+        wanted = ResourceRequest(request["nodes"], request["slots"], request["kind"])
+        parts, group = _reserve(wanted, tell)
+        hosts = _start_actors(parts, group)
+        here = ray.get_runtime_context().get_node_id()
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(request["socket"])
             listener.listen(64)
-            first = [_told_of(nodes, number) for number in range(len(nodes.hosts))]
-            tell({"event": "reserved", "text": str(parts), "nodes": first})
-            with _looking_for_more(nodes, tell):
-                _serve(listener, nodes, may_grow=wish.nodes is None)
+            nodes = [
+                {"name": host.name, "address": host.address, "is_here": host.node_id == here}
+                for host in hosts
+            ]
+            tell({"event": "reserved", "text": str(parts), "nodes": nodes})
+            _serve(listener, hosts)
         remove_placement_group(group)
     except _NobodyWaits:
         pass
@@ -90,11 +95,11 @@ def main() -> None:
 
 
 class _NobodyWaits(Exception):
-    """Whoever wanted the reservation is gone, or does not want it any more."""
+    """The standard input has ended before anything was reserved."""
 
 
 def _connect(address: str | None) -> None:
-    """To the cluster that Ray itself finds; if there is none, one of this machine alone begins.
+    """Connect to the cluster that Ray finds; without one, start it on this machine alone.
 
     Raises:
         ConnectionError: nothing answers at the address.
@@ -113,135 +118,160 @@ def _connect(address: str | None) -> None:
 # -- reserving
 
 
-def _reserve(wish: Wish, tell: _Tell) -> tuple[Parts, PlacementGroup]:
-    """Takes what is free, as soon as there is something."""
-    told = ""
+def _resources() -> list[NodeResources]:
+    """Return the resources of all live nodes."""
+    # Ray tells only here what is free of each node.
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        NodeResources(node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _reserve(wanted: ResourceRequest, tell: _Tell) -> tuple[Parts, PlacementGroup]:
+    """Take free resources, as soon as there are some."""
+    told = set[str]()
     before: Parts | None = None
+
+    def say_waiting(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            tell({"event": "waits", "text": text})
+
     while True:
-        parts = choose(list(states().values()), wish)
-        # What others give back, Ray learns of one node after the other.
-        if parts is not None and parts != before:
+        parts = choose(_resources(), wanted)
+        if parts is None:
+            say_waiting("a node with something free")
+        elif parts != before:
+            # Ray learns of one node after the other what other work gives back.
             before = parts
             _check_wanted(_SETTLES_WITHIN_S)
             continue
-        text = f"{parts} that nobody else uses" if parts else "a node with something free"
-        if parts is not None:
-            group = placement_group(
-                [parts.bundle] * parts.nodes, strategy="STRICT_SPREAD", name=f"dsat-{os.getpid()}"
-            )
-            deadline = time.monotonic() + _RESERVE_LIMIT_S
-            while not group.wait(_LOOK_EVERY_S):
-                _check_wanted()
-                if told != text:
-                    told = text
-                    tell({"event": "waits", "text": text})
-                # What the user asks for stays asked for: it may be why a node is started.
-                if time.monotonic() > deadline and None in (wish.nodes, wish.slots):
-                    break
-            else:
-                return parts, group
-            remove_placement_group(group)
-        elif told != text:
-            told = text
-            tell({"event": "waits", "text": text})
+        elif group := _group_of(parts, wanted, say_waiting):
+            return parts, group
         before = None
         _check_wanted(_LOOK_EVERY_S)
 
 
+def _group_of(
+    parts: Parts, wanted: ResourceRequest, say_waiting: Callable[[str], None]
+) -> PlacementGroup | None:
+    """Reserve parts; None if other work was faster."""
+    group = placement_group(
+        [parts.bundle] * parts.nodes, strategy="STRICT_SPREAD", name=f"dsat-{os.getpid()}"
+    )
+    deadline = time.monotonic() + _RESERVE_LIMIT_S
+    while not group.wait(_LOOK_EVERY_S):
+        say_waiting(f"{parts} that nobody else uses")
+        _check_wanted()
+        # A complete request stays: it may make an autoscaler start nodes.
+        if time.monotonic() > deadline and not wanted.is_complete:
+            remove_placement_group(group)
+            return None
+    return group
+
+
 def _check_wanted(wait_s: float = 0.0) -> None:
-    """Raises _NobodyWaits if the standard input ends, for which it waits so long."""
+    """Raise _NobodyWaits if the standard input ends within this time."""
     if node_actor.readable(sys.stdin.fileno(), limit_s=wait_s):
         raise _NobodyWaits
 
 
-@contextlib.contextmanager
-def _looking_for_more(nodes: Nodes, tell: _Tell) -> Iterator[None]:
-    """Tells of nodes that come, from a thread: Ray itself may keep it waiting."""
-    over = threading.Event()
+@dataclass(frozen=True)
+class _Host:
+    """A node of which a part is reserved."""
 
-    def look() -> None:
-        while not over.wait(_LOOK_FOR_MORE_EVERY_S):
-            try:
-                come = nodes.look()
-            except (RayError, RuntimeError):  # a head that does not answer now may do so again
-                continue
-            for number in come:
-                tell({"event": "came", "node": _told_of(nodes, number)})
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    try:
-        yield
-    finally:
-        over.set()
-        looking.join(_SETTLES_WITHIN_S)
+    actor: Any
+    node_id: str
+    name: str
+    address: str
 
 
-def _told_of(nodes: Nodes, number: int) -> dict[str, Any]:
-    host, here = nodes.hosts[number], ray.get_runtime_context().get_node_id()
-    is_here = host.node_id == here
-    return {"number": number, "name": host.name, "address": host.address, "is_here": is_here}
+def _start_actors(parts: Parts, group: PlacementGroup) -> list[_Host]:
+    """Start an actor in each bundle; the one on this node comes first.
+
+    Raises:
+        RayError: an actor does not begin.
+    """
+    # The class goes to nodes as it is: they need no dsat.
+    ray.cloudpickle.register_pickle_by_value(node_actor)
+    bundle = parts.bundle
+    actors = []
+    for index in range(parts.nodes):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        options = ray.remote(node_actor.NodeActor).options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            resources={name: n for name, n in bundle.items() if name not in ("CPU", "GPU")},
+            max_concurrency=_THREADS,
+            scheduling_strategy=strategy,
+        )
+        cores = None if parts.accelerator else parts.slots
+        actors.append(options.remote(cores, not parts.accelerator))
+    found = ray.get([actor.where.remote() for actor in actors], timeout=_ACTORS_LIMIT_S)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    here = ray.get_runtime_context().get_node_id()
+    times = Counter(name for _, name in found)
+    hosts = [
+        _Host(
+            actor,
+            node_id,
+            name if times[name] == 1 else f"{name}-{node_id[:6]}",
+            addresses[node_id],
+        )
+        for actor, (node_id, name) in zip(actors, found, strict=True)
+    ]
+    return sorted(hosts, key=lambda host: (host.node_id != here, host.name))
 
 
 # -- commands
 
 
-def _serve(listener: socket.socket, nodes: Nodes, *, may_grow: bool) -> None:
-    """Runs commands until the standard input ends, and then until they have ended."""
+def _serve(listener: socket.socket, hosts: Sequence[_Host]) -> None:
+    """Run commands until the standard input ends, and then until they have ended."""
     begun: list[_Command] = []
-    given, rest = sys.stdin.fileno(), b""
-    while True:
-        ready = node_actor.readable(listener.fileno(), given)
-        if given in ready:
-            data = os.read(given, _CHUNK)
-            if not data:
-                break
-            *lines, rest = (rest + data).split(b"\n")
-            for request in map(json.loads, lines):
-                if "give_back" in request:
-                    nodes.give_back(request["give_back"])
-                elif may_grow:
-                    nodes.most = request["most"]
-        if listener.fileno() in ready:
-            connection, _ = listener.accept()
-            begun = [command for command in begun if command.thread.is_alive()]
-            begun.append(_Command(connection, nodes))
-    now_s = time.monotonic()
+    stdin = sys.stdin.fileno()
+    while stdin not in node_actor.readable(listener.fileno(), stdin):
+        connection, _ = listener.accept()
+        begun.append(_Command(connection, hosts))
+    deadline = time.monotonic() + _END_LIMIT_S
     for command in begun:
-        since_s = now_s if command.given_up_s is None else command.given_up_s
-        command.thread.join(max(0.0, since_s + _END_LIMIT_S - time.monotonic()))
+        # A node that was given up may not answer: its command is not waited for again.
+        command.thread.join(0 if command.given_up else max(0.0, deadline - time.monotonic()))
 
 
 class _Command:
     """A command that a connection asks for.
 
     Attributes:
-        thread: in which it is run; ends with it.
-        given_up_s: when whoever asked for it was gone; None as long as it is there.
+        thread: relays its pipes, and ends with it.
+        given_up: whether the other end of the connection has gone.
     """
 
-    def __init__(self, connection: socket.socket, nodes: Nodes) -> None:
+    def __init__(self, connection: socket.socket, hosts: Sequence[_Host]) -> None:
         self._connection = connection
-        self.given_up_s: float | None = None
-        self.thread = threading.Thread(target=self._run, args=(nodes,), daemon=True)
+        self.given_up = False
+        self.thread = threading.Thread(target=self._run, args=(hosts,), daemon=True)
         self.thread.start()
 
-    def _run(self, nodes: Nodes) -> None:
-        """Runs the command, and says how it ended."""
+    def _run(self, hosts: Sequence[_Host]) -> None:
+        """Run the command, and answer with its exit status."""
         with self._connection:
-            _, pipes, _, _ = socket.recv_fds(self._connection, 1, 3)
-            given, out, err = pipes
+            _, (given, out, err), _, _ = socket.recv_fds(self._connection, 1, 3)
             start = json.loads(self._connection.makefile().readline())
-            host = nodes.hosts[start["node"]]
-            hand_on: threading.Thread | None = None
+            host = hosts[start["node"]]
+            relay: threading.Thread | None = None
             try:
                 begin = host.actor.start.remote(start["command"], start["cwd"], start["env"])
                 number = ray.get(begin)
-                hand_on = threading.Thread(
-                    target=self._hand_on, args=(host, number, given), daemon=True
+                relay = threading.Thread(
+                    target=self._relay_input, args=(host, number, given), daemon=True
                 )
-                hand_on.start()
-                status = _hand_back(host, number, {1: out, 2: err})
+                relay.start()
+                status = _relay_output(host, number, {1: out, 2: err})
             except RayError as error:
                 status, reason = _LOST, _first_line(error)
                 os.write(err, f"Ray has lost {host.name}: {reason}\n".encode())
@@ -249,30 +279,29 @@ class _Command:
                 os.close(pipe)
             with contextlib.suppress(OSError):
                 self._connection.sendall(b"%d\n" % status)
-                self._connection.shutdown(socket.SHUT_RDWR)  # which ends the handing on
-            if hand_on is not None:
-                hand_on.join()
+                self._connection.shutdown(socket.SHUT_RDWR)  # which ends the relay of the input
+            if relay is not None:
+                relay.join()
             os.close(given)
 
-    def _hand_on(self, host: Host, number: int, given: int) -> None:
-        """Hands on what the command is given, until that ends or whoever gives it is gone."""
+    def _relay_input(self, host: _Host, number: int, given: int) -> None:
+        """Relay the command's input, until that ends or the other end of the connection goes."""
+        connection = self._connection.fileno()
         with contextlib.suppress(RayError):
-            whoever = self._connection.fileno()
             while True:
-                ready = node_actor.readable(given, whoever)
+                ready = node_actor.readable(given, connection)
                 data = os.read(given, _CHUNK) if given in ready else b""
                 if not data:
                     break
                 ray.get(host.actor.write.remote(number, data))
-            if whoever in ready:
-                self.given_up_s = time.monotonic()
+            self.given_up = connection in ready
             ray.get(host.actor.end.remote(number))
-            if whoever in ready:
+            if self.given_up:
                 ray.get(host.actor.terminate.remote(number))
 
 
-def _hand_back(host: Host, number: int, pipes: Mapping[int, int]) -> int:
-    """Writes what a command writes; returns its exit status."""
+def _relay_output(host: _Host, number: int, pipes: Mapping[int, int]) -> int:
+    """Relay the command's output; return its exit status."""
     while True:
         found = ray.get(host.actor.read.remote(number))
         if isinstance(found, int):

@@ -1,4 +1,4 @@
-"""What runs on each node: starts commands there, and hands their pipes on.
+"""Actor on each node: starts commands there, and relays their pipes.
 
 Ray sends the class as it is, so that nodes need no dsat for it: only the standard library is used.
 The pipes of a command belong to this process alone. When Ray ends it, with its driver or the node's
@@ -28,7 +28,7 @@ _OF_DEVICES = (
     "HABANA_VISIBLE_MODULES",
 )
 _CHUNK = 1 << 16
-# Ray kills the children of a process of its that ends. A command is a grandchild: it ends in order,
+# Ray kills the children of its processes that end. A command is a grandchild: it ends in order,
 # with its standard input. Ray's processes have Ctrl-C blocked.
 _PARENT = """
 import os, signal, sys
@@ -55,9 +55,9 @@ os._exit(status if status >= 0 else 128 - status)
 
 
 def readable(*descriptors: int, limit_s: float | None = None) -> set[int]:
-    """Those with something to read, or with an end, after waiting for one at most so long.
+    """Return those with something to read, or at their end, after waiting at most so long.
 
-    Their numbers may be any: Ray's processes have thousands, more than select(2) takes.
+    Ray's processes have thousands of them, more than select(2) takes.
     """
     waiting = select.poll()
     for descriptor in descriptors:
@@ -67,12 +67,12 @@ def readable(*descriptors: int, limit_s: float | None = None) -> set[int]:
 
 @dataclass
 class _Command:
-    """A command that goes on.
+    """A running command.
 
     Attributes:
-        ended: readable when it has.
-        outputs: by where they are to go, 1 or 2.
-        writing: held by whoever uses its standard input.
+        ended: readable when the process has ended.
+        outputs: by target, 1 or 2.
+        writing: held while its standard input is used.
     """
 
     process: subprocess.Popen[bytes]
@@ -82,11 +82,11 @@ class _Command:
 
 
 class NodeActor:
-    """Runs commands on its node. Its methods are called from several threads.
+    """Run commands on a node; the methods are called from several threads.
 
     Args:
-        cores: so many processor cores are for the commands; None for all.
-        cpu_only: none of the node's accelerators is.
+        cores: number of processor cores for the commands; None for all.
+        cpu_only: leave the node's accelerators alone.
     """
 
     def __init__(self, cores: int | None, cpu_only: bool) -> None:
@@ -95,7 +95,7 @@ class NodeActor:
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
         if cpu_only:
             self._env = {"DS_ACCELERATOR": "cpu"}
-        # Ray has its processes end first where memory runs out, and run last: commands inherit it.
+        # Ray's processes are killed first where memory runs out, and run last; commands inherit it.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("0")
         with contextlib.suppress(OSError):
@@ -105,13 +105,13 @@ class NodeActor:
             os.sched_setaffinity(0, own[:cores])
 
     def where(self) -> tuple[str, str]:
-        """The node's number, Ray's, and its host's name."""
+        """Return Ray's ID of the node, and its host's name."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), socket.gethostname()
 
     def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
-        """Starts a command, with variables of which those that name devices are this node's.
+        """Start a command; variables that name devices are this node's.
 
         Returns:
             Its number, for the other methods.
@@ -134,7 +134,7 @@ class NodeActor:
         return number
 
     def write(self, number: int, data: bytes) -> None:
-        """Writes to a command's standard input; nothing if it reads no more."""
+        """Write to a command's standard input; do nothing if it reads no more."""
         if number not in self._commands:
             return
         command = self._commands[number]
@@ -145,7 +145,7 @@ class NodeActor:
                 data = data[stdin.write(data) or 0 :]
 
     def end(self, number: int) -> None:
-        """Ends a command's standard input."""
+        """End a command's standard input."""
         if number not in self._commands:
             return
         command = self._commands[number]
@@ -154,21 +154,21 @@ class NodeActor:
             command.process.stdin.close()
 
     def terminate(self, number: int) -> None:
-        """Sends a command SIGTERM, which one ignores that ends with its standard input."""
+        """Send SIGTERM, which a command ignores that ends with its standard input."""
         if number in self._commands:
             self._commands[number].process.terminate()
 
     def read(self, number: int) -> tuple[int, bytes] | int:
-        """What a command has written, after waiting for it.
+        """Return output, after waiting for it.
 
         Returns:
-            1 or 2 for where to, and what; or the exit status of a command that has ended.
+            The target, 1 or 2, and the data; or the exit status of a command that has ended.
         """
         command = self._commands[number]
         ended = False
         while True:
             watched = [*command.outputs.values(), *([] if ended else [command.ended])]
-            # What others hold open that the command has left behind may never end.
+            # A pipe that a left-behind process holds open may never end.
             ready = readable(*watched, limit_s=0.0 if ended else None)
             if command.ended in ready:
                 ended = True

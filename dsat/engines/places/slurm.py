@@ -1,46 +1,73 @@
-"""The hosts of the Slurm allocation that dsat runs in.
+"""Hosts of the Slurm allocation that dsat runs in.
 
 One long step on each node holds that node's supervisor: trials start warm, and without a queue.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dsat.errors import EngineError
+from dsat.engines.local import Host
+from dsat.engines.places.base import Environment, Node, Provider, hosts_on
+from dsat.engines.places.local import ThisMachine
+from dsat.errors import EngineError, UserInputError
 
+_log = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 60.0
+# Variables of the job that srun takes for options of its own (`man srun`, input environment
+# variables): a step has what its command line says.
+_OPTIONS_OF_SRUN = """
+    SLURM_CPU_BIND SLURM_CPUS_PER_GPU SLURM_CPUS_PER_TASK SLURM_DISTRIBUTION SLURM_EXCLUSIVE
+    SLURM_GPU_BIND SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
+    SLURM_MEM_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_NNODES SLURM_NPROCS
+    SLURM_NTASKS SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE
+    SLURM_NTASKS_PER_SOCKET SLURM_NTASKS_PER_TRES SLURM_STEP_GRES SLURM_THREADS_PER_CORE
+    SLURM_TRES_BIND SLURM_TRES_PER_TASK
+""".split()
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of an allocation.
+class SlurmAllocation(Provider):
+    """All nodes of the allocation around dsat."""
 
-    Attributes:
-        name: Slurm's.
-        address: by which Slurm's own daemons reach it.
-        prefix: what goes before a command that is to run there, with our pipes, in a step.
-        is_here: whether it is the one that this process runs on.
-    """
+    @classmethod
+    def detect(cls, environment: Environment) -> bool:
+        allocation = Allocation.of(environment.variables)
+        return allocation is not None and not allocation.is_this_machine
 
-    name: str
-    address: str
-    prefix: tuple[str, ...]
-    is_here: bool
+    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
+        allocation = Allocation.of(environment.variables)
+        if allocation is None:
+            raise UserInputError(
+                "is for the inside of a Slurm allocation, and SLURM_JOB_ID and "
+                "SLURM_JOB_NODELIST are not set",
+                where="--engine slurm",
+                hint="Start dsat in a job script (sbatch), or after salloc.",
+            )
+        if allocation.is_this_machine:
+            return ThisMachine().acquire(environment, given)
+        _log.info(
+            "tuning on the %d nodes of Slurm job %s, %s",
+            allocation.count,
+            allocation.job,
+            allocation.nodes,
+        )
+        return hosts_on(allocation.find_nodes())
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What `salloc`, `sbatch` or `srun` has made for this process.
+    """Nodes that `salloc`, `sbatch` or `srun` has given to this process.
 
     Attributes:
         job: its number.
         nodes: in Slurm's own short form, such as gpu[01-04].
-        count: how many nodes there are.
+        count: number of nodes.
         cpus: of each node, in Slurm's short form, such as 32(x2).
         node: that this process runs on; empty outside of the allocation, as after `salloc`.
     """
@@ -53,11 +80,10 @@ class Allocation:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation | None:
-        """The allocation that environment variables tell of; None if there is none.
+        """Read environment variables; None without an allocation.
 
         Raises:
-            EngineError: this is one of several processes in it that do the same, or its parts are
-                not equal.
+            EngineError: this is one of several equal processes in it, or its parts are not equal.
         """
         job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
         if not (job and nodes):
@@ -77,14 +103,19 @@ class Allocation:
         cpus = env.get("SLURM_JOB_CPUS_PER_NODE", "1")
         return cls(job, nodes, count, cpus, env.get("SLURMD_NODENAME", ""))
 
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether it is one node, and this process runs there."""
+        return self.count == 1 and bool(self.node)
+
     def find_nodes(self) -> list[Node]:
-        """The nodes; the one that this process runs on comes first.
+        """Return the nodes; the one that this process runs on comes first.
 
         Raises:
             EngineError: Slurm's commands are missing, or say nothing.
         """
-        names = ask("scontrol", "show", "hostnames", self.nodes).split()
-        described = ask("scontrol", "--oneliner", "show", "node", self.nodes)
+        names = _ask("scontrol", "show", "hostnames", self.nodes).split()
+        described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
         addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", described, re.M))
         cpus = _expanded(self.cpus)
         if len(cpus) != len(names):
@@ -99,8 +130,13 @@ class Allocation:
         return sorted(found, key=lambda node: not node.is_here)
 
     def _prefix(self, node: str, cpus: int) -> tuple[str, ...]:
-        """A step that has all that the job has on a node, beside other steps."""
+        """Words that start a step with everything that the job has on a node, beside other steps.
+
+        A command there misses the variables that would be srun's own options.
+        """
         return (
+            "env",
+            *(f"--unset={name}" for name in _OPTIONS_OF_SRUN),
             "srun",
             f"--jobid={self.job}",
             f"--nodelist={node}",
@@ -115,18 +151,17 @@ class Allocation:
         )
 
 
-def ask(*command: str) -> str:
-    """What one of Slurm's commands prints.
+def _ask(*command: str) -> str:
+    """Return the output of one of Slurm's commands.
 
     Raises:
-        EngineError: there is no such command, or it fails; the message is what it says, in one
-            line.
+        EngineError: there is no such command, or it fails.
     """
     name = command[0]
     if shutil.which(name) is None:
         raise EngineError(f"there is no {name} here, which is a command of Slurm's")
     try:
-        found = subprocess.run(  # noqa: S603
+        return subprocess.run(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -134,18 +169,17 @@ def ask(*command: str) -> str:
             errors="replace",
             check=True,
             timeout=_ANSWER_LIMIT_S,
-        )
+        ).stdout
     except subprocess.TimeoutExpired:
         raise EngineError(f"{name} gave no answer within {_ANSWER_LIMIT_S:g} s") from None
     except subprocess.CalledProcessError as error:
         lines = [re.sub(rf"^{name}: (error: )?", "", line) for line in error.stderr.splitlines()]
         said = "; ".join(filter(None, map(str.strip, lines)))
         raise EngineError(f"{name}: {said or f'exit status {error.returncode}'}") from None
-    return found.stdout
 
 
 def _expanded(cpus: str) -> list[int]:
-    """The number for each node: 32(x2),16 is 32, 32, 16."""
+    """Return the number for each node: 32(x2),16 is 32, 32, 16."""
     found = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", cpus):
         found += [int(count)] * int(times or 1)

@@ -1,0 +1,73 @@
+"""Places where hosts come from, by the names that `--engine` gives them.
+
+A new place is a module with a `Provider` and a line in `PROVIDERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dsat.engines.places.base import Environment, Provider
+from dsat.engines.places.local import ThisMachine
+from dsat.engines.places.ray import RayCluster
+from dsat.engines.places.slurm import SlurmAllocation
+from dsat.engines.places.ssh import Hostfile
+from dsat.errors import UserInputError
+from dsat.inputs.option import Option
+
+# In the order in which `--engine auto` asks them.
+PROVIDERS: dict[str, type[Provider]] = {
+    "ssh": Hostfile,
+    "ray": RayCluster,
+    "slurm": SlurmAllocation,
+    "local": ThisMachine,
+}
+AUTO = "auto"
+ENGINE_NAMES = (AUTO, *PROVIDERS, "determined")
+
+
+def options() -> list[Option]:
+    """Return the options of all places."""
+    return [own for provider in PROVIDERS.values() for own in provider.options]
+
+
+def complete(declared: Iterable[Option]) -> Iterator[Option]:
+    """Add the registry's names to the choices of `--engine`, and the places' own options."""
+    for own in declared:
+        yield replace(own, choices=ENGINE_NAMES) if own.name == "engine" else own
+    yield from options()
+
+
+def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return the values that were given of places' options, by keyword.
+
+    Raises:
+        UserInputError: one is not for the chosen place.
+    """
+    given = [own for own in options() if values.get(own.keyword) is not None]
+    own_options = PROVIDERS[engine].options if engine in PROVIDERS else ()
+    for own in given:
+        if own not in own_options:
+            fitting = [name for name, provider in PROVIDERS.items() if own in provider.options]
+            raise UserInputError(f"{own.flags[-1]} goes with --engine {' or '.join(fitting)}")
+    return {own.keyword: values[own.keyword] for own in given}
+
+
+def detect(environment: Environment) -> str:
+    """Return the name of the first place that detects itself."""
+    return next(name for name, provider in PROVIDERS.items() if provider.detect(environment))
+
+
+__all__ = [
+    "AUTO",
+    "ENGINE_NAMES",
+    "PROVIDERS",
+    "Environment",
+    "Provider",
+    "complete",
+    "detect",
+    "given_options",
+    "options",
+]

@@ -1,0 +1,89 @@
+"""Provider: a place where hosts come from."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dsat.engines.local import Host, find_machines
+from dsat.inputs.option import Group, Option
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Surroundings that tell a provider whether dsat runs in its place.
+
+    Attributes:
+        variables: of this process.
+        hostfile: machines that the command's launcher is given, with positions of their devices;
+            no positions for all.
+        ssh_port: of these machines, if the launcher is given one.
+    """
+
+    variables: Mapping[str, str]
+    hostfile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ssh_port: int | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host that a place gives, before its accelerators are known.
+
+    Attributes:
+        name: for people.
+        address: by which ranks on other hosts reach it.
+        prefix: words before a command that run it there, with our pipes; none for this machine.
+        is_here: whether this process runs on it.
+    """
+
+    name: str
+    address: str
+    prefix: tuple[str, ...]
+    is_here: bool
+
+
+class Provider(abc.ABC):
+    """A place where hosts come from.
+
+    Attributes:
+        options: of its own; `acquire` gets their values by keyword.
+    """
+
+    options: ClassVar[Sequence[Option]] = ()
+
+    @classmethod
+    @abc.abstractmethod
+    def detect(cls, environment: Environment) -> bool:
+        """Return whether `--engine auto` takes this place."""
+
+    @abc.abstractmethod
+    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
+        """Reserve and return hosts; the one that this process runs on comes first.
+
+        Args:
+            environment: of this process.
+            given: values of the options that the user gave.
+
+        Raises:
+            UserInputError: dsat cannot be used there like this.
+            EngineError: the place gives no hosts.
+        """
+
+    def release(self) -> None:  # noqa: B027
+        """Give back everything that `acquire` reserved; does nothing twice."""
+
+
+def place_option(flag: str, help: str, **attributes: Any) -> Option:
+    """An option of one place; see `Option`."""
+    return Option((flag,), help, group=Group.PLACE, **attributes)
+
+
+def hosts_on(nodes: Sequence[Node]) -> list[Host]:
+    """Look at the accelerators of all nodes, at the same time."""
+    machines = find_machines({node.name: node.prefix for node in nodes})
+    return [
+        Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
+        for node, machine in zip(nodes, machines, strict=True)
+    ]
