@@ -1,6 +1,6 @@
-"""DeepSpeed configurations: the one reader of their files, and pure functions on their content.
+"""DeepSpeed configurations: the reader of their files, and pure functions on their content.
 
-Nothing here changes its arguments.
+No function changes its arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsat.values.trial import BatchTriple
 CONFIG_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 DSAT_MODE_KEY = "_use_dsat_mode"
-DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: what the trial is to measure
+DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: the specification of the trial
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
@@ -33,7 +33,7 @@ _INTEGER = re.compile(r".*_(size|parameters|distance|threshold|count|in_cpu)")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration that a file holds, whatever its name ends in.
+    """Read a DeepSpeed configuration from a file of any name.
 
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A configuration as DeepSpeed reads it: JSON, or Hjson with its comments.
+    """Parse a configuration as DeepSpeed does: JSON, or Hjson with its comments.
 
     Raises:
         ValueError: DeepSpeed would refuse it. The message says what is wrong with it.
@@ -83,11 +83,11 @@ def _parse_hjson(text: str) -> Any:
 
 
 class _DuplicateKeys(ValueError):
-    """A mapping gives a key more than once."""
+    """A key is given more than once in a mapping."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As `deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys`."""
+    """Make a mapping, as `dict_raise_error_on_duplicate_keys` of deepspeed.runtime.config_utils."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -96,8 +96,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Sections that are mappings wherever they are given; what of their values is read here, DeepSpeed
-# declares as in this table.
+# Sections that dsat reads; DeepSpeed checks all the others (`dsat.in_trial.config_check`).
 _SECTIONS = (
     "activation_checkpointing amp bf16 bfloat16 data_types fp16 optimizer scheduler "
     "tensor_parallel torch_autocast zero_optimization"
@@ -106,31 +105,28 @@ _DEVICES = ("none", "cpu", "nvme")
 
 
 def check_values(config: Mapping[str, Any], *, where: str) -> None:
-    """The one pass over a configuration without lists: what is read of it has the type that it is
-    read as.
+    """Check the types of the fields that dsat reads, in a configuration without lists.
 
     Raises:
-        UserInputError: a value cannot be, by deepspeed/runtime/config.py and
-            deepspeed/runtime/zero/{config,offload_config}.py (0.19.8).
+        UserInputError: a value is of another type.
     """
     for key in _SECTIONS:
         _mapping(config.get(key), f"{where}: {key}")
-    if config.get("zero_optimization", {}) is None:  # which DeepSpeed cannot read either
+    if config.get("zero_optimization", {}) is None:  # DeepSpeed cannot read it either
         raise UserInputError("must be a mapping, not null", where=f"{where}: zero_optimization")
     for key in ("optimizer", "scheduler"):
         section = config.get(key) or {}
         _of_type(section.get("type"), str, "the name of one", f"{where}: {key}.type")
         _mapping(section.get("params"), f"{where}: {key}.params")
-    zero = config.get("zero_optimization") or {}
-    for key, value in zero.items():
+    for key, value in (config.get("zero_optimization") or {}).items():
         check_zero_value(key, value, where=f"{where}: zero_optimization.{key}")
 
 
 def check_zero_value(key: str, value: Any, *, where: str) -> None:
-    """The same of one setting of `zero_optimization`, or of one of the values listed for it.
+    """Check a value of one setting of `zero_optimization`.
 
     Raises:
-        UserInputError: it cannot be.
+        UserInputError: it is of another type.
     """
     if key in ("offload_optimizer", "offload_param"):
         _mapping(value, where)
@@ -142,9 +138,7 @@ def check_zero_value(key: str, value: Any, *, where: str) -> None:
                 hint=did_you_mean(section["device"], _DEVICES),
             )
         _of_type(section.get("nvme_path"), str, "the path of a folder", f"{where}.nvme_path")
-        if key == "offload_optimizer":
-            ratio = section.get("ratio")
-            _of_type(ratio, (int, float), "a number", f"{where}.ratio")
+        _of_type(section.get("ratio"), (int, float), "a number", f"{where}.ratio")
     elif key == "stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
         raise UserInputError(f"must be 0, 1, 2 or 3, not {value!r}", where=where)
     elif is_integer(key) and value not in (None, AUTO):
@@ -157,7 +151,7 @@ def is_integer(key: str) -> bool:
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:
-    """An integer; JSON's `5e8` is one too.
+    """Return an integer; JSON's `5e8` is one too.
 
     Raises:
         UserInputError: it is none, or out of bounds.
@@ -182,7 +176,7 @@ def _of_type(value: Any, kind: Any, called: str, where: str) -> None:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` laid over `base`: dicts are merged key by key, anything else is replaced."""
+    """Lay `overrides` over `base`: mappings are merged key by key, other values replaced."""
     merged = copy.deepcopy(dict(base))
     for key, value in overrides.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -193,30 +187,20 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def same_setting(one: str, other: str) -> bool:
-    """Whether two keys of `zero_optimization` mean the same: some are known with and without
-    `stage3_` (the aliases of DeepSpeedZeroConfig)."""
+    """Compare two keys of `zero_optimization`.
+
+    Some are known with and without `stage3_` (the aliases of DeepSpeedZeroConfig).
+    """
     return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
-# Settings by which slots share each sample, and the batch would be another one.
+# Settings by which slots share each sample; the global batch is a smaller one then.
 _SHARING = ("sequence_parallel_size", "tensor_parallel.autotp_size")
-_EXPERTS = "expert_parallel.autoep_size"
+_ZENFLOW = "zero_optimization.zenflow"
 
 
-def _check_data_parallel(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raises UserInputError if slots work on the same samples, or experts do not fit the slots.
-
-    Slots with different experts have samples of their own all the same (module_inject/
-    auto_ep_config.py, 0.19.8): the batch is as without them.
-    """
-    experts = at(config, _EXPERTS)
-    enabled = at(config, "expert_parallel.enabled") is True
-    if enabled and isinstance(experts, int) and experts > 0 and slots % experts:
-        raise UserInputError(
-            f"{experts} slots would share the experts, and a trial has {slots}, which is no "
-            "multiple of it",
-            where=f"{where}: {_EXPERTS}",
-        )
+def _check_comparable(config: Mapping[str, Any], *, where: str) -> None:
+    """Raise UserInputError if slots share samples, or DeepSpeed decides on the steps."""
     for key in _SHARING:
         size = at(config, key)
         if isinstance(size, int) and size > 1:
@@ -225,23 +209,18 @@ def _check_data_parallel(config: Mapping[str, Any], slots: int, *, where: str) -
                 where=f"{where}: {key}",
                 hint="Take it out to tune the rest; memory and speed are then those without it.",
             )
-
-
-def _check_steps(config: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserInputError if DeepSpeed makes optimizer steps of as many micro batches as it likes
-    (`configure_zenflow` in runtime/zenflow/engine.py, 0.19.8)."""
-    key = "zero_optimization.zenflow"
-    if at(config, key) not in (None, AUTO):
+    # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
+    if at(config, _ZENFLOW) not in (None, AUTO):
         raise UserInputError(
             "ZenFlow decides by itself how many micro batches an optimizer step has, and dsat "
             "compares optimizer steps",
-            where=f"{where}: {key}",
+            where=f"{where}: {_ZENFLOW}",
             hint="Take it out to tune the rest.",
         )
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:
-    """A setting by the keys that lead to it, with dots between them; None if there is none."""
+    """Return the setting at a path of keys with dots between them; None if there is none."""
     found: Any = config
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -249,7 +228,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
-    """The batch sizes as DeepSpeed derives them (`DeepSpeedConfig._set_batch_related_parameters`).
+    """Derive the batch sizes (`DeepSpeedConfig._set_batch_related_parameters`).
 
     Args:
         config: a DeepSpeed configuration; null and "auto" count as not given.
@@ -260,8 +239,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
         UserInputError: none is given, one is no positive integer, or they contradict each other; or
             slots share samples, or ZenFlow decides.
     """
-    _check_data_parallel(config, data_parallel, where=where)
-    _check_steps(config, where=where)
+    _check_comparable(config, where=where)
     given: dict[str, int] = {}
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)
@@ -308,9 +286,11 @@ _HOW_TO_GIVE_BATCH = {
 
 
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
-    """A sentence that names the nearest known word; empty when none is near.
+    """Return a sentence that names the nearest known word; empty when none is near.
 
     Args:
+        word: an unknown one.
+        known: the words that there are.
         likeness: from which on a word is near, up to 1 (`difflib.SequenceMatcher.ratio`).
     """
     import difflib
@@ -320,8 +300,10 @@ def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> s
 
 
 def least_stage(config: Mapping[str, Any]) -> int:
-    """The lowest ZeRO stage that DeepSpeed accepts with the other settings
-    (`DeepSpeedConfig._do_error_check`)."""
+    """Return the lowest ZeRO stage that DeepSpeed accepts with the other settings.
+
+    The rule is that of `DeepSpeedConfig._do_error_check`.
+    """
     sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
     low = any(
         value is True and key.endswith(("_master_weights_and_grads", "_optimizer_states"))
@@ -334,7 +316,7 @@ def least_stage(config: Mapping[str, Any]) -> int:
 def for_use(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A configuration as everything takes it: nothing of any autotuner in it, and a ZeRO section.
+    """Return a configuration for use: without sections of autotuners, and with a ZeRO section.
 
     DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
 
@@ -349,6 +331,6 @@ def for_use(
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """A hexadecimal digest that is equal for equal configurations."""
+    """Return a hexadecimal digest that is equal for equal configurations."""
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Lists of values in a DeepSpeed configuration: the search space, written where the value goes."""
+"""Lists of values in a DeepSpeed configuration, which span a search space."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsat.errors import UserInputError
@@ -21,9 +21,9 @@ _LISTS_BY_NATURE = frozenset({"leaf_module"})
 
 
 def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Splits a configuration with lists of values as search space into one without, and the lists.
+    """Split a configuration with lists of values into one without lists, and the lists.
 
-    Only `zero_optimization` and the batch sizes are looked at: elsewhere a list is a value.
+    Only lists in `zero_optimization` and of batch sizes count: elsewhere a list is a value.
     Determined's `{"type": "categorical", "vals": [...]}` is a list too, and `"stage": "all"` (also
     `"zero_optimization": "all"`) one of all stages. Lists inside a section of `zero_optimization`
     become the sections that they multiply to: `{"device": "cpu", "pin_memory": [true, false]}` is a
@@ -78,12 +78,12 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in order; true and 1 are two."""
+    """Return each value once, in order; true and 1 are two."""
     return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
 def listed_values(value: Any, where: str) -> list[Any] | None:
-    """The values of a list in either form; None if it is a single value."""
+    """Return the values of a list in either form; None if it is a single value."""
     if isinstance(value, Mapping) and value.get("type") in ("int", "double", "log"):
         raise UserInputError(
             f"is a range ({value['type']})", where=where, hint="Give a list of values instead."
@@ -102,13 +102,19 @@ def listed_values(value: Any, where: str) -> list[Any] | None:
 
 
 def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
-    """What a setting of `zero_optimization` may be; None if there is nothing to choose."""
+    """Return the values of a setting of `zero_optimization`; None if it has a single one."""
     if key in _LISTS_BY_NATURE:
         return None
     if key == "stage":
         return _stages(value, where)
-    check = _whole_setting if is_integer(key) else _single
-    return _options(value, where, check)
+    values = listed_values(value, where)
+    if values is None:
+        return _product(value, where) if isinstance(value, Mapping) else None
+    options: list[Any] = []
+    for item in values:
+        inner = _product(item, where) if isinstance(item, Mapping) else None
+        options += [_single(key, item, where)] if inner is None else inner
+    return options
 
 
 def _stages(value: Any, where: str) -> list[int] | None:
@@ -127,21 +133,8 @@ def _stages(value: Any, where: str) -> list[int] | None:
     return None if values is None else found
 
 
-def _options(value: Any, where: str, check: Callable[[Any, str], Any]) -> list[Any] | None:
-    values = listed_values(value, where)
-    if values is None and isinstance(value, Mapping):
-        return _product(value, where)
-    if values is None:
-        return None
-    options: list[Any] = []
-    for item in values:
-        inner = _product(item, where) if isinstance(item, Mapping) else None
-        options += [check(item, where)] if inner is None else inner
-    return options
-
-
 def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """All sections that a section with lists in it stands for; None if it has none."""
+    """Return all sections that a section with lists stands for; None if it has none."""
     listed = {}
     for key, value in section.items():
         options = _zero_values(key, value, f"{where}.{key}")
@@ -162,11 +155,8 @@ def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
     ]
 
 
-def _single(value: Any, where: str) -> Any:
+def _single(key: str, value: Any, where: str) -> Any:
     if isinstance(value, list):
         raise UserInputError(f"holds a list in a list, {value!r}", where=where)
-    return value
-
-
-def _whole_setting(value: Any, where: str) -> Any:
-    return value if value == "auto" else whole_number(value, where, least=0)
+    whole = is_integer(key) and value != "auto"
+    return whole_number(value, where, least=0) if whole else value

@@ -90,8 +90,8 @@ def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(
     assert done.returncode == 0, done
     assert "2 slots:" in done.stdout and "largest on 8.00 GiB" in done.stdout
     assert re.search(r"\| stage 3, optimizer on cpu, parameters on cpu \|", done.stdout)
-    assert "the first of them that fits: 8.00 GiB: stage 0" in done.stdout
-    assert "Found by simulated" in done.stdout
+    assert "First strategy that fits: 8.00 GiB: stage 0" in done.stdout
+    assert "Source: simulated" in done.stdout
 
 
 def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path) -> None:

@@ -148,19 +148,6 @@ def test_steps_that_deepspeed_divides_as_it_likes_are_refused() -> None:
             assert caught.value.where == "ds.json: zero_optimization.zenflow"
 
 
-def test_slots_that_share_experts_have_samples_of_their_own() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
-    }
-    assert resolve_batch(config, 4, where="ds.json") == BatchTriple(12, 3, 1)
-    with pytest.raises(UserInputError, match="no multiple") as caught:
-        resolve_batch(config, 3, where="ds.json")
-    assert caught.value.where == "ds.json: expert_parallel.autoep_size"
-    config["expert_parallel"] = {"enabled": False, "autoep_size": 2}
-    assert resolve_batch(config, 3, where="ds.json").train_batch_size == 9
-
-
 @pytest.mark.parametrize(
     ("total", "micro", "gas"),
     [(None, None, None), (None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)],
