@@ -30,6 +30,7 @@ from dsat.in_trial import (
     failures,
     hf_trainer,
     loopback,
+    side_effects,
 )
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.meter import Meter, TrialComplete, install
@@ -169,7 +170,6 @@ def _prepare(
         return
     if simulations is not None:
         simulations.install()
-    known, before = set(sys.modules), dict(os.environ)
 
     def complete(outcome: Outcome) -> None:
         write_outcome(folder, rank, outcome)
@@ -178,6 +178,7 @@ def _prepare(
 
     on_step = step_counter(folder, doing) if rank == 0 and spec.meter is not None else None
     meters.extend(lay_over(spec, folder, complete, on_step))
+    known, before = set(sys.modules), dict(os.environ)
 
 
 def lay_over(
@@ -196,6 +197,8 @@ def lay_over(
         What measures the script; nothing if it is not measured.
     """
     path = folder / CONFIG_FILE
+    if spec.meter is not None or spec.simulation_socket is not None:
+        side_effects.install(folder, _say)
     config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     meters = []
     if spec.meter is not None:

@@ -1,0 +1,170 @@
+"""Keep a trial from changing anything outside its own folder: checkpoints, trackers, outputs.
+
+A search starts the user's script many times. None of these runs may overwrite a checkpoint, move
+`latest`, resume from another trial's checkpoint, or add a run to a tracker's history. The
+full-length run (`--run-full-experiment`) does all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+from dsat.in_trial import config_injection
+
+NOT_SAVED = "checkpoints are neither saved nor loaded in trials: {} did nothing"
+# Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
+TRACKERS_OFF: Mapping[str, str] = {
+    "WANDB_MODE": "disabled",  # docs.wandb.ai: environment variables
+    "COMET_MODE": "disabled",  # read by transformers and by comet_ml.start
+    "COMET_START_ONLINE": "0",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "TRACKIO_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' own
+}
+# Sections of a DeepSpeed configuration that report, or slow down what they report (`deepspeed/
+# monitor/config.py`, `profiling/config.py`, `comm/config.py`; 0.19.8), and single switches.
+_SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
+_SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
+_ENGINE_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+# Functions and methods that write model files, by the module that defines them.
+_SAVERS: Mapping[str, tuple[str, ...]] = {
+    "accelerate.accelerator": ("Accelerator.save_state", "Accelerator.save_model"),
+    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
+    "transformers.trainer": ("Trainer.save_model", "Trainer.save_state"),
+    "lightning.pytorch.trainer.trainer": ("Trainer.save_checkpoint",),
+    "pytorch_lightning.trainer.trainer": ("Trainer.save_checkpoint",),
+    "torch.distributed.checkpoint": ("save", "async_save"),
+}
+# Functions that take the path of a file as the argument of this number and name.
+_FILE_WRITERS: Mapping[str, tuple[str, int, str]] = {
+    "torch": ("save", 1, "f"),
+    "safetensors.torch": ("save_file", 1, "filename"),
+    "safetensors.numpy": ("save_file", 1, "filename"),
+}
+
+
+def install(folder: Path, warn: Callable[[str], None]) -> None:
+    """Make the savers and trackers that a script may use do nothing in this process.
+
+    Modules are adapted when the script imports them; DeepSpeed must be importable.
+
+    Args:
+        folder: of the trial, where anything may be written.
+        warn: takes one message for each saver, the first time that it is called.
+    """
+    told: set[str] = set()
+
+    def skip(name: str) -> None:
+        if name not in told:
+            told.add(name)
+            warn(NOT_SAVED.format(name))
+
+    os.environ.update(TRACKERS_OFF)
+    os.environ["MLFLOW_TRACKING_URI"] = (folder / "mlruns").resolve().as_uri()
+    config_injection.on_initialize(_without_reports)
+    _after_import("deepspeed.runtime.engine", functools.partial(_adapt_engine, skip))
+    for module, names in _SAVERS.items():
+        _after_import(module, functools.partial(_adapt_savers, skip, names))
+    for module, writer in _FILE_WRITERS.items():
+        _after_import(module, functools.partial(_adapt_writer, skip, folder.resolve(), writer))
+    _after_import("torch.utils.tensorboard.writer", functools.partial(_adapt_tensorboard, folder))
+    _after_import("hydra._internal.utils", functools.partial(_adapt_hydra, folder))
+
+
+def without_reports(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed configuration in which nothing monitors, profiles or prints breakdowns."""
+    found = dict(config)
+    for name in _SECTIONS:
+        if isinstance(found.get(name), Mapping):
+            found[name] = {**found[name], "enabled": False}
+    return found | {name: False for name in _SWITCHES if name in found}
+
+
+def _without_reports(arguments: dict[str, Any]) -> None:
+    passed = config_injection.passed_config(arguments)
+    if passed is None:
+        return
+    wanted = without_reports(passed.content)
+    if wanted == passed.content:
+        return
+    if isinstance(passed.value, dict):
+        passed.value.update(wanted)  # in place: the script may yet read its batch size from there
+    else:
+        arguments.update({**config_injection.without_config(arguments), "config": wanted})
+
+
+def _after_import(module: str, adapt: Callable[[Any], None]) -> None:
+    wrapt.register_post_import_hook(adapt, module)
+
+
+def _adapt_engine(skip: Callable[[str], None], module: Any) -> None:
+    engine = module.DeepSpeedEngine
+    for name in _ENGINE_SAVES:
+        if hasattr(engine, name):
+            _replace(engine, name, skip, result=True)
+    _replace(engine, "load_checkpoint", skip, result=(None, {}))
+
+
+def _replace(owner: Any, name: str, skip: Callable[[str], None], *, result: Any) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def nothing(*_: Any, **__: Any) -> Any:
+        skip(f"{getattr(owner, '__name__', owner)}.{name}")
+        return result
+
+    setattr(owner, name, nothing)
+
+
+def _adapt_savers(skip: Callable[[str], None], names: tuple[str, ...], module: Any) -> None:
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        of = getattr(module, owner, None) if owner else module
+        if hasattr(of, attribute):
+            _replace(of, attribute, skip, result=None)
+
+
+def _adapt_writer(
+    skip: Callable[[str], None], folder: Path, writer: tuple[str, int, str], module: Any
+) -> None:
+    name, position, keyword = writer
+
+    def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        path = kwargs.get(keyword, args[position] if len(args) > position else None)
+        if isinstance(path, (str, os.PathLike)) and not _is_in(Path(path), folder):
+            skip(f"{module.__name__}.{name}")
+            return None
+        return original(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, name, save)
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder)
+
+
+def _adapt_tensorboard(folder: Path, module: Any) -> None:
+    def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = {k: v for k, v in kwargs.items() if k != "log_dir"}
+        return original(str(folder / "tensorboard"), *args[1:], **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "SummaryWriter.__init__", init)
+
+
+def _adapt_hydra(folder: Path, module: Any) -> None:
+    """Have Hydra make its output folder in the trial's (hydra-core 1.1 to 1.3)."""
+
+    def run(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        given = args[0] if args else kwargs["args"]
+        given.overrides = [*given.overrides, f"hydra.run.dir={folder / 'hydra'}"]
+        return original(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "_run_hydra", run)

@@ -1,0 +1,34 @@
+"""Saves and loads checkpoints in every common way, and reports to trackers, as real scripts do."""
+
+import argparse
+import os
+
+import deepspeed
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+WIDTH = 16
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=12)
+deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+
+model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+path, state = engine.load_checkpoint("checkpoints")
+if os.environ.get("DSAT_TRIAL_DIR") and os.environ.get("WANDB_MODE") == "disabled":
+    assert (path, state) == (None, {}), "a trial resumed from another run's checkpoint"
+writer = SummaryWriter("events")
+for step in range(args.steps):
+    batch = torch.randn(engine.train_micro_batch_size_per_gpu(), WIDTH, device=engine.device)
+    loss = engine(batch).square().mean()
+    engine.backward(loss)
+    engine.step()
+    writer.add_scalar("loss", loss.item(), step)
+    engine.save_checkpoint("checkpoints")
+    torch.save(model.state_dict(), "model.pt")
+    save_file(model.state_dict(), "model.safetensors")
+writer.close()

@@ -1,0 +1,64 @@
+"""Trials change nothing in the user's folder; the full-length run saves as the script says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.in_trial import side_effects
+from testing import warm_command
+from testing.command import FAST
+from testing.local import PROGRAMS
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Digest of each file in a folder, dsat's own run folders left out."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "run" not in path.relative_to(folder).parts
+    }
+
+
+@pytest.mark.slow
+def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "saves"
+    shutil.copytree(PROGRAMS / "saves", folder)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "latest").write_text("global_step9999")
+    before = snapshot(folder)
+    words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --max-micro-batch 8".split()
+    script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
+    told = subprocess.run(
+        [*warm_command.words(), *words, *FAST, "--", *script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert snapshot(folder) == before
+    best = json.loads((folder / "run" / "best_ds_config.json").read_text())
+    assert best["tensorboard"]["enabled"], "the result keeps what the user switched on"
+    logs = [path.read_text() for path in (folder / "run").rglob("stderr.log")]
+    assert any("save_checkpoint did nothing" in log for log in logs)
+
+
+def test_reports_are_switched_off_and_nothing_else() -> None:
+    own: dict[str, Any] = {
+        "zero_optimization": {"stage": 1},
+        "wandb": {"enabled": True, "project": "mine"},
+    }
+    found = side_effects.without_reports({**own, "wall_clock_breakdown": True})
+    assert found == {
+        "zero_optimization": {"stage": 1},
+        "wandb": {"enabled": False, "project": "mine"},
+        "wall_clock_breakdown": False,
+    }
+    assert own["wandb"]["enabled"], "the given configuration is not changed"
