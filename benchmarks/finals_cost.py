@@ -19,13 +19,13 @@ from benchmarks import tables
 from benchmarks.common import Silent
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Table
-from dsat.engines.simulated import SimulatedEngine
 from dsat.memory.predictor import Basis
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
+from testing.simulated import SimulatedEngine
 
 METHODS = ("model", "asha", "binary", "random")
 NOISE = 0.05  # of one run, about what the passes of the tables are apart by

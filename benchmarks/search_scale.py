@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common import Silent
-from dsat.engines.simulated import SimulatedEngine
 from dsat.search import SEARCHES
 from dsat.space.plan import Plan
 from dsat.space.space import Freedom, Space, allowed_micro_batches
@@ -32,6 +31,7 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import plain
+from testing.simulated import SimulatedEngine
 
 SLOTS = 8
 CONCURRENT = 16

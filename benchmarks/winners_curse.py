@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Silent
-from dsat.engines.simulated import SimulatedEngine
 from dsat.report.verdict import gain
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
@@ -37,6 +36,7 @@ from dsat.tuning.tuner import Tuner
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind, student_t95
 from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.simulated import SimulatedEngine
 
 CONFIGURATIONS = 50
 MOST_TRIALS = 65  # the profile, all configurations, finals

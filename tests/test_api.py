@@ -20,7 +20,6 @@ from dsat import api
 from dsat.app import keywords, local
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
-from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
@@ -31,6 +30,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.helpers import World
 from testing.local import PROGRAMS, cpu_machine
+from testing.simulated import SimulatedEngine
 
 
 @pytest.fixture

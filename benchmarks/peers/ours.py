@@ -5,7 +5,6 @@ from __future__ import annotations
 from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
 from benchmarks.tables import Table
-from dsat.engines.simulated import SimulatedEngine
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
@@ -17,6 +16,7 @@ from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
+from testing.simulated import SimulatedEngine
 
 
 def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:

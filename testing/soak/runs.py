@@ -26,10 +26,10 @@ from unittest import mock
 from dsat.app import local
 from dsat.cli import main
 from dsat.engines.places import local as this_machine
-from dsat.engines.simulated import SimulatedEngine
 from dsat.tuning.journal import FILE_NAME, read_events
 from testing.helpers import World
 from testing.local import PROGRAMS, cpu_machine
+from testing.simulated import SimulatedEngine
 from testing.soak import Tally
 
 METHODS = ("asha", "binary", "random", "gridsearch")

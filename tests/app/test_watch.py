@@ -16,10 +16,10 @@ import pytest
 from dsat.app import local, mailbox, watch
 from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
-from dsat.engines.simulated import SimulatedEngine
 from dsat.tuning.requests import Request
 from dsat.tuning.run import Run
 from testing.made_up_runs import Steady, write_run
+from testing.simulated import SimulatedEngine
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.app import mailbox, watch
 from dsat.app.folder_lock import FolderLock
-from dsat.engines.simulated import SimulatedEngine
 from dsat.tuning.journal import FILE_NAME, Journal, read_events
 from dsat.tuning.loop import drive
 from dsat.tuning.requests import Request, RequestKind
@@ -27,6 +26,7 @@ from dsat.values.trial import Trial
 from testing.browser import barriers_of, chromium, errors_of, requests_of
 from testing.helpers import failed, plan_of
 from testing.made_up_runs import HOSTILE, Steady, write_run
+from testing.simulated import SimulatedEngine
 from tests.tuning.test_requests import Quiet
 
 pytestmark = pytest.mark.nightly

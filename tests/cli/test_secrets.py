@@ -15,11 +15,11 @@ from dsat.app import local
 from dsat.app.prepare import Prepared
 from dsat.cli import main
 from dsat.engines.places import local as this_machine
-from dsat.engines.simulated import SimulatedEngine
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing.helpers import World, failed
 from testing.local import PROGRAMS, cpu_machine
+from testing.simulated import SimulatedEngine
 
 # By where they stand.
 SECRETS = {

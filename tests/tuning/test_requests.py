@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.engines.simulated import SimulatedEngine
 from dsat.memory.forecast import Forecast
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
@@ -18,6 +17,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.helpers import FakeClock, plan_of
 from testing.made_up_runs import Steady
+from testing.simulated import SimulatedEngine
 
 STOP = Request(RequestKind.STOP)
 WORLD = Steady()

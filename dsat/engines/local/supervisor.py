@@ -1,58 +1,60 @@
-"""The process that starts and ends the ranks of all trials.
+"""Supervisor: the process that starts and ends the ranks of all trials.
 
     python3 -m dsat.engines.local.supervisor
 
-It takes requests as JSON lines on its standard input and answers on its standard output. Once it is
-told to warm up, it imports torch and DeepSpeed and forks ranks that have them already; it must then
-do nothing that starts a thread or touches a device, because a process in which that happened cannot
-fork. Without it, a rank is a fresh Python process.
+It takes requests as JSON lines on its standard input and answers on its standard output. After a
+request to warm up it has imported torch and DeepSpeed, and forks ranks that have them already; it
+must then do nothing that starts a thread or touches a device, because such a process cannot fork.
+Without it, a rank is a fresh Python process.
 
 No process of a trial outlives its trial or this process, and this process ends as soon as its
-standard input does: whoever started it may be killed at any time.
+standard input does: dsat may be killed at any time.
 
 Requests:
     {"op": "warm", "modules": [...],
      "device": variables by which a process sees one that works, or null if none does}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
-     "logs": [name, name] of what they print to standard output and standard error,
+     "logs": [name, name] of their standard output and standard error,
      "linger_s": how long ranks may go on after one has ended well, or null,
-     "done": if given, the name of a file in the folder: the trial is ended once it is there,
-     "ports": if given, the name of a file in the folder: more ports that ranks use, a line each}
+     "done": optional name of a file in the folder: the trial is ended once it is there,
+     "ports": optional name of a file in the folder: more ports that ranks use, a line each}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "path": path}
-    {"op": "ping", "limit_s": if given, this process ends with all that it started when trials run
-     and no further ping comes for so long: it is cut off}
+    {"op": "ping", "limit_s": optional; this process ends with everything that it started when
+     trials run and no further ping comes for so long: it is cut off}
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
-    {"event": "look", "text": what is in the file, or null, "is_folder": bool,
+    {"event": "look", "text": contents of the file, or null, "is_folder": bool,
      "pid": of this process, "where": the host on which that is its number}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
-     "stuck": [whether it could not be killed, by rank: it waits in the kernel, for a driver
-      perhaps]}
+     "stuck": [whether it could not be killed, by rank: it waits in the kernel, perhaps for a
+      driver]}
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import importlib
 import json
+import math
 import os
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from dsat.engines.local.heartbeats import ListeningClock
 from dsat.engines.local.process_record import unlink_shared_memory, where
+from dsat.engines.local.warm_up import warm_up
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,19 +62,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
-# jemalloc's own handlers see to it (`background_thread_prefork0`); pyarrow, which pandas imports,
-# brings it.
-_THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
-_CANARY_LIMIT_S = 60.0
-_THREADS_END_WITHIN_S = 2.0
-_CANARY_IS_FULL = 3
 _LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
 
 @dataclass
 class _Group:
-    """The ranks of one trial."""
+    """Ranks of one trial."""
 
     trial: int
     folder: str
@@ -83,7 +79,6 @@ class _Group:
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
-    killed: bool = False
     kill_at: float | None = None
     killed_at: float | None = None
     descendants: set[int] = field(default_factory=set)
@@ -94,14 +89,14 @@ class _Group:
 
 
 class Supervisor:
-    """The event loop. Single-threaded on purpose."""
+    """Event loop, single-threaded on purpose."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
         self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
-        self._forsaken_at_s: float | None = None
+        self._orphaned_at_s: float | None = None
         # The protocol gets descriptors of its own, so that nothing a library prints can break it.
         self._requests = os.dup(0)
         self._answers = os.dup(1)
@@ -114,8 +109,7 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The terminal's Ctrl-C, and the SIGTERM at the end of a Slurm allocation, are for whoever
-        # started this process.
+        # The terminal's Ctrl-C, and the SIGTERM at the end of a Slurm allocation, are for dsat.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._selector.register(self._requests, selectors.EVENT_READ)
@@ -123,7 +117,7 @@ class Supervisor:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serves until the standard input ends, or is cut off; then kills what runs."""
+        """Serve until the standard input ends, or is cut off; then kill all trials."""
         try:
             while True:
                 for key, _ in self._selector.select(self._timeout_s()):
@@ -134,8 +128,8 @@ class Supervisor:
                         return
                 self._reap()
                 self._kill_overdue()
-                # Whoever was stopped finds the time over before it has read what was said since.
-                if self._is_forsaken() and not self._selector.select(0):
+                # After a stop the time is over before the pings that came meanwhile are read.
+                if self._is_orphaned() and not self._selector.select(0):
                     return
         finally:
             for group in list(self._groups.values()):
@@ -159,7 +153,7 @@ class Supervisor:
         op = request["op"]
         if op == "warm":
             with _dying_with_its_parent():
-                found = _warm_up(request["modules"], request["device"])
+                found = warm_up(request["modules"], request["device"])
             self._answer({"event": "warm", **found})
         elif op == "launch":
             self._launch(request)
@@ -173,11 +167,11 @@ class Supervisor:
             self._answer({"event": "look", **seen, "pid": os.getpid(), "where": where()})
         elif op == "ping":
             limit_s = request["limit_s"]
-            self._forsaken_at_s = None if limit_s is None else self._clock.now_s() + limit_s
+            self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s
             self._answer({"event": "pong"})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        # Whoever reads the answers is gone: the requests end as well, and with them this process.
+        # Without a reader the requests end as well, and with them this process.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._answers, json.dumps(message).encode() + b"\n")
 
@@ -185,10 +179,9 @@ class Supervisor:
 
     def _launch(self, request: Mapping[str, Any]) -> None:
         group = _Group(request["trial"], request["folder"], request["port"], request["linger_s"])
-        if request.get("done"):
-            group.done = Path(group.folder) / request["done"]
-        if request.get("ports"):
-            group.ports = Path(group.folder) / request["ports"]
+        for name in ("done", "ports"):
+            if request.get(name):
+                setattr(group, name, Path(group.folder) / request[name])
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
@@ -266,7 +259,7 @@ class Supervisor:
         self._finish(group)
 
     def _finish(self, group: _Group) -> None:
-        """Tells that a trial has ended; ranks of it without a status by now are stuck."""
+        """Answer that a trial has ended; ranks without a status by now are stuck."""
         del self._groups[group.trial]
         _kill_all(group.pids[0], group.descendants | self._strays(group))
         _unlink_shared_memory(group)
@@ -285,13 +278,11 @@ class Supervisor:
             _kill_everything_below()
 
     def _end(self, group: _Group, grace_s: float) -> None:
-        """Kills a trial after a grace, in which it may end by itself."""
+        """Kill a trial after a grace, in which it may end by itself."""
         if grace_s <= 0:
             self._kill(group)
-            return
-        deadline = time.monotonic() + grace_s
-        if group.kill_at is None or deadline < group.kill_at:
-            group.kill_at = deadline
+        else:
+            group.kill_at = min(group.kill_at or math.inf, time.monotonic() + grace_s)
 
     def _kill_overdue(self) -> None:
         for group in self._groups.values():
@@ -300,123 +291,45 @@ class Supervisor:
                 self._end(group, GRACE_AFTER_FAILURE_S)
         now = time.monotonic()
         for group in self._groups.values():
-            if group.kill_at is not None and group.kill_at <= now and not group.killed:
+            if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
                 self._kill(group)
         for group in list(self._groups.values()):
             if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
                 self._finish(group)
 
     def _kill(self, group: _Group) -> None:
-        group.killed = True
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
         group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
         _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
-        """What an ended trial started and left to this process, while other trials go on."""
+        """Return processes that an ended trial left to this process, while other trials run."""
         ranks = {pid for group in self._groups.values() for pid in group.pids}
         adopted = _descendants([os.getpid()], recursive=False) - ranks
         strays = {pid for pid in adopted if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
 
-    def _is_forsaken(self) -> bool:
-        """Whether trials run that nobody seems to wait for any more."""
-        now_s, at_s = self._clock.now_s(), self._forsaken_at_s
+    def _is_orphaned(self) -> bool:
+        """Return whether trials run that nobody waits for any more."""
+        now_s, at_s = self._clock.now_s(), self._orphaned_at_s
         return bool(self._groups) and at_s is not None and now_s >= at_s
 
     def _timeout_s(self) -> float | None:
         groups = self._groups.values()
-        deadlines = [g.kill_at for g in groups if g.kill_at and not g.killed]
+        deadlines = [g.kill_at for g in groups if g.kill_at and g.killed_at is None]
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
         left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
-        if self._groups and self._forsaken_at_s is not None:
-            left_s = max(0.0, self._forsaken_at_s - self._clock.now_s())
+        if self._groups and self._orphaned_at_s is not None:
+            left_s = max(0.0, self._orphaned_at_s - self._clock.now_s())
             left.append(min(left_s, _LOOK_AROUND_EVERY_S))
         return min(left, default=None)
 
 
-def _warm_up(modules: Sequence[str], device: Mapping[str, str] | None) -> dict[str, Any]:
-    """Imports modules; says whether the process can still fork ranks.
-
-    Args:
-        modules: what to import.
-        device: variables by which a process sees one that works; None if there is none to try.
-    """
-    import numpy  # noqa: F401
-
-    # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
-    threads_before = _num_threads()
-    with _without_compile_workers():
-        for name in modules:
-            try:
-                importlib.import_module(name)
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # a user's library may do anything
-                sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        if torch.cuda.is_initialized():
-            return {"ok": False, "reason": "an import initialised CUDA"}
-    if not _threads_end(threads_before):
-        return {"ok": False, "reason": "an import started threads"}
-    if problem := _canary(os.environ.get("DS_ACCELERATOR", "cpu"), device):
-        return {"ok": False, "reason": problem}
-    gc.collect()
-    gc.freeze()  # forked ranks then share these objects instead of copying them
-    return {"ok": True, "reason": ""}
-
-
-def _canary(accelerator: str, device: Mapping[str, str] | None) -> str:
-    """Why a forked process cannot use a device that works, if it cannot.
-
-    Asking how many devices there are is enough to spoil it, and an import may do that unseen.
-    """
-    if accelerator == "cpu" or device is None or "torch" not in sys.modules:
-        return ""
-    pid = os.fork()
-    if pid == 0:
-        _sing(accelerator, device)
-    deadline = time.monotonic() + _CANARY_LIMIT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(status)
-            if status in (0, _CANARY_IS_FULL):  # that it is full says nothing of forks
-                return ""
-            return f"after the imports, a forked process cannot use {accelerator} (status {status})"
-        time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return f"a forked process that uses {accelerator} does not come back"
-
-
-def _sing(accelerator: str, device: Mapping[str, str]) -> NoReturn:
-    status = 1
-    try:
-        os.environ.update(device)
-        import torch
-
-        torch.empty(1, device=accelerator)
-        status = 0
-    except Exception as error:
-        full = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
-        status = _CANARY_IS_FULL if full else 1
-        sys.stderr.write(f"no device in a forked process: {error}\n")
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
 @contextlib.contextmanager
 def _dying_with_its_parent() -> Iterator[None]:
-    """While it imports, for seconds, this process does not notice that its requests have ended.
-
-    It has started nothing then that would have to be ended with it.
-    """
+    """End with the parent: during imports the end of the requests is not noticed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         yield
@@ -424,47 +337,8 @@ def _dying_with_its_parent() -> Iterator[None]:
         _prctl(_PR_SET_PDEATHSIG, 0)
 
 
-@contextlib.contextmanager
-def _without_compile_workers() -> Iterator[None]:
-    """Older torch starts inductor's workers at its import (`_inductor/async_compile.py` of 2.7.1).
-
-    Only that is prevented: a rank that compiles starts as many as ever, when it first compiles.
-    """
-    name = "TORCH_WARM_POOL"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _threads_end(threads_before: int) -> bool:
-    """Whether there are no more threads than before; one that only had a little to do may end."""
-    deadline = time.monotonic() + _THREADS_END_WITHIN_S
-    while _num_threads() > threads_before:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _num_threads() -> int:
-    """Threads of this process, but for those that end and begin again around a fork."""
-    tasks = Path("/proc/self/task")
-    count = 0
-    for task in tasks.iterdir() if tasks.is_dir() else [tasks]:
-        with contextlib.suppress(OSError):
-            name = (task / "comm").read_text().strip()
-            count += name not in _THREADS_THAT_MAY_FORK
-    return max(1, count)
-
-
 def _unlink_shared_memory(group: _Group) -> None:
-    """Of the trial's port, and of those that its ranks chose themselves."""
+    """Unlink buffers of the trial's port, and of the ports that its ranks chose themselves."""
     lines = [] if group.ports is None else (_text(group.ports) or "").splitlines()
     for port in {group.port, *(int(line) for line in lines if line.isdigit())}:
         unlink_shared_memory(port)
@@ -477,10 +351,8 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _descendants(pids: Any, *, recursive: bool = True) -> set[int]:
-    """All processes below the given ones, wherever they moved their process group."""
-    import psutil
-
+def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
+    """Return all processes below the given ones, whatever process group they moved to."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -489,9 +361,7 @@ def _descendants(pids: Any, *, recursive: bool = True) -> set[int]:
 
 
 def _started_by(pid: int, folder: str) -> bool:
-    """Whether a process descends from a trial: by its environment, or else by where it prints."""
-    import psutil
-
+    """Return whether a process is a trial's, by its environment or by its output files."""
     try:
         if psutil.Process(pid).environ().get("DSAT_TRIAL_DIR") == folder:
             return True
@@ -501,23 +371,23 @@ def _started_by(pid: int, folder: str) -> bool:
     return any(os.path.dirname(output) == folder for output in outputs)
 
 
-def _kill_all(group: int, pids: set[int]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+def _kill_all(group: int | None, pids: Collection[int]) -> None:
+    """Kill a process group and processes."""
+    if group is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _kill_everything_below() -> None:
-    """Ends what a trial left behind: as the subreaper this process inherited it."""
+    """Kill processes that trials left behind, which this process inherits as their subreaper."""
     for _ in range(100):
         pids = _descendants([os.getpid()])
         if not pids:
             return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_all(None, pids)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

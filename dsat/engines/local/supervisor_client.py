@@ -1,4 +1,4 @@
-"""One supervisor, seen from the engine."""
+"""Client of one supervisor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TERMINATE_LIMIT_S = 5.0
 
 
 class SupervisorClient:
-    """Starts a supervisor on a host, and talks with it.
+    """Start a supervisor on a host, and talk with it.
 
     Args:
         host: where.
-        log: where the supervisor's own messages go.
-        env: the user's own variables, for what is imported in advance.
+        log: file for the supervisor's own messages.
+        env: the user's own variables, for modules that are imported in advance.
         folder: of the run.
     """
 
@@ -47,11 +47,11 @@ class SupervisorClient:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started: the supervisor, or what started it elsewhere."""
+        """Of the started process: the supervisor, or the command that starts it elsewhere."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when there are answers."""
+        """Return a descriptor that is readable when there are answers."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -63,19 +63,19 @@ class SupervisorClient:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is something that the supervisor has not taken yet."""
+        """Whether requests wait for the supervisor to take them."""
         return bool(self._unsent)
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Sends a request, or as much of it as can be sent without waiting; `flush` sends the rest.
+        """Send as much of a request as possible without waiting; `flush` sends the rest.
 
-        If the supervisor is gone, nothing happens: `read` tells that.
+        If the supervisor is gone, nothing happens: `read` says so.
         """
         self._unsent += json.dumps(request).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Sends what can be sent without waiting."""
+        """Send queued requests, as far as possible without waiting."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.requests.fileno(), self._unsent)]
@@ -85,7 +85,7 @@ class SupervisorClient:
             self._unsent.clear()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Answers that came; None if the supervisor is gone."""
+        """Return answers; None if the supervisor is gone."""
         chunk = os.read(self.fileno(), 65536)
         if not chunk:
             return None
@@ -94,17 +94,17 @@ class SupervisorClient:
         return [json.loads(line) for line in lines if line.startswith(b"{")]
 
     def reason_of_end(self) -> str:
-        """How a supervisor ended that is gone."""
+        """Return how a supervisor ended that is gone."""
         self.ask_to_end()
         status = self.wait_for_end()
         return f"the process that runs trials ended (exit status {status}; see {self._log})"
 
     def ask_to_end(self) -> None:
-        """Has the supervisor end, and with it everything that it started; does nothing twice."""
+        """Make the supervisor end with everything that it started; does nothing twice."""
         self.requests.close()
 
     def wait_for_end(self) -> int:
-        """Waits for the end of a supervisor that was asked to end, and insists if need be.
+        """Wait for the end of a supervisor that was asked to end, and insist if need be.
 
         Returns:
             Its exit status.
@@ -138,6 +138,6 @@ def _environment(accelerator: str, own: Mapping[str, str], folder: Path) -> dict
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
         "PYTHONSAFEPATH": "1",
-        # Of all that is forked below it, whatever that makes of its variables.
+        # Marks all processes below it, even those that change their own variables.
         RUN_VARIABLE: str(folder),
     }

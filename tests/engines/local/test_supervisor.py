@@ -11,9 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from dsat.engines.local import supervisor
+from dsat.engines.local import warm_up
 from testing.local import is_alive, wait_until
 
 # As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
@@ -25,11 +23,6 @@ if os.environ.get("TORCH_WARM_POOL", "1") == "1":
 STARTS_A_THREAD = """
 import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-# At the last thing that the supervisor does when it has imported all.
-SAYS_WHAT_IS_LEFT = """
-import gc, os, sys
-gc.freeze = lambda: print("left:", os.environ.get("TORCH_WARM_POOL"), file=sys.stderr)
 """
 
 
@@ -89,14 +82,6 @@ def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path)
     wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end", 5)
 
 
-@pytest.mark.parametrize("value", ["", "1"])
-def test_the_users_setting_is_back_after_the_imports(tmp_path: Path, value: str) -> None:
-    own = {"TORCH_WARM_POOL": value} if value else {}
-    answer, printed = warmed(tmp_path, SAYS_WHAT_IS_LEFT, **own)
-    assert answer["ok"]
-    assert f"left: {value or None}" in printed
-
-
 def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> None:
     named, stop = threading.Event(), threading.Event()
 
@@ -106,12 +91,12 @@ def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> 
         stop.wait(10)
 
     counts = []
-    before = supervisor._num_threads()
+    before = warm_up._num_threads()
     for name in (b"jemalloc_bg_thd", b"another"):
         thread = threading.Thread(target=run, args=(name,))
         thread.start()
         named.wait(10)
-        counts.append(supervisor._num_threads() - before)
+        counts.append(warm_up._num_threads() - before)
         stop.set()
         thread.join()
         named.clear()

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from dsat.engines import Engine
-from dsat.engines.simulated import SimulatedEngine
 from dsat.errors import EngineError
 from dsat.search import SEARCHES
 from dsat.tuning.journal import MemoryJournal
@@ -15,6 +14,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.engine_contract import Behaviour, EngineContract
 from testing.helpers import FakeClock, World, failed, plan_of, ran
+from testing.simulated import SimulatedEngine
 
 
 def _behave(trial: Trial) -> Outcome:
