@@ -43,7 +43,7 @@ with socket.socket(socket.AF_UNIX) as there:
     sys.exit(int(there.makefile().readline() or 1))
 """
 SUPERVISOR = ["-m", "dsat.engines.local.supervisor"]
-LOOK = ["-m", "dsat.engines.local.machine"]
+LOOK = ["-m", "dsat.engines.local.accelerators"]
 
 
 def prefix(**variables: str) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
 
 
 def _run(words: list[str]) -> None:
-    from dsat.engines.local import machine
+    from dsat.engines.local import accelerators
     from dsat.engines.local.supervisor import Supervisor
 
     if words == SUPERVISOR:
@@ -147,7 +147,7 @@ def _run(words: list[str]) -> None:
         exec(words[1], {"__name__": "__main__"})
     else:
         assert words[:2] == LOOK, words
-        machine.answer_to(words[2:])
+        accelerators.answer_to(words[2:])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""Look at the accelerators of this machine, and print the slots as JSON.
+
+    python3 -m dsat.engines.local.accelerators [--check ACCELERATOR VARIABLES DEVICE ...]
+
+Asking an accelerator how many devices it has can initialise it, and a process in which it is
+initialised cannot fork trials; so this process does nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+from dsat.engines.local.cores import physical_cores
+from dsat.engines.local.machine import MARK, Machine, machine_of_cores
+from dsat.values.memory_size import readable
+
+_CHECK_LIMIT_S = 60.0
+# Memory that other programs hold of a device in use; less may be a desktop or a monitor.
+_BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
+
+
+def _software() -> tuple[str, ...]:
+    import deepspeed
+    import torch
+
+    python = platform.python_version()
+    return (f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}")
+
+
+def _inspect() -> Machine:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    if name == "cpu":
+        return replace(machine_of_cores(), software=_software())
+    variables = _visible_devices_variables(accelerator)
+    ids = visible_ids(accelerator.device_count(), variables)
+    found, broken = [], []
+    for index, device in enumerate(ids):
+        try:
+            found.append(_Device.of(accelerator, index, device))
+        except RuntimeError as error:
+            broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
+    if not found:
+        raise SystemExit("; ".join(broken) or f"there is no {name} device")
+    # A choice of the user's is one.
+    chosen = any(os.environ.get(variable) for variable in variables)
+    idle = found if chosen else [device for device in found if not device.is_busy] or found
+    used = {device.device: device.describe_use(name) for device in found if device.is_busy}
+    kept = [device.device for device in idle]
+    threads = len(os.sched_getaffinity(0))
+    few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
+    return Machine(
+        accelerator=name,
+        device_name=", ".join(dict.fromkeys(device.name for device in idle)),
+        devices=tuple(kept),
+        visible_devices=tuple(variables),
+        memory_bytes=min(device.total_bytes for device in idle),
+        device_memory_bytes=tuple(device.total_bytes for device in idle),
+        expandable_segments=name == "cuda" and _has_nvml(),
+        left_out=(
+            *broken,
+            *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
+            *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
+        ),
+        warnings=(
+            *(
+                f"{text}: trials there may run out of memory"
+                for device, text in used.items()
+                if device in kept
+            ),
+            *([few] if threads < len(kept) else []),
+        ),
+        software=_software(),
+        cores=tuple(physical_cores()),
+        threads=threads,
+    )
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device, seen from a process that does nothing with it."""
+
+    device: str
+    name: str
+    total_bytes: int
+    taken_bytes: int
+
+    @classmethod
+    def of(cls, accelerator: Any, index: int, device: str) -> _Device:
+        """Look at a device; raises RuntimeError if it does not answer."""
+        total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
+        if name == "cuda":
+            import torch
+
+            name = torch.cuda.get_device_name(index)
+            free, total = torch.cuda.mem_get_info(index)
+            taken = total - free
+        return cls(device, name, total, taken)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
+
+    def describe_use(self, accelerator: str) -> str:
+        taken, total = readable(self.taken_bytes), readable(self.total_bytes, whole=True)
+        return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
+
+
+def _has_nvml() -> bool:
+    """Return whether NVIDIA's management library is there.
+
+    Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in
+    c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
+    """
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
+    """Return the names of `count` devices, as the user's own choice of devices has them."""
+    return ids_chosen(variables)[:count] or [str(index) for index in range(count)]
+
+
+def ids_chosen(variables: Sequence[str]) -> list[str]:
+    """Return the devices that the user's environment names; none if it leaves the choice open."""
+    for variable in variables:
+        chosen = [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
+        if chosen:
+            return chosen
+    return []
+
+
+def _invisible(accelerator: str, device: str) -> str:
+    """Say that a chosen device is not shown by the driver."""
+    if device.startswith("MIG-"):
+        return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
+    return f"{accelerator} {device} is left out: there is none, or one before it is not there"
+
+
+def _visible_devices_variables(accelerator: Any) -> list[str]:
+    names = getattr(accelerator, "visible_devices_envs", None)
+    found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
+    # ROCm looks at its own name first, so one that the user has set must follow.
+    return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
+
+
+def _check(accelerator: str, variables: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
+    """Use each device in a process that sees no other.
+
+    The processes are forked, so that torch is imported once; importing it touches no device.
+
+    Returns:
+        A problem for each device; an empty text if it works.
+    """
+    import torch  # noqa: F401
+
+    children: dict[str, tuple[int, int]] = {}
+    for device in devices:
+        answer, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(dict.fromkeys(variables, device))
+            # Stuck in the driver, it would hold open the pipes whose end others wait for.
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (1, 2):
+                os.dup2(null, descriptor)
+            _use(accelerator, write)
+        os.close(write)
+        children[device] = pid, answer
+    deadline = time.monotonic() + _CHECK_LIMIT_S
+    return {device: _answer(*child, deadline) for device, child in children.items()}
+
+
+def _use(accelerator: str, write: int) -> NoReturn:
+    """Use the one visible device, and write why it cannot be used, or nothing."""
+    import torch
+
+    try:
+        torch.empty(1, device=accelerator).add_(1).cpu()
+    except Exception as error:
+        # torch's errors go on with advice.
+        first = (str(error).splitlines() or [""])[0]
+        os.write(write, f"{type(error).__name__}: {first}".encode())
+    finally:
+        os._exit(0)
+
+
+def _answer(pid: int, answer: int, deadline: float) -> str:
+    """Return the output of a child, which may never end, stuck in the driver."""
+    if not select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        os.kill(pid, signal.SIGKILL)
+        return f"no answer within {_CHECK_LIMIT_S:g} s: the driver may be stuck"
+    text = os.read(answer, 4096).decode(errors="replace")
+    if text:
+        return text
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return f"a process that used it was killed by {signal.Signals(-status).name}" if status else ""
+
+
+def answer_to(options: Sequence[str]) -> None:
+    """Print the answer to the options of this module as a program."""
+    if options[:1] == ["--check"]:
+        answer: Mapping[str, Any] = _check(options[1], options[2].split(","), options[3:])
+    else:
+        answer = asdict(_inspect())
+    print(MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    answer_to(sys.argv[1:])
+    os._exit(0)  # an orderly end takes the interpreter a second, with torch in it
