@@ -17,7 +17,7 @@ import pytest
 
 import dsat
 from dsat import api
-from dsat.app import keywords, local
+from dsat.app import local
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
@@ -25,7 +25,6 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES, RandomSearch
-from dsat.tuning import search_phase
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.helpers import World
@@ -195,9 +194,8 @@ def test_what_a_callback_raises_is_raised(pretend: list[Prepared]) -> None:
 
 
 def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
-    searches = dict(SEARCHES)
-    for module in (api, keywords, search_phase):
-        monkeypatch.setattr(module, "SEARCHES", searches)
+    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # so that it is taken back afterwards
+    del SEARCHES["mine"]
 
     class Mine(RandomSearch):
         def __init__(self, *args: Any, times: int, **options: Any) -> None:

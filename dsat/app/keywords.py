@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,30 +25,34 @@ _EXPERIMENT_SUFFIXES = (".yaml", ".yml")
 
 
 def of_tune() -> dict[str, Option]:
-    """The keywords of `dsat.tune`, those of all methods."""
-    found = _declared(Settings)
-    for search in SEARCHES.values():
-        for own in search.options.values():
+    """Return the keywords of `dsat.tune`, those of all methods."""
+    found = _declared(places.complete(options_of(Settings)))
+    for method in SEARCHES:
+        for own in options_of_search(method).values():
             found.setdefault(own.keyword, own)
     return found
 
 
 def of_estimate() -> dict[str, Option]:
-    """The keywords of `dsat.estimate`."""
-    return _declared(EstimateSettings)
+    """Return the keywords of `dsat.estimate`."""
+    return _declared(options_of(EstimateSettings))
 
 
 def estimate_settings(
     target: Target | None, model_dir: PathLike | None, given: Mapping[str, Any]
 ) -> EstimateSettings:
-    """The settings that the arguments of `dsat.estimate` mean.
+    """Make settings of the arguments of `dsat.estimate`.
+
+    Args:
+        target: a script, a command, or an experiment configuration.
+        model_dir: the folder of an experiment's script.
+        given: the keyword arguments.
 
     Raises:
         UserInputError: a value is wrong.
         TypeError: there is no such keyword, as for any function.
     """
-    declared = _declared(EstimateSettings)
-    values = _named(declared, _values(declared, given, "estimate()"))
+    values = _values(of_estimate(), given, "estimate()")
     if target is None and values.get("hf_config") is not None:
         return EstimateSettings(**values)
     if target is None:
@@ -67,10 +71,14 @@ def search_settings(
     *,
     engines: Collection[str],
 ) -> Settings:
-    """The settings that the arguments of `dsat.tune` mean.
+    """Make settings of the arguments of `dsat.tune`.
 
     Args:
+        target: a script, a command, or an experiment configuration.
+        model_dir: the folder of an experiment's script.
+        method: the search, or a command of DeepSpeed's autotuner.
         search_options: of a search that has no declared options.
+        given: the keyword arguments.
         engines: names that `engine` may have besides the declared ones.
 
     Raises:
@@ -82,28 +90,43 @@ def search_settings(
             f"invalid choice: {method!r} (choose from {', '.join([*SEARCHES, TUNE, RUN])})",
             where="method",
         )
-    own_options = options_of_search(method)
-    own_declared = {own.keyword: own for own in own_options.values()}
-    declared, wanted, given = _declared(Settings), _target(target, model_dir), dict(given)
-    engine = given.pop("engine") if given.get("engine") in engines else None
+    declared = _declared(places.complete(options_of(Settings)))
+    own_engine = declared["engine"]
+    declared["engine"] = replace(own_engine, choices=(*(own_engine.choices or ()), *engines))
+    declared |= {own.keyword: own for own in options_of_search(method).values()}
+    wanted = _target(target, model_dir)
+    values = _values(declared, given, f"tune(method={method!r})")
     if method in (TUNE, RUN):
         wanted["command"] = _launched(wanted, method)
-        given["run_full_experiment"] = method == RUN
-    values = _values({**declared, **own_declared}, given, f"tune(method={method!r})")
-    own_values = {name: values.pop(own.keyword, own.initial) for name, own in own_options.items()}
-    of_places = {own.keyword: values.pop(own.keyword, None) for own in places.options()}
-    settings = Settings(
-        **wanted,
-        **_named(declared, values),
-        method=method,
-        search_options={**own_values, **(search_options or {})},
-        place_options=places.given_options(of_places, engine or values.get("engine", places.AUTO)),
-    )
-    return settings if engine is None else replace(settings, engine=engine)
+        values["run_full_experiment"] = method == RUN
+    return settings_of({**wanted, **values, "method": method}, search_options or {})
+
+
+def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {}) -> Settings:
+    """Make settings of values by the names of settings, and by keyword for searches and places.
+
+    Args:
+        values: those that are missing have their defaults.
+        search_options: further ones, of a search that has no declared options.
+
+    Raises:
+        UserInputError: values contradict each other.
+    """
+    left = dict(values)
+    own_options = options_of_search(left["method"])
+    own = {name: left.pop(one.keyword, one.initial) for name, one in own_options.items()}
+    of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
+    place_options = places.given_options(of_places, left.get("engine", places.AUTO))
+    return Settings(**left, search_options={**own, **search_options}, place_options=place_options)
+
+
+def help_of(own: Option) -> str:
+    """Return the text of an option for people."""
+    return own.help.replace("{knobs}", ", ".join(KNOB_NAMES))
 
 
 def document(function: Any, options: Mapping[str, Option]) -> None:
-    """Gives a function the keywords, defaults and help of options, for `help()` and editors."""
+    """Give a function the keywords, defaults and help of options, for `help()` and editors."""
     signature = inspect.signature(function)
     known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keywords = [
@@ -111,15 +134,12 @@ def document(function: Any, options: Mapping[str, Option]) -> None:
         for keyword, own in options.items()
     ]
     function.__signature__ = signature.replace(parameters=[*known, *keywords])
-    said = [
-        f"    {keyword}: {own.help.replace('%%', '%').replace('{knobs}', ', '.join(KNOB_NAMES))}"
-        for keyword, own in options.items()
-    ]
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__), "", "Options:", *said])
+    lines = [f"    {key}: {help_of(own).replace('%%', '%')}" for key, own in options.items()]
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__), "", "Options:", *lines])
 
 
 def _launched(wanted: Mapping[str, Any], method: str) -> tuple[str, ...]:
-    """A command with DeepSpeed's launcher in front, as `dsat tune` and `dsat run` mean theirs."""
+    """Put DeepSpeed's launcher in front of a command, as `dsat tune` and `dsat run` do."""
     command: tuple[str, ...] = wanted.get("command", ())
     if not command:
         raise UserInputError(f"method={method!r} takes a script or a command", where="target")
@@ -127,7 +147,7 @@ def _launched(wanted: Mapping[str, Any], method: str) -> tuple[str, ...]:
 
 
 def _target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
-    """What is tuned, as the settings have it."""
+    """Return the settings that name the target."""
     if isinstance(target, (str, os.PathLike)):
         path = Path(target)
         if model_dir is None and path.suffix not in _EXPERIMENT_SUFFIXES:
@@ -145,34 +165,22 @@ def _target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
     return {"command": tuple(target)}
 
 
-def _declared(settings: Any) -> dict[str, Option]:
-    """The options by their keywords, without what means something to a shell only."""
-    options = options_of(settings)
-    if settings is Settings:
-        options = places.complete(options)
+def _declared(options: Iterable[Option]) -> dict[str, Option]:
+    """Return options by their keywords, without those of the command line only."""
     return {own.keyword: own for own in options if not own.shell_only}
-
-
-def _named(declared: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of their settings."""
-    return {declared[keyword].name: value for keyword, value in values.items()}
 
 
 def _values(
     declared: Mapping[str, Option], given: Mapping[str, Any], called: str
 ) -> dict[str, Any]:
-    """What keyword arguments mean.
-
-    Raises:
-        UserInputError: a value is wrong.
-        TypeError: there is no such keyword, as for any function.
-    """
+    """Return the values of keyword arguments, by the names of their settings."""
     found = {}
     for keyword, value in given.items():
         if keyword not in declared:
             raise TypeError(f"{called} got an unexpected keyword argument {keyword!r}")
+        own = declared[keyword]
         try:
-            found[keyword] = declared[keyword].from_python(value, KNOB_NAMES)
+            found[own.name or keyword] = own.from_python(value)
         except ValueError as error:
             raise UserInputError(str(error), where=keyword) from None
     return found

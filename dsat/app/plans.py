@@ -17,6 +17,7 @@ from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.values.objective import Objective
 
+ALL = "all"  # in the place of a list of knobs
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
@@ -41,7 +42,6 @@ def plan_of(
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed has not got it.
     """
-    _check_known(settings.tune, defaults or {})
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
     own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
@@ -51,6 +51,7 @@ def plan_of(
     if settings.train_batch_size is not None or settings.max_train_batch_size is not None:
         listed.pop(GAS, None)
     decided = plan_values(settings)
+    decided["tune"], decided["fix"] = _knobs_of(settings, defaults or {})
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -64,7 +65,6 @@ def plan_of(
         method=settings.method,
         max_trials=settings.max_trials,
         finals=settings.finals,
-        indifference=settings.indifference,
         slots_per_trial=slots,
         base_config=base,
         own_batch=own_batch,
@@ -100,12 +100,28 @@ def _begins_with_ramp(settings: Settings) -> bool:
     return SEARCHES[settings.method].ramps and not as_ancestor
 
 
-def _check_known(tune: Sequence[str], defaults: Mapping[str, Any]) -> None:
-    missing = [k.key for k in KNOBS if k.key in tune and defaults and k.path not in defaults]
-    if missing and set(tune) != set(KNOB_NAMES):
-        raise UserInputError(
-            f"the installed DeepSpeed has no {', '.join(dict.fromkeys(missing))}", where="--tune"
-        )
+def _knobs_of(
+    settings: Settings, defaults: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the knobs that the user frees and fixes; `all` stands for all of them."""
+    missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
+    for flag, names in (("--tune", settings.tune), ("--fix", settings.fix)):
+        for name in names:
+            if name not in (*KNOB_NAMES, ALL):
+                raise UserInputError(
+                    f"there is no knob {name!r}",
+                    where=flag,
+                    hint=ds_config.did_you_mean(name, KNOB_NAMES) + "docs/searching.md lists them.",
+                )
+    absent = sorted(missing & set(settings.tune))
+    if absent and set(settings.tune) != set(KNOB_NAMES):
+        raise UserInputError(f"the installed DeepSpeed has no {', '.join(absent)}", where="--tune")
+    tune = KNOB_NAMES if ALL in settings.tune else settings.tune
+    fix = KNOB_NAMES if ALL in settings.fix else settings.fix
+    both = sorted(set(tune) & set(fix))
+    if both:
+        raise UserInputError(f"{', '.join(both)} cannot be given to both --tune and --fix")
+    return tune, fix
 
 
 def _other_hparams(experiment: Experiment) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Completion by the shell, with argcomplete if it is installed; loaded only when a shell asks."""
+"""Completion by the shell, with argcomplete if it is installed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 
 from dsat.app import past_runs
 from dsat.inputs.option import PATH, Option
+from dsat.space.knobs import KNOB_NAMES
 
 
 def completes_runs(action: argparse.Action) -> None:
-    """What is completed is the name of a run, or a path."""
+    """Complete names of runs, and paths."""
     _set(action, _runs_and_paths)
 
 
 def completes(action: argparse.Action, option: Option) -> None:
-    """What an option takes; where that is any text, nothing is offered but paths."""
-    if option.kind is not PATH and option.choices is None and not option.names_knobs:
-        _set(action, lambda **_: [])
+    """Complete the values of an option: paths, choices or knobs, and no other text."""
+    if option.kind is not PATH and option.choices is None:
+        words = KNOB_NAMES if option.metavar == "KNOB" else ()
+        _set(action, lambda **_: list(words))
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Answers the shell and leaves, if it was a shell that asked."""
+    """Answer a shell's request for completions and exit, if there is one."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 

@@ -1,7 +1,4 @@
-"""What the command line takes, and what `--help` says of it.
-
-The options themselves are declared in `dsat.inputs.settings`.
-"""
+"""The parser of the command line, made of the declared options."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from dsat.app.keywords import help_of
 from dsat.cli import completion
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
@@ -25,7 +23,6 @@ from dsat.inputs.look_settings import (
 from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
-from dsat.space.knobs import KNOB_NAMES
 
 # Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
 # with one.
@@ -54,7 +51,7 @@ _LOOKS = {
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not where there is none."""
+    """A formatter that shows defaults, but not where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, (), argparse.SUPPRESS) or action.nargs == "+":
@@ -63,7 +60,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="dsat",
         description="Finds the DeepSpeed configuration with which a training script runs fastest, "
@@ -88,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _look(subparsers: Any, name: str, description: str) -> None:
-    """A command that looks at runs."""
+    """Add a command that looks at runs."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
@@ -106,7 +103,7 @@ def _look(subparsers: Any, name: str, description: str) -> None:
 
 
 def _native(subparsers: Any, name: str, what: str) -> None:
-    """A command with the arguments of `deepspeed --autotuning tune|run`."""
+    """Add a command with the arguments of `deepspeed --autotuning tune|run`."""
     description = (
         f"in place of `deepspeed --autotuning {name} SCRIPT ARGS`: {what}, as the autotuning "
         "section of the script's DeepSpeed configuration says"
@@ -130,7 +127,7 @@ def _native(subparsers: Any, name: str, what: str) -> None:
 
 
 def _command(subparsers: Any, name: str, description: str) -> argparse.ArgumentParser:
-    """A command that takes an experiment, or a command after `--`."""
+    """Add a command that takes an experiment, or a command after `--`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
@@ -152,7 +149,7 @@ def _command(subparsers: Any, name: str, description: str) -> argparse.ArgumentP
 
 
 def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Options under what people want of them; what the first hour needs comes first."""
+    """Add options under their headings; those of the first hour come first."""
     listed = list(options)
     for group in Group:
         own = [option for option in listed if option.group is group]
@@ -162,38 +159,25 @@ def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> 
 
 def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
     for own in options:
-        said = own.help.replace("{knobs}", ", ".join(KNOB_NAMES))
+        dest = own.name or own.keyword
         if own.kind is None:
-            parser.add_argument(*own.flags, dest=_dest(own), action="store_true", help=said)
+            parser.add_argument(*own.flags, dest=dest, action="store_true", help=own.help)
             continue
         action = parser.add_argument(
             *own.flags,
-            dest=_dest(own),
+            dest=dest,
             type=_argparse_type(own.kind.read),
             nargs="+" if own.many else None,
-            choices=own.allowed(KNOB_NAMES),
+            choices=own.choices,
             default=own.default,
-            metavar=own.metavar,
-            help=said,
+            metavar=own.placeholder,
+            help=help_of(own),
         )
         completion.completes(action, own)
-        for flag, value in own.shorthands.items():
-            parser.add_argument(
-                flag,
-                dest=_dest(own),
-                action="store_const",
-                const=value,
-                default=argparse.SUPPRESS,
-                help=f"the same as {own.flags[-1]} {value}",
-            )
-
-
-def _dest(own: Option) -> str:
-    return own.name or own.keyword
 
 
 def _argparse_type(read: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """A kind of values as argparse wants it, which shows messages of its own error only."""
+    """Return a reader for argparse, which shows messages of its own error only."""
 
     def convert(text: str) -> Any:
         try:

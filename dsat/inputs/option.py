@@ -1,7 +1,7 @@
-"""What an option is: declared once, read by the command line, the Python API and the documents.
+"""Options: declared once, read by the command line, the Python API and the documents.
 
-A setting's field in `dsat.inputs.settings` holds its `Option`. Nothing else says what its type, its
-default, its flags and its help are, how a message calls it, or whether it decides trials.
+The field of a settings class (`dsat.inputs.settings`) holds its `Option`: type, default, flags,
+help, its name in messages, and the field of `Plan` that it decides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from dsat.inputs.document import LARGEST_INTEGER
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_LONGEST_S = 1e9  # what the system can wait for
-# In the place of a list of knobs.
-ALL = "all"
+_LONGEST_S = 1e9  # a longer time-out overflows in the system's calls
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,19 @@ class Kind:
     """The type of an option's values.
 
     Attributes:
-        read: text of a command line, or a value of Python, as the setting's value; raises
-            ValueError, with a message, for what cannot be one.
-        write: the value, as a user would write it.
+        read: makes the setting's value of text from a command line or a value of Python; raises
+            ValueError, with a message, for others.
+        write: writes the value as a user would.
+        metavar: the placeholder of a value in `--help`.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any], str] = str
+    metavar: str | None = None
 
 
 class Group(enum.Enum):
-    """What people want of an option, as `--help` and the reference head it; in their order."""
+    """The headings of `--help` and the reference, in their order."""
 
     FIRST = "in the first hour"
     TARGET = "what is tuned"
@@ -60,20 +60,18 @@ class Option:
 
     Attributes:
         flags: on the command line, the long one last.
-        help: what `--help`, the reference and the API's docstring say of it.
+        help: its text in `--help`, the reference and the API's docstring.
         kind: None: a switch, which is on if it is given.
         default: as a user would write it.
-        metavar: stands for a value in `--help`.
-        choices: all the values that there are.
-        names_knobs: the values are names of knobs, or "all".
+        metavar: the placeholder of a value in `--help`; by default the kind's.
+        choices: all values that are allowed, if they are few.
         many: takes one value or more.
-        plan_field: the field of `Plan` that it goes into, and so decides trials: a run is resumed
-            with the same value only. None: it decides none.
-        label: what messages call it; by default the long flag's words.
-        shorthands: flags without a value that stand for this one with a value.
+        plan_field: the field of `Plan` that it decides: a run is resumed with the same value only.
+            None: it decides none.
+        label: its name in messages; by default the long flag's words.
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
-        group: what people want of it; `CLUSTER` means something on a Determined cluster only.
-        shell_only: means something on the command line only, not in the Python API.
+        group: its heading in `--help`.
+        shell_only: it is an option of the command line only, not of the Python API.
         name: of the setting.
     """
 
@@ -83,11 +81,9 @@ class Option:
     default: Any = None
     metavar: str | None = None
     choices: tuple[Any, ...] | None = None
-    names_knobs: bool = False
     many: bool = False
     plan_field: str | None = None
     label: str = ""
-    shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
@@ -100,33 +96,30 @@ class Option:
 
     @property
     def called(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.label or self.keyword.replace("_", " ")
 
     @property
+    def placeholder(self) -> str | None:
+        """The placeholder of a value in `--help`."""
+        return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
+
+    @property
     def initial(self) -> Any:
-        """The setting's value if nobody gives one."""
+        """The setting's value if no one gives it."""
         if self.many:
             return self.collect([]) if self.default == () else self.default
         if self.default is None or self.kind is None:
             return self.default
         return self.kind.read(self.default)
 
-    def collect(self, values: Sequence[Any], knobs: Sequence[str] = ()) -> Any:
-        """The setting's value, of the values that were given one by one.
+    def collect(self, values: Sequence[Any]) -> Any:
+        """Return the setting's value, made of values that `kind` has read one by one."""
+        return dict(values) if self.kind is ARG_MAPPING else tuple(dict.fromkeys(values))
 
-        Args:
-            values: each was read by `kind`.
-            knobs: the names of all knobs, in the place of which "all" may stand.
-        """
-        if self.kind is ARG_MAPPING:
-            return dict(values)
-        if self.names_knobs and ALL in values:
-            values = knobs
-        return tuple(dict.fromkeys(values))
+    def from_python(self, value: Any) -> Any:
+        """Return the setting's value for a keyword argument: text, or a value.
 
-    def from_python(self, value: Any, knobs: Sequence[str] = ()) -> Any:
-        """The setting's value, of a keyword argument: text as on the command line, or a value.
 
         Raises:
             ValueError: the value is wrong; the message says how.
@@ -138,27 +131,21 @@ class Option:
         if value is None and self.default is None:
             return None
         if not self.many:
-            return self._one(value, knobs)
+            return self._one(self.kind, value)
         if isinstance(value, Mapping):
             value = [f"{key}={flag}" for key, flag in value.items()]
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return self.collect([self._one(x, knobs) for x in (value if is_list else [value])], knobs)
+        return self.collect([self._one(self.kind, x) for x in (value if is_list else [value])])
 
-    def allowed(self, knobs: Sequence[str]) -> tuple[Any, ...] | None:
-        """All the values that there are, if they are few."""
-        return (*knobs, ALL) if self.names_knobs else self.choices
-
-    def _one(self, value: Any, knobs: Sequence[str]) -> Any:
-        assert self.kind is not None
-        found, allowed = self.kind.read(value), self.allowed(knobs)
-        if allowed is not None and found not in allowed:
-            raise ValueError(
-                f"invalid choice: {found!r} (choose from {', '.join(map(str, allowed))})"
-            )
+    def _one(self, kind: Kind, value: Any) -> Any:
+        found = kind.read(value)
+        if self.choices is not None and found not in self.choices:
+            choices = ", ".join(map(str, self.choices))
+            raise ValueError(f"invalid choice: {found!r} (choose from {choices})")
         return found
 
     def write(self, value: Any) -> str:
-        """A setting's value as a user would write it."""
+        """Write a setting's value as a user would."""
         if value is None or value == ():
             return "not given"
         if self.kind is None:
@@ -169,7 +156,7 @@ class Option:
 
 
 def option(*flags: str, help: str, **attributes: Any) -> Any:
-    """A field of a settings class, with its `Option`; see there."""
+    """Declare a field of a settings class with its `Option`; see there."""
     declared = Option(flags, help, **attributes)
     if declared.kind is None:
         declared = dataclasses.replace(declared, default=False)
@@ -180,12 +167,12 @@ def option(*flags: str, help: str, **attributes: Any) -> Any:
 
 
 def search_option(flag: str, help: str, **attributes: Any) -> Option:
-    """An option of one search; see `Option` and `dsat.search.base.Search.options`."""
+    """Declare an option of one search; see `Option` and `dsat.search.base.Search.options`."""
     return Option((flag,), help, plan_field="search_options", group=Group.METHOD, **attributes)
 
 
 def options_of(settings: Any) -> Iterator[Option]:
-    """The options of a settings class, in the order in which `--help` lists them."""
+    """Yield the options of a settings class, in the order of `--help`."""
     for field in dataclasses.fields(settings):
         if "option" in field.metadata:
             yield dataclasses.replace(field.metadata["option"], name=field.name)
@@ -195,7 +182,7 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def memory_size(value: str | int) -> int:
-    """Bytes of `24GiB`, `512MB` or a plain number."""
+    """Return the bytes of `24GiB`, `512MB` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value), re.ASCII)
     unit = _MEMORY_UNITS.get(match[2].upper()) if match else None
     size = float(match[1]) * unit if match and unit else 0.0
@@ -205,7 +192,7 @@ def memory_size(value: str | int) -> int:
 
 
 def write_memory_size(size_bytes: int) -> str:
-    """The shortest way to write a number of bytes exactly."""
+    """Return the shortest way to write a number of bytes exactly."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes % _MEMORY_UNITS[unit.upper()] == 0:
             return f"{size_bytes // _MEMORY_UNITS[unit.upper()]}{unit}"
@@ -213,7 +200,7 @@ def write_memory_size(size_bytes: int) -> str:
 
 
 def duration_s(value: str | float) -> float:
-    """Seconds of `90`, `90s`, `10m` or `1h`."""
+    """Return the seconds of `90`, `90s`, `10m` or `1h`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
     unit = _TIME_UNITS.get(match[2]) if match else None
     duration = float(match[1]) * unit if match and unit else 0.0
@@ -223,7 +210,7 @@ def duration_s(value: str | float) -> float:
 
 
 def at_least(least: int) -> Kind:
-    """Whole numbers from `least` on."""
+    """Return the kind of whole numbers from `least` on."""
 
     def read(value: str | int) -> int:
         try:
@@ -236,27 +223,13 @@ def at_least(least: int) -> Kind:
             raise ValueError(f"{number} is too large")
         return number
 
-    return Kind(read)
-
-
-def _whole_number(value: str | int) -> int:
-    try:
-        return int(_text(value))
-    except ValueError:
-        raise ValueError(f"invalid int value: {value!r}") from None
+    return Kind(read, metavar="N")
 
 
 def _positive_number(value: str | float) -> float:
     number = _number(value)
     if not 0 < number < float("inf"):
         raise ValueError(f"{value} is not a positive number")
-    return number
-
-
-def _probability(value: str | float) -> float:
-    number = _number(value)
-    if not 0 <= number < 1:
-        raise ValueError(f"{value} is not a probability below 1")
     return number
 
 
@@ -276,7 +249,7 @@ def _number(value: str | float) -> float:
 
 
 def _text(value: Any) -> str:
-    """What a command line would say of a value of Python."""
+    """Return a number of Python as text of a command line."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{value!r} is neither text nor a number")
     return str(value)
@@ -293,13 +266,11 @@ def _word(value: Any) -> str:
 def _path(value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"{value!r} is not a path")
-    if "\x00" in os.fspath(value):
-        raise ValueError(f"{value!r} holds a NUL character")
-    return Path(value)
+    return Path(_word(str(value)))
 
 
 def _arg_mapping(text: Any) -> tuple[str, str]:
-    """`KEY=FLAG`; the flag with or without its dashes."""
+    """Return the parts of `KEY=FLAG`; the flag may be given without its dashes."""
     key, _, flag = (part.strip() for part in _word(text).partition("="))
     if not key or not flag:
         raise ValueError(
@@ -310,24 +281,25 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
 
 
 def _lora(value: Any) -> dict[str, str]:
-    """`r=16,target=q_proj+v_proj,dropout=0.05`."""
+    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     found = {str(key).strip(): str(part).strip() for key, part in value.items()}
     if set(found) - {"r", "target", "dropout"} or not all(found.values()):
         raise ValueError(f"invalid adapters {value!r} (for example r=16,target=q_proj+v_proj)")
     at_least(1).read(found.get("r", "8"))
-    _probability(found.get("dropout", "0"))
+    _fraction(found.get("dropout", "0"))
     return found
 
 
-MEMORY_SIZE = Kind(memory_size, write_memory_size)
-DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s")
-WHOLE_NUMBER = Kind(_whole_number)
-POSITIVE_NUMBER = Kind(_positive_number)
-PROBABILITY = Kind(_probability)
-FRACTION = Kind(_fraction)
+MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
+DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
+WHOLE_NUMBER = at_least(0)
+POSITIVE_NUMBER = Kind(_positive_number, metavar="X")
+FRACTION = Kind(_fraction, metavar="PART")
 WORD = Kind(_word)
-PATH = Kind(_path)
-LORA = Kind(_lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()))
-ARG_MAPPING = Kind(_arg_mapping)
+PATH = Kind(_path, metavar="PATH")
+LORA = Kind(
+    _lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()), "r=N,target=NAME+NAME"
+)
+ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG")

@@ -17,7 +17,6 @@ from dsat.errors import UserInputError
 from dsat.inputs.option import (
     ARG_MAPPING,
     DURATION,
-    FRACTION,
     MEMORY_SIZE,
     PATH,
     WHOLE_NUMBER,
@@ -60,7 +59,6 @@ class Target:
         kind=PATH,
         many=True,
         default=(),
-        metavar="PATH",
         group=Group.TARGET,
         help="further files and folders that the script needs beside it",
     )
@@ -87,35 +85,22 @@ class Settings(Target):
         "--max-trials",
         kind=at_least(2),
         default=50,
-        metavar="N",
         group=Group.FIRST,
         help="the most trials, the profile trial and your own configuration's included",
     )
     finals: int | None = option(
         "--finals",
         kind=at_least(0),
-        metavar="N",
         any_command=True,
         group=Group.SEARCH,
         help="of these trials, N at most come after the search: its leaders and your own "
         "configuration run again in turns, until it is certain which is better (default: up to 2 "
         "of 11, and 12 at most; 0: none)",
     )
-    indifference: float = option(
-        "--indifference",
-        kind=FRACTION,
-        default="2%",
-        metavar="PART",
-        any_command=True,
-        group=Group.SEARCH,
-        help="of configurations within this part of the best, the one with the smallest global "
-        "batch is recommended",
-    )
     max_slots: int | None = option(
         "-ms",
         "--max-slots",
         kind=at_least(1),
-        metavar="N",
         group=Group.RUNNING,
         help="use at most N slots at once",
     )
@@ -124,7 +109,6 @@ class Settings(Target):
         "--max-concurrent-trials",
         kind=at_least(1),
         default=16,
-        metavar="N",
         group=Group.RUNNING,
         help="run at most N trials at once",
     )
@@ -161,7 +145,6 @@ class Settings(Target):
         "--tune",
         kind=WORD,
         many=True,
-        names_knobs=True,
         default=(),
         metavar="KNOB",
         plan_field="tune",
@@ -174,7 +157,6 @@ class Settings(Target):
         "--fix",
         kind=WORD,
         many=True,
-        names_knobs=True,
         default=(),
         metavar="KNOB",
         plan_field="fix",
@@ -196,7 +178,6 @@ class Settings(Target):
         kind=ARG_MAPPING,
         many=True,
         default=(),
-        metavar="KEY=FLAG",
         plan_field="measured",
         group=Group.TARGET,
         help="an argument of the script that must follow a DeepSpeed setting, such as "
@@ -206,7 +187,6 @@ class Settings(Target):
         "--start-profile-step",
         kind=at_least(1),
         default=TrialOptions.start_step,
-        metavar="N",
         plan_field="measured",
         group=Group.MEASURING,
         help="the first optimizer step that is measured, counted from 1",
@@ -215,7 +195,6 @@ class Settings(Target):
         "--end-profile-step",
         kind=at_least(1),
         default=TrialOptions.end_step,
-        metavar="N",
         plan_field="measured",
         group=Group.MEASURING,
         help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
@@ -226,7 +205,6 @@ class Settings(Target):
         "--max-profile-steps",
         kind=at_least(1),
         default=TrialOptions.max_steps,
-        metavar="N",
         plan_field="measured",
         group=Group.MEASURING,
         help="the most optimizer steps that are measured, unless these take less than 2 s on an "
@@ -237,7 +215,6 @@ class Settings(Target):
         "--random-seed",
         kind=at_least(0),
         default=42,
-        metavar="N",
         plan_field="seed",
         group=Group.SEARCH,
         help="seed of every random choice",
@@ -245,7 +222,6 @@ class Settings(Target):
     max_train_batch_size: int | None = option(
         "--max-train-batch-size",
         kind=at_least(1),
-        metavar="N",
         plan_field="max_train_batch_size",
         group=Group.SPACE,
         help="fill the global batch up to N with gradient accumulation",
@@ -254,7 +230,6 @@ class Settings(Target):
         "--min-micro-batch",
         kind=at_least(1),
         default=1,
-        metavar="N",
         plan_field="min_micro_batch",
         group=Group.SPACE,
         help="the smallest micro batch",
@@ -262,7 +237,6 @@ class Settings(Target):
     max_micro_batch: int | None = option(
         "--max-micro-batch",
         kind=at_least(1),
-        metavar="N",
         plan_field="max_micro_batch",
         group=Group.SPACE,
         help="the largest micro batch",
@@ -270,7 +244,6 @@ class Settings(Target):
     max_seq_length: int | None = option(
         "--max-seq-length",
         kind=at_least(1),
-        metavar="N",
         any_command=True,
         plan_field="max_seq_length",
         group=Group.SPACE,
@@ -281,7 +254,6 @@ class Settings(Target):
         "--divisible-by",
         kind=at_least(1),
         default=1,
-        metavar="N",
         plan_field="divisible_by",
         group=Group.SPACE,
         help="only micro batches that are multiples of N",
@@ -289,7 +261,6 @@ class Settings(Target):
     slots: int | None = option(
         "--slots",
         kind=at_least(1),
-        metavar="N",
         plan_field="slots_per_trial",
         label="slots per trial",
         group=Group.FIRST,
@@ -320,7 +291,6 @@ class Settings(Target):
     train_batch_size: int | None = option(
         "--train-batch-size",
         kind=at_least(1),
-        metavar="N",
         any_command=True,
         plan_field="train_batch_size",
         group=Group.FIRST,
@@ -331,7 +301,6 @@ class Settings(Target):
         "--trial-timeout",
         kind=DURATION,
         default="30m",
-        metavar="TIME",
         any_command=True,
         group=Group.FIRST,
         help="end a trial that takes longer (90s, 10m, 1h)",
@@ -339,7 +308,6 @@ class Settings(Target):
     slot_memory_bytes: int | None = option(
         "--slot-memory",
         kind=MEMORY_SIZE,
-        metavar="SIZE",
         any_command=True,
         plan_field="slot_memory_bytes",
         group=Group.FIRST,
@@ -351,7 +319,6 @@ class Settings(Target):
         kind=WORD,
         choices=MEMORY_MODELS,
         default=BY_SIMULATION,
-        shorthands={"--no-memory-model": NO_MEMORY_MODEL},
         any_command=True,
         plan_field="memory_model",
         group=Group.SEARCH,
@@ -397,7 +364,6 @@ class Settings(Target):
         "--max-search-runner-restarts",
         kind=at_least(0),
         default=5,
-        metavar="N",
         group=Group.CLUSTER,
         help="restarts of the search runner",
     )
@@ -417,11 +383,6 @@ class Settings(Target):
             raise UserInputError(
                 f"--max-profile-steps {self.max_profile_steps} is less than the {end - start + 1} "
                 "steps from --start-profile-step to --end-profile-step"
-            )
-        both = set(self.tune) & set(self.fix)
-        if both:
-            raise UserInputError(
-                f"{', '.join(sorted(both))} cannot be given to both --tune and --fix"
             )
         if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
             raise UserInputError(

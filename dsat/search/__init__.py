@@ -22,8 +22,12 @@ SEARCHES: dict[str, type[Search]] = {
 
 
 def options_of(method: str) -> Mapping[str, Option]:
-    """Options of one search by the parameters that take their values; none if it is unknown."""
-    return SEARCHES[method].options if method in SEARCHES else {}
+    """Return the options of a search by the parameters that take their values.
+
+    None if it is unknown. A subclass does not inherit them: its constructor may take others.
+    """
+    found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
+    return found
 
 
 __all__ = [

@@ -180,7 +180,7 @@ def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(
         local.ENGINES, "local", lambda ready, folder: Looks(world.outcome, num_slots=1)
     )
-    words = "random --engine local --slots 1 -m throughput --finals 0 --no-memory-model --watch"
+    words = "random --engine local --slots 1 -m throughput --finals 0 --memory-model none --watch"
     with redirect_stdout(out):
         main([*words.split(), "--ds-config", "ds.json", "--", "train.py"])
     [(html, status)] = seen

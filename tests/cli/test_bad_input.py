@@ -281,6 +281,14 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["asha", "deepspeed.yaml", ".", "--train-batch-size", "12", "--divisible-by", "4"],
         ["--train-batch-size", "12", "multiple of 8"],
     ),
+    "no such knob": (
+        ["asha", "deepspeed.yaml", ".", "--tune", "overlap"],
+        ["--tune", "no knob 'overlap'", "'overlap_comm'"],
+    ),
+    "a knob that is freed and fixed": (
+        ["asha", "deepspeed.yaml", ".", "--tune", "overlap_comm", "--fix", "all"],
+        ["overlap_comm cannot be given to both --tune and --fix"],
+    ),
     "too few slots at once": (["asha", "deepspeed.yaml", ".", "-ms", "1"], ["--max-slots"]),
     "too many slots": (["asha", "deepspeed.yaml", ".", "--slots", "5"], ["5 slots"]),
     "nothing to resume": (["asha", "deepspeed.yaml", ".", "--resume"], ["--resume"]),
@@ -473,7 +481,7 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["train_batch_size"] == 8
     assert told["plan"]["own_batch"] == {"train_batch_size": 8, "micro_batch": 4, "gas": 1}
-    assert told["first_trial"]["kind"] == "profile"
+    assert told["first_trial"]["kind"] == "baseline"
     assert told["command"][-1] == "train.py"
 
 

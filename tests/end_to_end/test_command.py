@@ -151,7 +151,7 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     )
     entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
     config = experiment_of(folder, "tiny", hyperparameters=own, entrypoint=entrypoint)
-    options = [*FAST, "--no-memory-model", "--slots", 1, "-mt", 14, "--finals", 0]
+    options = [*FAST, "--memory-model", "none", "--slots", 1, "-mt", 14, "--finals", 0]
     options += ["-m", "throughput"]
     return folder / "run", dsat(
         "binary", "tiny", folder / "run", *options, "-mct", 1, "--json", config=config

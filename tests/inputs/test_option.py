@@ -16,7 +16,6 @@ from dsat.inputs.option import (
     write_memory_size,
 )
 from dsat.inputs.settings import Settings, plan_values
-from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 from dsat.values.trial import BatchTriple
 
@@ -67,7 +66,6 @@ def test_a_memory_size_reads_as_it_is_written(size: int) -> None:
         ("trial_timeout_s", "1.5h", 5400.0),
         ("zero_stages", 2, (2,)),
         ("zero_stages", [3, 1, 3], (3, 1)),
-        ("fix", "all", KNOB_NAMES),
         ("include", "data", (Path("data"),)),
         ("arg_mappings", {"k": "flag"}, {"k": "--flag"}),
         ("arg_mappings", "k=--flag", {"k": "--flag"}),
@@ -75,7 +73,7 @@ def test_a_memory_size_reads_as_it_is_written(size: int) -> None:
     ],
 )
 def test_values_of_python(name: str, value: Any, found: Any) -> None:
-    assert OPTIONS[name].from_python(value, KNOB_NAMES) == found
+    assert OPTIONS[name].from_python(value) == found
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,6 @@ def test_values_of_python(name: str, value: Any, found: Any) -> None:
         ("max_trials", None, "None is not a whole number"),
         ("zero_stages", [4], "invalid choice: 4"),
         ("metric", "speed", "invalid choice: 'speed'"),
-        ("tune", "overlap", "invalid choice: 'overlap'"),
         ("cold", 1, "not True or False"),
         ("run_dir", 3, "3 is not a path"),
         ("trial_timeout_s", "soon", "invalid duration 'soon'"),
@@ -96,7 +93,7 @@ def test_values_of_python(name: str, value: Any, found: Any) -> None:
 )
 def test_wrong_values_of_python(name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        OPTIONS[name].from_python(value, KNOB_NAMES)
+        OPTIONS[name].from_python(value)
 
 
 # -- what decides trials
