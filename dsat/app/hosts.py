@@ -73,7 +73,7 @@ def find_hosts(
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
-    """Raises UserInputError unless a trial is the same on any of the hosts."""
+    """Raise UserInputError unless a trial is the same on any of the hosts."""
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
@@ -101,7 +101,7 @@ def check_equal(hosts: Sequence[Host]) -> None:
 
 
 def describe(hosts: Sequence[Host]) -> str:
-    """What the hosts have, for people."""
+    """Describe the hosts for people."""
     machine = hosts[0].machine
     if len(hosts) == 1:
         return machine.describe()
@@ -110,13 +110,12 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
-    """Slots that a launcher starts ranks on which is told no number: of the machines that it is
-    given, or of one."""
+    """Return the slots that a launcher without a number uses: of its machines, or of one."""
     return hosts[0].machine.num_slots * (len(hosts) if program.hosts else 1)
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
-    """Raises UserInputError if there is no place for a trial of so many slots."""
+    """Raise UserInputError if no trial of so many slots can be placed."""
     each = hosts[0].machine.num_slots
     most = each * len(hosts)
     if slots <= each or (slots <= most and slots % each == 0):

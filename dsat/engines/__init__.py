@@ -1,4 +1,4 @@
-"""Where trials run. All engines are of one form, so that a search never knows which it has."""
+"""Engines, which run trials; all of one form, so that a search never knows which it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsat.values.trial import Trial
 
 
 class Engine(Protocol):
-    """Runs trials. An ordinary failure of a trial is an `Outcome`, never an exception."""
+    """Runner of trials. An ordinary failure of a trial is an `Outcome`, never an exception."""
 
     @property
     def num_slots(self) -> int:
@@ -17,7 +17,7 @@ class Engine(Protocol):
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Starts a trial; does nothing if a trial of this id was started before.
+        """Start a trial; does nothing if a trial of this id was started before.
 
         Raises:
             EngineError: there are not enough free slots, or nothing can be run at all.
@@ -25,7 +25,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """Trials that ended since the last call, each once; waits for one if there is none.
+        """Return trials that ended since the last call, each once; wait for one if there is none.
 
         Raises:
             EngineError: there never will be one, since too few slots still work.
@@ -33,9 +33,9 @@ class Engine(Protocol):
         ...
 
     def cancel(self, trial_id: int) -> None:
-        """Ends a trial, whose outcome will be CANCELED unless it was faster."""
+        """End a trial, whose outcome will be CANCELED unless it was faster."""
         ...
 
     def close(self) -> None:
-        """Ends everything that runs; no outcome of it is told any more."""
+        """End everything that runs, without further outcomes."""
         ...

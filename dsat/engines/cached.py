@@ -1,4 +1,4 @@
-"""An engine in front of another: what was measured before is answered at once, the rest is run."""
+"""Cache of outcomes in front of another engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dsat.values.trial import Trial, TrialKind
 
 
 class CachedEngine:
-    """Another engine, asked only for what is not known yet.
+    """Engine that answers known trials at once, and has another engine run the rest.
 
     Args:
-        engine: runs what is not known.
+        engine: runs the unknown trials.
         known: outcomes by `key`.
         plan: of the trials.
     """
@@ -31,7 +31,7 @@ class CachedEngine:
         return self._engine.num_slots
 
     def launch(self, trial: Trial) -> None:
-        again = trial.kind is TrialKind.FINAL  # what is known is what it is to confirm
+        again = trial.kind is TrialKind.FINAL  # it confirms a known outcome
         outcome = None if again else self._known.get(key(trial, self._plan))
         if outcome is None or (trial.profiles and outcome.profile is None):
             self._engine.launch(trial)
@@ -51,7 +51,7 @@ class CachedEngine:
 
 
 def key(trial: Trial, plan: Plan) -> str:
-    """Equal for trials that measure the same: profile trials measure something else."""
+    """Return a key that is equal for trials that measure the same; a profile trial does not."""
     return ds_config.fingerprint(
         {
             "profile": trial.kind is TrialKind.PROFILE,

@@ -1,6 +1,6 @@
-"""Hostfiles, and which of their machines and devices the options of DeepSpeed's launcher choose.
+"""Hostfiles, and the choice of machines and devices by the options of DeepSpeed's launcher.
 
-As deepspeed/launcher/runner.py does (0.19.8: `_parse_hostfile`, `parse_resource_filter`).
+The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _NODES, _GPUS = ("--num_nodes",), ("--num_gpus", "--num_accelerators")
 
 
 def read(path: Path) -> dict[str, int | None]:
-    """The machines of a hostfile (`NAME slots=N`) and their slots; none if there is no such file,
-    which DeepSpeed takes for this machine.
+    """Return the machines of a hostfile (`NAME slots=N`) and their slots; none without such a file.
 
     Raises:
         UserInputError: it names a machine twice, or no number of slots after `slots=`.
@@ -47,15 +46,16 @@ def read(path: Path) -> dict[str, int | None]:
 def chosen(
     path: Path, machines: Mapping[str, int | None], options: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
-    """The machines that are to be used, each with the positions of its devices; none for all.
+    """Return the chosen machines, each with the positions of its devices; none for all.
 
     Args:
         path: of the hostfile.
-        machines: what it says.
+        machines: its contents.
         options: of the launcher.
 
     Raises:
-        UserInputError: an option names what is not there, or not equally many devices of all.
+        UserInputError: an option names a missing machine or device, or the numbers of devices
+            differ.
     """
     there = {name: tuple(range(slots or 0)) for name, slots in machines.items()}
     included = _filter(path, there, options, "--include", "-i")
@@ -91,7 +91,7 @@ def chosen(
 
 
 def positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
-    """A machine and positions of its devices, of `NAME[:SLOT[,SLOT ..]]`; none if it names none.
+    """Parse `NAME[:SLOT[,SLOT ..]]`: a machine and positions of its devices, perhaps none.
 
     Raises:
         UserInputError: it is not of this form.
@@ -108,7 +108,7 @@ def positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
 def _filter(
     path: Path, there: Mapping[str, tuple[int, ...]], options: Mapping[str, str], *names: str
 ) -> dict[str, tuple[int, ...]]:
-    """What `--include` or `--exclude` names, as `NAME[:SLOT,..][@NAME ..]`."""
+    """Parse `--include` or `--exclude`: `NAME[:SLOT,..][@NAME ..]`."""
     found: dict[str, tuple[int, ...]] = {}
     for option in names:
         for given in filter(None, options.get(option, "").split("@")):

@@ -1,4 +1,4 @@
-"""Which processor cores the ranks of a trial on accelerators are bound to."""
+"""Processor cores that the ranks of a trial on accelerators are bound to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def physical_cores() -> list[int]:
-    """The cores that this process may use, without the further hardware threads of each.
+    """Return the cores that this process may use, without the further hardware threads of each.
 
     The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8):
     two ranks on two threads of one core would slow each other down.
@@ -24,14 +24,15 @@ def physical_cores() -> list[int]:
 
 
 def share_of(cores: Sequence[int], place: int, sharers: int) -> list[int]:
-    """The cores of one of several ranks; those of neighbours follow each other.
+    """Return the cores of one of several ranks; those of neighbours follow each other.
 
     So a rank's cores are in one NUMA node if there are as many ranks in each, and its memory is
     there as well, since Linux takes it from the node that first touches it.
 
     Args:
         cores: of the rank's host.
-        place: of the rank among those who share them.
+        place: of the rank among those that share them.
+        sharers: number of ranks that share them.
     """
     share = max(1, len(cores) // sharers)
     place %= max(1, len(cores) // share)  # more ranks than cores: some share one

@@ -1,4 +1,4 @@
-"""The hosts on which ranks run, and what a trial has of them."""
+"""Hosts on which ranks run, and the shares of them that trials get."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dsat.in_trial.loopback import ADDRESS, is_loopback
 
 @dataclass(frozen=True)
 class Host:
-    """A host on which processes can be started with their three pipes in our hands.
+    """A host on which dsat starts processes, and holds their three pipes.
 
     Attributes:
         machine: its slots.
         name: for people; empty if it is the only one.
-        prefix: what goes before a command so that it runs there; nothing where that is here.
+        prefix: words before a command that run it there; none for this machine.
         address: by which ranks on other hosts reach it.
-        is_here: whether it is the one that this process runs on.
+        is_here: whether this process runs on it.
     """
 
     machine: Machine
@@ -28,13 +28,13 @@ class Host:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether its address is one that no other host can reach."""
+        """Its address is one that no other host can reach."""
         return is_loopback(self.address)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a trial has of a host.
+    """Slots of a host that a trial gets.
 
     Attributes:
         index: of the host among all that there are.

@@ -1,8 +1,7 @@
-"""Whether a machine surely has no accelerator, found without importing torch, which takes seconds.
+"""Check for machines without any accelerator that does not import torch, which takes seconds.
 
-What is looked for is what each kind needs before torch or DeepSpeed could use it (deepspeed 0.19.8:
-accelerator/real_accelerator.py): the driver's library, its device files, or a package that extends
-torch. If any of it is there, only torch and DeepSpeed know.
+Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
+0.19.8: accelerator/real_accelerator.py). If any of these exists, only torch and DeepSpeed know.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PACKAGES = (
 
 
 def is_certain() -> bool:
-    """Whether there is none."""
+    """Return whether there surely is none."""
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
         return chosen == "cpu"

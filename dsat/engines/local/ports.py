@@ -14,9 +14,9 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on this machine's loopback that nothing listens on now.
+    """Return ports of this machine's loopback that nothing listens on now.
 
-    On other hosts something may: whoever wanted one of them then is started again with others.
+    On other hosts something may: a trial that fails for that is started again with others.
 
     They lie below the range from which the kernel takes the ports of outgoing connections: one of
     those could be in use by the time that a cold rank, seconds later, begins to listen.

@@ -53,7 +53,7 @@ class Slots:
 
     @property
     def usable(self) -> int:
-        """How many trials can use at once, of those that work."""
+        """Number of working slots that trials can use at once."""
         return self._room([self._working(host) for host in range(len(self._hosts))])
 
     @property

@@ -37,7 +37,6 @@ Answers:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -45,19 +44,23 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from dsat.engines.local.heartbeats import ListeningClock
 from dsat.engines.local.process_record import unlink_shared_memory, where
+from dsat.engines.local.rank_process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    become_rank,
+    prctl,
+)
 from dsat.engines.local.warm_up import warm_up
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # A rank that sees another one fail ends by itself soon; its own report may say more.
 GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
@@ -114,7 +117,7 @@ class Supervisor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._selector.register(self._requests, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
         """Serve until the standard input ends, or is cut off; then kill all trials."""
@@ -152,8 +155,10 @@ class Supervisor:
     def _handle(self, request: Mapping[str, Any]) -> None:
         op = request["op"]
         if op == "warm":
-            with _dying_with_its_parent():
-                found = warm_up(request["modules"], request["device"])
+            # During imports the end of the requests is not noticed.
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            found = warm_up(request["modules"], request["device"])
+            prctl(PR_SET_PDEATHSIG, 0)
             self._answer({"event": "warm", **found})
         elif op == "launch":
             self._launch(request)
@@ -186,55 +191,15 @@ class Supervisor:
         sys.stdout.flush()
         sys.stderr.flush()
         own_pid = os.getpid()
+        descriptors = (self._requests, self._answers, self._wakeup)
         for rank in request["ranks"]:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
-                self._become_rank(request, rank, leader, own_pid)
+                become_rank(request, rank, leader, own_pid, descriptors)
             with contextlib.suppress(OSError):  # the child did it first, or is gone
                 os.setpgid(pid, leader or pid)
             group.pids.append(pid)
-
-    def _become_rank(
-        self, request: Mapping[str, Any], rank: Mapping[str, Any], leader: int, parent: int
-    ) -> NoReturn:
-        status = 1
-        try:
-            os.setpgid(0, leader)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before it could be watched
-                os._exit(status)
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            for descriptor in (self._requests, self._answers, self._wakeup):
-                os.close(descriptor)
-            folder = Path(request["folder"])
-            for descriptor, name in zip((1, 2), request["logs"], strict=True):
-                log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                os.dup2(log, descriptor)
-                os.close(log)
-            # If the host runs out of memory, it should end a trial rather than the tuner.
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("500")
-            os.chdir(request["cwd"])
-            if rank["cores"]:
-                os.sched_setaffinity(0, rank["cores"])
-            if request["command"] is not None:
-                os.execve(request["command"][0], request["command"], rank["env"])  # noqa: S606
-            for name in set(os.environ) - set(rank["env"]):
-                del os.environ[name]
-            os.environ.update(rank["env"])
-            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            from dsat.in_trial import rank as rank_module
-
-            rank_module.run(folder)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
 
     def _reap(self) -> None:
         while True:
@@ -327,16 +292,6 @@ class Supervisor:
         return min(left, default=None)
 
 
-@contextlib.contextmanager
-def _dying_with_its_parent() -> Iterator[None]:
-    """End with the parent: during imports the end of the requests is not noticed."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        yield
-    finally:
-        _prctl(_PR_SET_PDEATHSIG, 0)
-
-
 def _unlink_shared_memory(group: _Group) -> None:
     """Unlink buffers of the trial's port, and of the ports that its ranks chose themselves."""
     lines = [] if group.ports is None else (_text(group.ports) or "").splitlines()
@@ -392,11 +347,6 @@ def _kill_everything_below() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.005)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class SupervisorClient:
 
     @property
     def pid(self) -> int:
-        """Of the started process: the supervisor, or the command that starts it elsewhere."""
+        """Process ID of the supervisor, or of the command that starts it elsewhere."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -63,7 +63,7 @@ class SupervisorClient:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether requests wait for the supervisor to take them."""
+        """Requests wait for the supervisor to take them."""
         return bool(self._unsent)
 
     def send(self, request: Mapping[str, Any]) -> None:

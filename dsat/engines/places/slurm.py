@@ -105,7 +105,7 @@ class Allocation:
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether it is one node, and this process runs there."""
+        """It is one node, and this process runs there."""
         return self.count == 1 and bool(self.node)
 
     def find_nodes(self) -> list[Node]:

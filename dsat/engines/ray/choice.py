@@ -56,7 +56,7 @@ class ResourceRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is known what to ask for, whatever is free."""
+        """Both numbers are given: it can be asked for whatever is free."""
         return None not in (self.nodes, self.slots)
 
 
