@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from dsat.engines import Engine
-from dsat.errors import EngineError
 from dsat.search import SEARCHES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
@@ -39,61 +38,19 @@ class TestSimulatedEngineWithSeveralSlots(EngineContract):
         return SimulatedEngine(_behave, num_slots=num_slots, slots_per_trial=3)
 
 
-def _lasting(duration_s: float, trial_id: int) -> Trial:
-    batch = BatchTriple(1, 1, 1)
-    return Trial(trial_id, TrialKind.SEARCH, f"t{trial_id}", 1, batch, {"duration_s": duration_s})
-
-
-def _engine(num_slots: int = 3, slots_per_trial: int = 1) -> SimulatedEngine:
-    return SimulatedEngine(
-        lambda trial: replace(ran(trial.id), duration_s=trial.overrides["duration_s"]),
-        num_slots=num_slots,
-        slots_per_trial=slots_per_trial,
-    )
-
-
 def test_trials_end_in_the_order_of_their_virtual_ends() -> None:
-    engine = _engine()
-    engine.launch(_lasting(30, 1))
-    engine.launch(_lasting(10, 2))
-    engine.launch(_lasting(20, 3))
-    ends: list[tuple[float, int]] = []
-    while len(ends) < 4:
-        for trial_id, _ in engine.poll(100):
-            ends.append((engine.now_s, trial_id))
-            if trial_id == 2:
-                engine.launch(_lasting(15, 4))
-    assert ends == [(10, 2), (20, 3), (25, 4), (30, 1)]
-
-
-def test_trials_that_end_at_once_are_told_together_in_the_order_of_their_ids() -> None:
-    engine = _engine()
-    for trial_id in (2, 1, 3):
-        engine.launch(_lasting(10, trial_id))
-    assert [trial_id for trial_id, _ in engine.poll(10)] == [1, 2, 3]
-
-
-def test_the_clock_goes_no_further_than_the_poll() -> None:
-    engine = _engine()
-    engine.launch(_lasting(10, 1))
-    assert engine.poll(4) == []
-    assert engine.now_s == 4
-    engine.launch(_lasting(3, 2))
-    assert [trial_id for trial_id, _ in engine.poll(6)] == [2]
-    assert engine.now_s == 7
-    assert [trial_id for trial_id, _ in engine.poll(6)] == [1]
-    assert engine.now_s == 10
-
-
-def test_it_counts_slots_and_slot_seconds() -> None:
-    engine = _engine(num_slots=5, slots_per_trial=2)
-    engine.launch(_lasting(10, 1))
-    engine.launch(_lasting(20, 2))
-    with pytest.raises(EngineError, match="trial 3"):
-        engine.launch(_lasting(1, 3))
-    engine.poll(100)
-    engine.poll(100)
-    assert engine.busy_slot_s == 2 * 10 + 2 * 20
+    batch = BatchTriple(1, 1, 1)
+    trials = {n: Trial(n, TrialKind.SEARCH, f"t{n}", 1, batch, {}) for n in (1, 2, 3)}
+    lasting_s = {1: 30.0, 2: 10.0, 3: 20.0}
+    engine = SimulatedEngine(
+        lambda trial: replace(ran(), duration_s=lasting_s[trial.id]), num_slots=3
+    )
+    for trial in trials.values():
+        engine.launch(trial)
+    assert engine.poll(4) == [] and engine.now_s == 4
+    ends = [(trial_id, engine.now_s) for _ in trials for trial_id, _ in engine.poll(100)]
+    assert [trial_id for trial_id, _ in ends] == [2, 3, 1]
+    assert engine.now_s == 30 and engine.busy_slot_s == 60
 
 
 @pytest.mark.parametrize("method", SEARCHES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -269,20 +268,3 @@ def test_a_supervisor_that_is_cut_off_ends_with_its_trials(
     [trial] = wait_until(me.children, "the trial")
     assert supervisor.wait(10) == 0
     assert not is_alive(trial.pid)
-
-
-def test_one_that_was_stopped_itself_is_not_cut_off(
-    tmp_path: Path, supervisor: subprocess.Popen[str]
-) -> None:
-    assert supervisor.stdin is not None
-    for request in sleeper(tmp_path, limit_s=3.0):
-        supervisor.stdin.write(json.dumps(request) + "\n")
-    supervisor.stdin.flush()
-    wait_until(psutil.Process(supervisor.pid).children, "the trial")
-    os.kill(supervisor.pid, signal.SIGSTOP)
-    supervisor.stdin.write(json.dumps({"op": "ping", "limit_s": 99.0}) + "\n")
-    supervisor.stdin.flush()
-    time.sleep(3.3)
-    os.kill(supervisor.pid, signal.SIGCONT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        supervisor.wait(0.5)
