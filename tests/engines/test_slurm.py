@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +102,15 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
     for slots in (6, 16):
         with pytest.raises(UserInputError, match="up to 4, or a multiple of it up to 12"):
             check_slots(several, slots, where="--slots")
+
+
+def test_a_step_takes_nothing_of_the_jobs_options_for_its_own() -> None:
+    prefix = Allocation("7", "n[1-2]", 2, "16(x2)", "")._prefix("n1", 16)
+    before = prefix[: prefix.index("srun")]
+    job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND")
+    env = {"PATH": os.environ["PATH"], **dict.fromkeys(job, "1"), "SLURM_JOB_ID": "7"}
+    left = subprocess.run([*before, "env"], env=env, capture_output=True, text=True, check=True)
+    assert {line.partition("=")[0] for line in left.stdout.splitlines()} == {"PATH", "SLURM_JOB_ID"}
 
 
 def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
