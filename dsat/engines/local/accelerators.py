@@ -1,6 +1,6 @@
 """Look at the accelerators of this machine, and print the slots as JSON.
 
-    python3 -m dsat.engines.local.accelerators [--check ACCELERATOR VARIABLES DEVICE ...]
+    python3 -m dsat.engines.local.accelerators [--check ACCELERATOR VARIABLES DEVICE]
 
 Asking an accelerator how many devices it has can initialise it, and a process in which it is
 initialised cannot fork trials; so this process does nothing else.
@@ -12,19 +12,15 @@ import ctypes
 import json
 import os
 import platform
-import select
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from dsat.engines.local.cores import physical_cores
 from dsat.engines.local.machine import MARK, Machine, machine_of_cores
 from dsat.values.memory_size import readable
 
-_CHECK_LIMIT_S = 60.0
 # Memory that other programs hold of a device in use; less may be a desktop or a monitor.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 
@@ -160,35 +156,9 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
     return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
 
 
-def _check(accelerator: str, variables: Sequence[str], devices: Sequence[str]) -> dict[str, str]:
-    """Use each device in a process that sees no other.
-
-    The processes are forked, so that torch is imported once; importing it touches no device.
-
-    Returns:
-        A problem for each device; an empty text if it works.
-    """
-    import torch  # noqa: F401
-
-    children: dict[str, tuple[int, int]] = {}
-    for device in devices:
-        answer, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(dict.fromkeys(variables, device))
-            # Stuck in the driver, it would hold open the pipes whose end others wait for.
-            null = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (1, 2):
-                os.dup2(null, descriptor)
-            _use(accelerator, write)
-        os.close(write)
-        children[device] = pid, answer
-    deadline = time.monotonic() + _CHECK_LIMIT_S
-    return {device: _answer(*child, deadline) for device, child in children.items()}
-
-
-def _use(accelerator: str, write: int) -> NoReturn:
-    """Use the one visible device, and write why it cannot be used, or nothing."""
+def _check(accelerator: str, variables: Sequence[str], device: str) -> dict[str, str]:
+    """Use a device, as the only one that this process sees; return the problem, if there is one."""
+    os.environ.update(dict.fromkeys(variables, device))
     import torch
 
     try:
@@ -196,27 +166,14 @@ def _use(accelerator: str, write: int) -> NoReturn:
     except Exception as error:
         # torch's errors go on with advice.
         first = (str(error).splitlines() or [""])[0]
-        os.write(write, f"{type(error).__name__}: {first}".encode())
-    finally:
-        os._exit(0)
-
-
-def _answer(pid: int, answer: int, deadline: float) -> str:
-    """Return the output of a child, which may never end, stuck in the driver."""
-    if not select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        os.kill(pid, signal.SIGKILL)
-        return f"no answer within {_CHECK_LIMIT_S:g} s: the driver may be stuck"
-    text = os.read(answer, 4096).decode(errors="replace")
-    if text:
-        return text
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return f"a process that used it was killed by {signal.Signals(-status).name}" if status else ""
+        return {"problem": f"{type(error).__name__}: {first}"}
+    return {"problem": ""}
 
 
 def answer_to(options: Sequence[str]) -> None:
     """Print the answer to the options of this module as a program."""
     if options[:1] == ["--check"]:
-        answer: Mapping[str, Any] = _check(options[1], options[2].split(","), options[3:])
+        answer: Mapping[str, Any] = _check(options[1], options[2].split(","), options[3])
     else:
         answer = asdict(_inspect())
     print(MARK + json.dumps(answer), flush=True)

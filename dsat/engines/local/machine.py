@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from dsat.values.memory_size import readable
 MARK = "dsat-slots "
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
 _FIND_LIMIT_S = 180.0
+_READ_LIMIT_S = 1.0  # of an answer that was given in time
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,9 @@ def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
             answer.
     """
     asked = [_ask([], prefix) for prefix in prefixes.values()]
+    deadline = time.monotonic() + _FIND_LIMIT_S
     try:
-        answers = [_answer_of(process) for process in asked]
+        answers = [_answer_of(process, deadline) for process in asked]
     except BaseException:
         for process in asked:
             _give_up(process)
@@ -161,12 +164,15 @@ def problems_with(
         slots: to check.
         prefix: words before a command that run it on the machine, if it is another one.
     """
-    devices = [machine.devices[slot] for slot in slots]
-    variables = ",".join(machine.visible_devices)
-    found = _answer_of(_ask(["--check", machine.accelerator, variables, *devices], prefix))
-    if isinstance(found, str):
-        return dict.fromkeys(slots, found)
-    return {slot: found[machine.devices[slot]] for slot in slots if found[machine.devices[slot]]}
+    options = ["--check", machine.accelerator, ",".join(machine.visible_devices)]
+    asked = {slot: _ask([*options, machine.devices[slot]], prefix) for slot in slots}
+    deadline = time.monotonic() + _FIND_LIMIT_S
+    answers = {slot: _answer_of(process, deadline) for slot, process in asked.items()}
+    problems = {
+        slot: answer if isinstance(answer, str) else answer["problem"]
+        for slot, answer in answers.items()
+    }
+    return {slot: problem for slot, problem in problems.items() if problem}
 
 
 def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
@@ -192,10 +198,10 @@ def _ask(options: Sequence[str], prefix: Sequence[str]) -> subprocess.Popen[str]
     )
 
 
-def _answer_of(process: subprocess.Popen[str]) -> dict[str, Any] | str:
+def _answer_of(process: subprocess.Popen[str], deadline: float) -> dict[str, Any] | str:
     """Return the answer, or why there is none."""
     try:
-        out, err = process.communicate(timeout=_FIND_LIMIT_S)
+        out, err = process.communicate(timeout=max(_READ_LIMIT_S, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         _give_up(process)
         return f"no answer within {_FIND_LIMIT_S:g} s: the driver may be stuck"
