@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from dsat.app import mailbox, mended, run_folders, train_command
+from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
@@ -75,10 +75,7 @@ class LocalSearch:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
             if ready.native is not None or ready.settings.resume:
                 earlier = run_folders.earlier_runs(
-                    self.folder,
-                    ready.plan,
-                    ready.info[mended.DIGEST],
-                    takes_over=ready.native is not None,
+                    self.folder, ready.plan, takes_over=ready.native is not None
                 )
                 self._known = history.known_outcomes(earlier, ready.plan)
             ended = ProcessRecord(self.folder).sweep()

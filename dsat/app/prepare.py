@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, mended, plans
+from dsat.app import autotuning, plans
 from dsat.app import source as sources
 from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
@@ -69,7 +69,6 @@ class Prepared:
             "machine": describe(self.hosts),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
-            mended.DIGEST: mended.digest_of(self.experiment, self.program),
         }
 
 

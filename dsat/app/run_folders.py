@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from dsat.app import mended
 from dsat.app.folder_lock import FolderLock, is_marked
 from dsat.app.prepare import Prepared
 from dsat.errors import JournalError, UserInputError
@@ -25,6 +24,7 @@ from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import PRIVATE_FOLDER
+from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
 RUNS_FOLDER = Path("dsat_runs")
@@ -135,29 +135,35 @@ def of_results(section: Autotuning, experiment: Experiment, locks: ExitStack) ->
     return section.results_dir
 
 
-def earlier_runs(folder: Path, plan: Plan, digest: str, *, takes_over: bool) -> list[Run]:
-    """The runs in a run's folder, none of which is continued.
+def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
+    """Return the runs in a run's folder that are not continued.
 
-    The journal of a run that was made for another plan is put aside, and so is that of one whose
-    failures may have been mended.
+    The journal of a run for another plan is set aside. So is that of a run with failures to retry:
+    a new journal begins, and whatever ran is taken from the old one.
 
     Args:
         plan: of the run that is to begin or to go on.
-        digest: of what it runs; see `mended.digest_of`.
         takes_over: the folder may hold a run of another plan.
     """
     journal = folder / FILE_NAME
     if journal.exists():
         run = Run(read_events(journal))
         other = run.plan is not None and plan.difference(run.plan) is not None
-        if takes_over if other else mended.is_forgotten(run, digest):
+        if takes_over if other else _has_failures_to_retry(run):
             number = 1
             while (aside := folder / f"{journal.stem}-{number}.jsonl").exists():
                 number += 1
             journal.rename(aside)
             if not other:
-                _log.info("what failed before may be mended: it is tried again")
+                _log.info("trials that failed are run again")
     return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
+
+
+def _has_failures_to_retry(run: Run) -> bool:
+    """Check for failures, other than of memory, in a run that was interrupted or found nothing."""
+    believed = (OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.CANCELED)
+    failed = any(outcome.kind not in believed for outcome in run.outcomes.values())
+    return failed and (run.best is None or run.stop_reason is None)
 
 
 def _check_deletable(folder: Path, where: str, experiment: Experiment) -> None:

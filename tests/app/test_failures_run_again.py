@@ -1,0 +1,58 @@
+"""Failures of an earlier run are run again on a resume; the rest is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dsat.app import run_folders
+from dsat.tuning import history
+from dsat.tuning.journal import FILE_NAME, Journal
+from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import Outcome
+from testing.helpers import World, drive, failed, plan_of
+
+PLAN = plan_of(max_trials=8)
+
+
+def a_run(folder: Path, *, profile: Outcome | None = None) -> Run:
+    """A run in a folder: of the made-up world, or with a profile that failed."""
+    folder.mkdir()
+    with Journal(folder / FILE_NAME) as journal:
+        tuner = Tuner(PLAN, journal)
+        if profile is None:
+            drive(tuner, World())
+        else:
+            tuner.next_trials(1)
+            tuner.record(0, profile)
+            tuner.next_trials(1)
+            tuner.stop()
+        return tuner.run
+
+
+def begins_anew(folder: Path) -> bool:
+    run_folders.earlier_runs(folder, PLAN, takes_over=False)
+    return not (folder / FILE_NAME).exists()
+
+
+def test_a_profile_that_failed_is_run_again(tmp_path: Path) -> None:
+    early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
+    a_run(tmp_path / "run", profile=early)
+    [earlier] = run_folders.earlier_runs(tmp_path / "run", PLAN, takes_over=False)
+    assert not (tmp_path / "run" / FILE_NAME).exists()
+    assert history.known_outcomes([earlier], PLAN) == {}
+
+
+def test_memory_that_ran_out_is_believed(tmp_path: Path) -> None:
+    a_run(tmp_path / "run", profile=failed("OOM"))
+    assert not begins_anew(tmp_path / "run")
+
+
+def test_a_failed_trial_is_run_again_if_the_run_goes_on(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    assert run.best is not None and any(o.kind.value == "ERROR" for o in run.outcomes.values())
+    assert not begins_anew(tmp_path / "run"), "what a finished run found stays"
+    path = tmp_path / "run" / FILE_NAME
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # interrupted
+    assert begins_anew(tmp_path / "run")
