@@ -69,7 +69,7 @@ class Scripted:
             "stuck": stuck,
         }
 
-    def warm_up(self, modules: Sequence[str] = (), meanwhile: Any = None, **more: Any) -> str:
+    def warm_up(self, modules: Sequence[str] = (), **more: Any) -> str:
         return ""
 
     def close(self) -> None:
