@@ -73,6 +73,11 @@ def install(settings: TrainerSettings | None, warn: Callable[[str], None], *, on
         )
 
 
+def by_accelerate() -> bool:
+    """Tell whether `accelerate launch` gives this process a DeepSpeed configuration."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
+
+
 def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     """Sets the fields of `TrainingArguments` that a trial decides, before they are checked.
 
@@ -82,10 +87,11 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     warnings: list[str] = []
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
-    if not args.deepspeed:
+    if not (args.deepspeed or by_accelerate()):
         return warnings
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
-    args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
+    if args.deepspeed:
+        args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     batch = {
         "per_device_train_batch_size": settings.micro_batch,
         "gradient_accumulation_steps": settings.gas,
@@ -174,8 +180,7 @@ def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
         original: Callable[..., Any], state: Any, positional: Any, keywords: Any
     ) -> Any:
         backend, kind = original(*positional, **keywords)
-        by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        if not by_deepspeed or kind != module.DistributedType.NO:
+        if not by_accelerate() or kind != module.DistributedType.NO:
             return backend, kind
         warn(NO_CPU_RANKS)
         return "gloo", module.DistributedType.MULTI_CPU

@@ -7,6 +7,7 @@ configuration file the plugin refuses the other variables only if they are liste
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # What the file says in their place.
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
+_ZERO3_INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 _IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"
 
 
@@ -39,6 +41,8 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
         for name, value in env.items()
         if name not in _IN_THE_FILE and not name.startswith(_IN_THE_FILE_PREFIX)
     }
+    if importlib.util.find_spec("transformers") is not None:  # which the flag needs
+        kept.pop(_ZERO3_INIT, None)  # by the stage of the file
     found = {**kept, _CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
     gas = config.get("gradient_accumulation_steps")
     if isinstance(gas, int):

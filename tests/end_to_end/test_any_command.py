@@ -17,6 +17,7 @@ from testing.command import kinds_of, run_of
 from testing.local import PROGRAMS, processes_of, read_json
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 
 def found(place: Path, options: str, command: Sequence[str]) -> str:
@@ -50,11 +51,30 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
     assert not (tmp_path / "work" / "went_on").exists()
     run = run_of(tmp_path / "work" / "run")
     assert kinds_of(run) == [OutcomeKind.OK] * 3
-    sizes = [trial.batch.micro_batch for trial in run.trials.values()][1:]
-    assert sizes == [4, 16, 64], "its own micro batch first, then more"
+    sizes = [trial.batch.micro_batch for trial in run.trials.values()]
+    assert sizes[:3] == [4, 16, 64], "its own micro batch first, then more"
     best = read_json(tmp_path / "work" / "run" / "best_ds_config.json")
     assert best["zero_optimization"]["stage"] == 1
     assert isinstance(best["train_batch_size"], int), 'no "auto" is left'
+
+
+def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path: Path) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(ROOT / "examples" / "hf_trainer", place)
+    (place / "accelerate.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nuse_cpu: true\n"
+        "deepspeed_config:\n  zero_stage: 2\n  zero3_init_flag: false\n"
+        "  gradient_accumulation_steps: 1\n"
+        "machine_rank: 0\nmain_training_function: main\nnum_machines: 1\nnum_processes: 1\n"
+    )
+    options = "--max-trials 3 --finals 0 --memory-model formula -m throughput --zero-stages 3"
+    options += " --max-micro-batch 8 --run-dir run"
+    command = "accelerate launch --config_file accelerate.yaml train.py --output_dir output"
+    found(place, options, [*command.split(), "--per_device_train_batch_size", "2"])
+    run = run_of(place / "run")
+    assert kinds_of(run) == [OutcomeKind.OK] * 2
+    assert {trial.stage for trial in run.trials.values()} == {2, 3}
+    assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 1
 
 
 def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Path) -> None:
