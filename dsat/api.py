@@ -236,7 +236,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
         raise SearchFailed(f"{submitted.why_not}; see {submitted.url}")
     told = submitted.result
     return Result(
-        None,
+        submitted.run_dir,
         settings.metric,
         best=told.get("best"),
         best_value=told.get("best_value"),

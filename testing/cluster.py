@@ -18,19 +18,27 @@ from dsat.determined_cluster.engine import (
     SHUTDOWN,
     VALIDATE,
     ClusterEngine,
-    ClusterOptions,
     Operation,
 )
+from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
 from dsat.values.trial import TrialOptions
+from testing.helpers import plan_of
 
-OPTIONS = ClusterOptions(
-    hparams={"deepspeed_config": "ds.json"},
-    trial=TrialOptions(timeout_s=600.0),
-)
+
+def job_of(plan: Plan, *, num_slots: int = 2) -> Job:
+    """A search that may use so many slots at once."""
+    return Job(
+        plan=plan,
+        info={"name": "test"},
+        config={},
+        hparams={"deepspeed_config": "ds.json"},
+        trial=TrialOptions(timeout_s=600.0),
+        max_concurrent_trials=num_slots // plan.slots_per_trial,
+    )
 
 
 @dataclass(frozen=True)
@@ -131,10 +139,8 @@ class FakeMaster:
                 self.tell("closed", request_id)
 
 
-def engine_of(
-    master: FakeMaster, *, num_slots: int = 2, slots_per_trial: int = 1, key: str = "1:7"
-) -> ClusterEngine:
-    return ClusterEngine(OPTIONS, key, master, num_slots=num_slots, slots_per_trial=slots_per_trial)
+def engine_of(master: FakeMaster, plan: Plan | None = None, **options: Any) -> ClusterEngine:
+    return ClusterEngine(job_of(plan or plan_of()), 1, master, **options)
 
 
 def search_of(
@@ -146,21 +152,23 @@ def search_of(
     num_slots: int = 2,
     clock: Callable[[], float] = time.time,
 ) -> ClusterSearch:
-    engine = engine_of(master, num_slots=num_slots)
-    return ClusterSearch(plan, engine, info={"name": "test"}, events=events, say=say, clock=clock)
+    job = job_of(plan, num_slots=num_slots)
+    engine = ClusterEngine(job, 1, master)
+    return ClusterSearch(job, engine, events=events, say=say, clock=clock)
 
 
 def answer(search: ClusterSearch, event: Event) -> list[Operation]:
     """As the runner hands an event in."""
-    if event.kind == "initial":
-        return search.begin(event.id)
-    if event.kind == "validated":
-        return search.validated(event.id, event.request_id, event.metric)
-    if event.kind in ("failed", "canceled"):
-        return search.exited(event.id, event.request_id, canceled=event.kind == "canceled")
-    if event.kind == "closed":
-        return search.closed(event.id, event.request_id)
-    return []
+    request, reason = {"requestId": event.request_id}, "EXITED_REASON_USER_CANCELED"
+    kinds: dict[str, dict[str, Any]] = {
+        "initial": {"initialOperations": {"placeholder": 0}},
+        "created": {"trialCreated": request},
+        "validated": {"validationCompleted": {**request, "metric": event.metric}},
+        "failed": {"trialExitedEarly": {**request, "exitedReason": "EXITED_REASON_UNSPECIFIED"}},
+        "canceled": {"trialExitedEarly": {**request, "exitedReason": reason}},
+        "closed": {"trialClosed": request},
+    }
+    return search.answer({"id": event.id, **kinds[event.kind]})
 
 
 def metric_of(outcome: Outcome) -> dict[str, Any]:

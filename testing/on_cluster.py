@@ -32,7 +32,7 @@ class OnCluster:
     """A master, and commands of a user who has configured it.
 
     Attributes:
-        home: of the user's cached tokens.
+        home: the folder of the user's commands and cached tokens.
     """
 
     master: StandIn
@@ -41,12 +41,14 @@ class OnCluster:
 
     def begin(self, *words: object, **variables: str) -> subprocess.Popen[str]:
         env = {**os.environ, **self.master.client_environment(self.home), **variables}
+        self.home.mkdir(exist_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-m", "dsat", *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=env,
+            cwd=self.home,
             start_new_session=True,
         )
         self.begun.append(process)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
     for variable in ("DET_MASTER", "DET_MASTER_ADDR", "DET_USER", "DET_PASS"):
         os.environ.pop(variable, None)
     os.environ["DET_DEBUG_CONFIG_PATH"] = str(tmp_path_factory.mktemp("determined"))
+
+
+@pytest.fixture
+def random_seed() -> int:
+    """Seed of a test's random choices, printed if the test fails; `DSAT_TEST_SEED` repeats it."""
+    seed = int(os.environ.get("DSAT_TEST_SEED") or secrets.randbelow(2**32))
+    print(f"DSAT_TEST_SEED={seed}")
+    return seed
 
 
 @pytest.fixture(scope="session")

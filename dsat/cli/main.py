@@ -75,10 +75,10 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
         output.print_submission(ready)
         return EXIT_OK
     submitted = submit.submit(ready, detach=settings.detach)
-    if submitted.interrupted:
-        return EXIT_INTERRUPTED
     if settings.json:
         output.print_json(submitted.to_json())
+    if submitted.interrupted:
+        return EXIT_INTERRUPTED
     return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
 
 

@@ -172,4 +172,4 @@ def print_submission(ready: Submission) -> None:
     words = words_without_secrets(ready.config["entrypoint"])
     print(f"the search runner's entrypoint: {shlex.join(words)}")
     readable = memory_size.readable(ready.size_bytes)
-    print(f"to upload: {len(ready.entries)} files and folders, {readable}")
+    print(f"to upload: {len(ready.files)} files, {readable}")

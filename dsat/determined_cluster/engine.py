@@ -1,52 +1,53 @@
-"""The engine over a stream of searcher events: events go in, operations come out.
+"""Engine over a stream of searcher events: events go in, operations come out.
 
-It talks with nobody: whoever has the events hands them in (`validated`, `exited`, `closed`) and
-takes the operations to where they belong. Only a trial's log and its early end are asked for.
+It has no connection of its own: the caller hands in the events (`validated`, `exited`, `closed`)
+and posts the operations. It asks the master only for a trial's log, its time, and its early end.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from dsat.determined_cluster import trial_result
+from dsat.determined_cluster.job import Job
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial, TrialOptions
+from dsat.values.trial import Trial
 
 CREATE, VALIDATE, CLOSE, SHUTDOWN = "create", "validate", "close", "shutdown"
 
 
 class Cluster(Protocol):
-    """What the engine asks of the master besides the events."""
+    """Requests of the engine to the master, besides events and operations."""
 
     def log(self, trial_id: int) -> Sequence[str]:
-        """The messages of a trial's log, oldest first."""
+        """Return the messages of a trial's log, oldest first."""
         ...
 
     def on_slots_s(self, trial_id: int) -> float:
-        """For how long a trial had its slots, pauses left out; 0 if that is not known."""
+        """Return how long a trial had its slots, pauses left out; 0 if unknown."""
         ...
 
     def kill(self, trial_id: int) -> None:
-        """Ends a trial; does nothing if there is none."""
+        """End a trial; do nothing if there is none."""
         ...
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What the master is told to do.
+    """An instruction to the master.
 
     Attributes:
         kind: CREATE, VALIDATE, CLOSE (a trial) or SHUTDOWN.
-        trial_id: of the trial, as dsat counts.
+        trial_id: number of the trial in this search.
         failure: of a SHUTDOWN, whether the search failed.
     """
 
@@ -58,80 +59,56 @@ class Operation:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """How trials are run and measured.
-
-    Attributes:
-        hparams: the user's hyperparameters.
-        config: their experiment configuration, for the unit of a trial's length.
-        trial: what holds for the trials of any engine.
-        runner_id: of the search runner's experiment.
-    """
-
-    hparams: Mapping[str, Any]
-    trial: TrialOptions
-    config: Mapping[str, Any] = field(default_factory=dict)
-    runner_id: int = 0
-
-
 class ClusterEngine:
     """Runs trials by operations of a custom searcher.
 
     Args:
-        options: how trials are run and measured.
-        run_key: tells the search from others on the same cluster; request ids derive from it.
+        job: the plan, the user's configuration, and how trials are measured.
+        runner_id: experiment of the search runner; request ids derive from it and the seed.
         cluster: the master.
-        num_slots: slots that trials may use at once.
-        slots_per_trial: of every trial.
         clock: seconds, for the time that trials take.
     """
 
     def __init__(
         self,
-        options: ClusterOptions,
-        run_key: str,
+        job: Job,
+        runner_id: int,
         cluster: Cluster,
-        *,
-        num_slots: int,
-        slots_per_trial: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = options
-        self._run_key = run_key
+        self._job = job
+        self._runner_id = runner_id
         self._cluster = cluster
-        self._num_slots = num_slots
-        self._slots_per_trial = slots_per_trial
         self._clock = clock
         self._known: set[int] = set()
-        self._running: dict[int, float] = {}  # when it was launched
+        self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
-        self._told: list[tuple[int, Outcome]] = []
+        self._ended: list[tuple[int, Outcome]] = []
         self._operations: list[Operation] = []
         self._closed = False
 
-    # -- as every engine
+    # -- the interface of every engine
 
     @property
     def num_slots(self) -> int:
-        return self._num_slots
+        return self._job.num_slots
 
     @property
     def free_slots(self) -> int:
-        return self._num_slots - len(self._running) * self._slots_per_trial
+        return self.num_slots - len(self._running) * self._job.plan.slots_per_trial
 
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
-        if self.free_slots < self._slots_per_trial:
+        if self.free_slots < self._job.plan.slots_per_trial:
             raise EngineError(f"no free slots for trial {trial.id}")
         self.adopt(trial)
         self._operations += [Operation(CREATE, trial.id), Operation(VALIDATE, trial.id)]
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """Trials of which an event told the end; does not wait, since events come by themselves."""
-        told, self._told = self._told, []
-        return [] if self._closed else told
+        """Return the trials that ended since the last call; does not wait."""
+        ended, self._ended = self._ended, []
+        return [] if self._closed else ended
 
     def cancel(self, trial_id: int) -> None:
         if trial_id not in self._running:
@@ -151,69 +128,71 @@ class ClusterEngine:
     # -- towards the master
 
     def take_operations(self) -> list[Operation]:
-        """What is to be posted, in this order; each operation once."""
+        """Return the operations to post, in this order; each one once."""
         operations, self._operations = self._operations, []
         return operations
 
     def request_id(self, trial_id: int) -> str:
-        """The same for the same trial of the same search, also in another process."""
-        return str(uuid.uuid5(uuid.NAMESPACE_URL, f"dsat:{self._run_key}:{trial_id}"))
+        """Return a trial's request id, the same in every process of the same search."""
+        key = f"dsat:{self._runner_id}:{self._job.plan.seed}:{trial_id}"
+        return str(uuid.uuid5(uuid.NAMESPACE_URL, key))
 
     def hparams(self, trial: Trial) -> dict[str, Any]:
-        """All hyperparameters of a trial."""
+        """Return all hyperparameters of a trial."""
         return {
-            **trial_hparams(self._options.hparams, trial.overrides),
+            **trial_hparams(self._job.hparams, trial.overrides),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
-                self._meter(trial), trial.id, self._options.runner_id
+                self._meter(trial), trial.id, self._runner_id
             ),
         }
 
     def length(self, trial: Trial) -> int:
-        """Of a trial's one operation: more than it needs, since it leaves by itself."""
-        return length_in_units(self._meter(trial).longest, self._options.config, trial.batch)
+        """Return the length of a trial's operation: more than it needs, as it ends by itself."""
+        return length_in_units(self._meter(trial).longest, self._job.config, trial.batch)
 
     def _meter(self, trial: Trial) -> MeterSpec:
-        return MeterSpec.of_trial(trial, self._options.trial, slots=self._slots_per_trial)
+        return MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
 
     # -- events
 
     def adopt(self, trial: Trial, *, ended: bool = False) -> None:
-        """Takes a trial for launched, be it by an earlier process."""
+        """Register a trial as launched, perhaps by an earlier process."""
         self._known.add(trial.id)
         self._trial_by_request[self.request_id(trial.id)] = trial.id
         if not ended:
             self._running[trial.id] = self._clock()
 
-    def trial_of(self, request_id: str) -> int | None:
-        """Which trial a request is about; None if it is none of this search."""
-        return self._trial_by_request.get(request_id)
-
     def validated(self, request_id: str, metric: Any) -> None:
-        """A trial completed its operation, and goes on unless it is closed."""
-        trial_id = self.trial_of(request_id)
-        if trial_id in self._running:
+        """Close a trial that completed its operation; it would go on otherwise."""
+        trial_id = self._running_trial(request_id)
+        if trial_id is not None:
             self._end(trial_id, trial_result.of_metric(metric))
             self._operations.append(Operation(CLOSE, trial_id))
 
     def exited(self, request_id: str, *, canceled: bool) -> None:
-        """A trial failed for good, or was canceled. It is closed by itself."""
-        trial_id = self.trial_of(request_id)
-        if trial_id in self._running:
-            if canceled:
-                self._end(trial_id, trial_result.canceled())
-            else:
-                self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=True))
+        """Record a trial that failed for good or was canceled; the master closes it."""
+        trial_id = self._running_trial(request_id)
+        if trial_id is None:
+            return
+        if canceled:
+            self._end(trial_id, trial_result.canceled())
+        else:
+            self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=True))
 
     def closed(self, request_id: str) -> None:
-        """A trial is over; if nothing was told of it before, it came to an end by itself."""
-        trial_id = self.trial_of(request_id)
-        if trial_id in self._running:
+        """Record the end of a trial that ended by itself, without a report."""
+        trial_id = self._running_trial(request_id)
+        if trial_id is not None:
             self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=False))
+
+    def _running_trial(self, request_id: str) -> int | None:
+        trial_id = self._trial_by_request.get(request_id)
+        return trial_id if trial_id in self._running else None
 
     def _end(self, trial_id: int, outcome: Outcome) -> None:
         since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
-        if not outcome.duration_s:  # else the trial itself knew
+        if not outcome.duration_s:  # else the trial measured it
             took_s = self._cluster.on_slots_s(trial_id) or since_s
             outcome = replace(outcome, duration_s=round(took_s, 3))
-        self._told.append((trial_id, outcome))
+        self._ended.append((trial_id, outcome))

@@ -1,8 +1,8 @@
-"""What the search runner is told, and the experiment configurations on both sides of it.
+"""Job of the search runner, and the experiment configurations on both sides of it.
 
-The job is a file of its context, which whoever sees the experiment can read: what in the user's
-configuration may be a secret (environment variables, the registry's and the storage's credentials)
-is not in it, but stays where they put it, in the configuration of the experiment itself.
+The job is a file of the context, readable by all who see the experiment. Possible secrets of your
+configuration (environment variables, credentials of the registry and the storage) are not in it:
+they stay in the configuration of the experiment itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.determined_cluster import hyperparameters
-from dsat.determined_cluster.engine import ClusterOptions
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import Experiment, trial_hparams
 from dsat.space.plan import Plan
@@ -31,7 +30,7 @@ RUNNER_LENGTH = 100  # its progress is in percent
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
 _SECRETS = ("checkpoint_storage", "data", "integrations")
-# Of a training experiment, and without a meaning for one that only thinks.
+# Keys of a training experiment, without a meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
     "perform_initial_validation pbs profiling records_per_epoch scheduling_unit slurm"
@@ -51,12 +50,12 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Job(Recorded):
-    """Everything that the search runner needs to know.
+    """All that the search runner needs to know.
 
     Attributes:
         plan: what to tune.
         info: for people, into the journal's first line.
-        config: the user's experiment configuration without what may be a secret.
+        config: the user's experiment configuration without possible secrets.
         hparams: as in `Experiment`.
         trial: how trials are measured.
         max_concurrent_trials: at once.
@@ -79,10 +78,6 @@ class Job(Recorded):
         slots = self.max_concurrent_trials * self.plan.slots_per_trial
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
-    @property
-    def options(self) -> ClusterOptions:
-        return ClusterOptions(hparams=self.hparams, config=self.config, trial=self.trial)
-
     def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=1) + "\n"
 
@@ -92,7 +87,7 @@ class Job(Recorded):
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for the job file."""
+    """Return a configuration for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
     if isinstance(found.get("environment"), Mapping):
         environment = found["environment"]
@@ -103,7 +98,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's configuration again, completed from that of the runner's own experiment."""
+    """Return the user's configuration, completed from that of the runner's own experiment."""
     found = dict(config)
     found.update({key: runner[key] for key in _SECRETS if key in runner})
     environment = runner.get("environment")
@@ -117,7 +112,7 @@ def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[s
 def runner_config(
     user: Experiment, plan: Plan, *, max_restarts: int, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `single` experiment whose only task is the search runner.
+    """Return the `single` experiment whose only task is the search runner.
 
     Args:
         max_restarts: of the runner.
@@ -154,46 +149,40 @@ def runner_config(
 
 
 def state_in_words(state: str) -> str:
-    """A master's name for an experiment's state, for people."""
+    """Return a master's name for an experiment's state, for people."""
     return _STATES.get(state, state.lower())
 
 
 def search_tag(runner_id: int) -> str:
-    """How the description of the custom experiment begins: whose it is."""
+    """Return the start of the custom experiment's description."""
     return f"(#{runner_id}) generated"
 
 
 def full_run_tag(runner_id: int) -> str:
-    """The same of the full-length run."""
+    """Return the start of the full-length run's description."""
     return f"(#{runner_id}) best of the search"
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """The `custom` experiment, whose trials are those of the search.
+    """Return the `custom` experiment, whose trials are those of the search.
 
     Args:
-        runner_id: of the search runner's experiment.
-        runner: its configuration as it was submitted.
+        runner_id: the search runner's experiment.
+        runner: its configuration as submitted.
     """
-    config = with_secrets(job.config, runner)
-    about = config.get("description") or config.get("name", "")
-    resources = {**(config.get("resources") or {}), "slots_per_trial": job.plan.slots_per_trial}
+    config = _users(job, search_tag(runner_id), runner)
     if job.max_slots is not None:
-        resources["max_slots"] = job.max_slots
-    config.update(
-        description=f"{search_tag(runner_id)} - {about}",
-        searcher={
-            "name": "custom",
-            "metric": job.plan.metric,
-            "smaller_is_better": job.plan.objective.smaller_is_better,
-        },
-        resources=resources,
-        hyperparameters={
-            **job.hparams,
-            ds_config.DSAT_MODE_KEY: True,
-            hyperparameters.KEY: hyperparameters.declared(job.plan),
-        },
-    )
+        config["resources"]["max_slots"] = job.max_slots
+    config["searcher"] = {
+        "name": "custom",
+        "metric": job.plan.metric,
+        "smaller_is_better": job.plan.objective.smaller_is_better,
+    }
+    config["hyperparameters"] = {
+        **job.hparams,
+        ds_config.DSAT_MODE_KEY: True,
+        hyperparameters.KEY: hyperparameters.declared(job.plan),
+    }
     # A trial that ran out of memory would only do so again.
     config.setdefault("max_restarts", 0)
     return config
@@ -202,17 +191,20 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
 def full_run_config(
     job: Job, runner_id: int, runner: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The user's own experiment with the best configuration.
+    """Return the user's own experiment with the best configuration.
 
     Args:
         overrides: DeepSpeed keys of the best trial.
     """
+    config = _users(job, full_run_tag(runner_id), runner)
+    config["hyperparameters"] = trial_hparams(job.hparams, overrides)
+    return config
+
+
+def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     config = with_secrets(job.config, runner)
     about = config.get("description") or config.get("name", "")
-    resources = {**(config.get("resources") or {}), "slots_per_trial": job.plan.slots_per_trial}
-    config.update(
-        description=f"{full_run_tag(runner_id)} - {about}",
-        resources=resources,
-        hyperparameters=trial_hparams(job.hparams, overrides),
-    )
+    config["description"] = f"{tag} - {about}"
+    slots = {"slots_per_trial": job.plan.slots_per_trial}
+    config["resources"] = {**(config.get("resources") or {}), **slots}
     return config

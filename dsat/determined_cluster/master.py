@@ -1,158 +1,222 @@
-"""The master, as the search runner sees it through determined's client."""
+"""Requests to a Determined master, from your machine and from the search runner's container.
+
+They go through determined's client, which is imported where it is needed: only tuning on a cluster
+needs it to be installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from determined.common.api import errors
-from determined.experimental import client
+from typing import Any, TypeVar
 
 from dsat.determined_cluster.retry import retry_while_unreachable
 from dsat.in_trial.cluster_rank import LOG_MARK
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 
+OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the news of the trial's end
+T = TypeVar("T")
+
+
+class Master:
+    """A session with a master; requests wait while the master is unreachable.
+
+    Args:
+        determined: determined's client, logged in.
+        say: prints a line.
+    """
+
+    def __init__(self, determined: Any, say: Callable[[str], None]) -> None:
+        self._determined = determined
+        self._say = say
+
+    @classmethod
+    def of_task(cls, say: Callable[[str], None]) -> Master:
+        """Return the session of a container that the master itself started."""
+        from determined.experimental import client
+
+        client._require_singleton(lambda: None)()
+        return cls(client._determined, say)
+
+    @property
+    def session(self) -> Any:
+        return self._determined._session
+
+    @property
+    def address(self) -> str:
+        return str(self.session.master)
+
+    def url(self, experiment_id: int) -> str:
+        """Return the address of an experiment in the web UI."""
+        return f"{self.address}/det/experiments/{experiment_id}"
+
+    def version(self) -> tuple[int, int] | None:
+        """Return the master's version; None if it does not say."""
+        text = str(self.session.get("/api/v1/master").json().get("version", ""))
+        found = re.match(r"v?(\d+)\.(\d+)", text)
+        return None if found is None else (int(found[1]), int(found[2]))
+
+    def ask(self, request: Callable[[], T]) -> T:
+        """Return a request's answer, however long the master is unreachable."""
+        return retry_while_unreachable(request, self._say)
+
+    def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
+        """Create an experiment, once; return its id."""
+        with quiet():
+            made = self._determined.create_experiment(
+                dict(config), str(folder), list(map(str, includes))
+            )
+        return int(made.id)
+
+    def find(self, tag: str) -> Any:
+        """Return the experiment whose description begins with a tag; None if there is none."""
+        from determined.common.api import bindings
+
+        def page(offset: int) -> Any:
+            return bindings.get_GetExperiments(
+                self.session, description=tag, offset=offset, limit=100
+            )
+
+        seen, total = 0, 1
+        while seen < total:
+            found = self.ask(functools.partial(page, seen))
+            for experiment in found.experiments:
+                if (experiment.description or "").startswith(tag):
+                    return experiment
+            seen += len(found.experiments)
+            total = found.pagination.total if found.experiments else 0
+        return None
+
+    def find_or_create(
+        self, tag: str, config: Mapping[str, Any], model_dir: Path, includes: Sequence[Path]
+    ) -> int:
+        """Return the experiment whose description begins with a tag; create it if there is none.
+
+        A runner that died between creating an experiment and saving its id must not create a second
+        one; nor must one whose request was answered by a dropped connection.
+        """
+
+        def attempt() -> int:
+            known = self.find(tag)
+            return int(known.id) if known else self.create(config, model_dir, includes)
+
+        return self.ask(attempt)
+
+    def state(self, experiment_id: int) -> str:
+        """Return `ACTIVE`, `PAUSED`, `STOPPING_CANCELED` and so on."""
+        return self.ask(lambda: self.state_now(experiment_id))
+
+    def state_now(self, experiment_id: int) -> str:
+        """Return the state, or raise at once if the master cannot be reached."""
+        return state_name(self._experiment(experiment_id).state)
+
+    def submitted_config(self, experiment_id: int) -> dict[str, Any]:
+        """Return an experiment's configuration as submitted, without the cluster's defaults."""
+        import yaml
+
+        found = self.ask(lambda: self._experiment(experiment_id))
+        return dict(yaml.safe_load(found.originalConfig) or {})
+
+    def _experiment(self, experiment_id: int) -> Any:
+        from determined.common.api import bindings
+
+        answer = bindings.get_GetExperiment(self.session, experimentId=experiment_id)
+        return answer.experiment
+
+    def kill(self, experiment_id: int) -> None:
+        """End an experiment; do nothing if there is none."""
+        from determined.common.api import bindings, errors
+
+        with contextlib.suppress(errors.NotFoundException):
+            self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
+
+    def describe(self, experiment_id: int, text: str) -> None:
+        """Set an experiment's description."""
+        self.ask(lambda: self._determined.get_experiment(experiment_id).set_description(text))
+
+    def trials(self, experiment_id: int) -> list[Any]:
+        """Return the trials of an experiment."""
+        return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
 
 class RemoteCluster:
-    """The custom experiment's trials, by dsat's numbers.
+    """Trials of the custom experiment, by their numbers in the search.
 
     Args:
-        say: prints a line.
+        master: the session.
         sleep: waits for so many seconds.
 
     Attributes:
-        experiment_id: of the custom experiment, once there is one.
+        experiment_id: the custom experiment, once there is one.
     """
 
     experiment_id: int | None = None
 
-    def __init__(
-        self, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._say = say
+    def __init__(self, master: Master, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._master = master
         self._sleep = sleep
 
     def log(self, trial_id: int) -> Sequence[str]:
-        def read() -> list[str]:
-            trial = self._trial(trial_id)
-            if trial is None:
-                return []
-            # What dsat itself wrote may stand far above the end.
-            ours = trial.iter_logs(search_text=_MARKS)
-            return [*ours, *trial.iter_logs(tail=LOG_LINES)]
-
-        lines = retry_while_unreachable(read, self._say)
-        for pause_s in _LATE_LOGS_S:
+        """Return dsat's own lines, which may be far above the end, and the last lines."""
+        trial = self._trial(trial_id)
+        lines: list[str] = []
+        for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
+            self._sleep(pause_s)
+            lines = self._master.ask(
+                lambda: [
+                    *trial.iter_logs(search_text=_MARKS),
+                    *trial.iter_logs(tail=LOG_LINES),
+                ]
+            )
             if any(LOG_MARK in line for line in lines):
                 break
-            self._sleep(pause_s)
-            lines = retry_while_unreachable(read, self._say)
         return lines
 
     def on_slots_s(self, trial_id: int) -> float:
-        def read() -> float:
-            from determined.common.api import bindings
+        """Return how long a trial had its slots."""
+        from determined.common.api import bindings
 
-            trial = self._trial(trial_id)
-            if trial is None:
-                return 0.0
-            answer = bindings.get_GetTrial(trial._session, trialId=trial.id)
-            return answer.trial.wallClockTime or 0.0
-
-        return retry_while_unreachable(read, self._say)
+        trial = self._trial(trial_id)
+        if trial is None:
+            return 0.0
+        answer = self._master.ask(
+            lambda: bindings.get_GetTrial(self._master.session, trialId=trial.id)
+        )
+        return answer.trial.wallClockTime or 0.0
 
     def kill(self, trial_id: int) -> None:
-        trial = retry_while_unreachable(lambda: self._trial(trial_id), self._say)
+        """End a trial; do nothing if there is none."""
+        trial = self._trial(trial_id)
         if trial is not None:
-            retry_while_unreachable(trial.kill, self._say)
+            self._master.ask(trial.kill)
 
     def _trial(self, trial_id: int) -> Any:
         assert self.experiment_id is not None
-        experiment = client.get_experiment(self.experiment_id)
-        for trial in experiment.iter_trials():
+        for trial in self._master.trials(self.experiment_id):
             named = (trial.hparams or {}).get(DSAT_TRIAL_KEY)
             if isinstance(named, Mapping) and named.get("id") == trial_id:
                 return trial
         return None
 
 
-def submitted_config(experiment_id: int) -> dict[str, Any]:
-    """An experiment's configuration as it was submitted, the cluster's defaults not filled in."""
-    import yaml
-    from determined.common.api import bindings
-
-    found = client.get_experiment(experiment_id)
-    session = found._session
-    answer = bindings.get_GetExperiment(session, experimentId=experiment_id)
-    config = yaml.safe_load(answer.experiment.originalConfig)
-    return dict(config or {})
+def state_name(state: Any) -> str:
+    """Return a state of determined's bindings without its prefix."""
+    return str(state.value).removeprefix("STATE_")
 
 
-def find_or_create(
-    tag: str,
-    config: Mapping[str, Any],
-    model_dir: Path,
-    includes: Sequence[Path],
-    say: Callable[[str], None],
-) -> int:
-    """The experiment whose description begins with a tag; made if there is none.
-
-    A runner that died between making an experiment and noting its id must not make a second one;
-    neither must one whose request was answered by a dropped connection.
-    """
-
-    def attempt() -> int:
-        known = _find(tag)
-        if known is not None:
-            return known
-        with contextlib.redirect_stdout(io.StringIO()):  # determined draws a progress bar
-            made = client.create_experiment(dict(config), str(model_dir), list(map(str, includes)))
-        return int(made.id)
-
-    return retry_while_unreachable(attempt, say)
-
-
-def _find(tag: str) -> int | None:
-    from determined.common.api import bindings
-
-    client._require_singleton(lambda: None)()
-    session = client._determined._session
-    offset = 0
-    while True:
-        page = bindings.get_GetExperiments(session, description=tag, offset=offset, limit=100)
-        for experiment in page.experiments:
-            if (experiment.description or "").startswith(tag):
-                return int(experiment.id)
-        offset += len(page.experiments)
-        if not page.experiments or offset >= (page.pagination.total or 0):
-            return None
-
-
-def experiment_state(experiment_id: int) -> str:
-    """`ACTIVE`, `PAUSED`, `STOPPING_CANCELED` and so on."""
-    from determined.common.api import bindings
-
-    session = client.get_experiment(experiment_id)._session
-    answer = bindings.get_GetExperiment(session, experimentId=experiment_id)
-    return str(answer.experiment.state.value).removeprefix("STATE_")
-
-
-def cancel_experiment(experiment_id: int) -> None:
-    """Ends an experiment; does nothing if it is over."""
-    try:
-        client.get_experiment(experiment_id).kill()
-    except errors.NotFoundException:
-        return
-
-
-def describe(experiment_id: int, text: str) -> None:
-    """Gives an experiment a description."""
-    client.get_experiment(experiment_id).set_description(text)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide determined's progress bar and the warnings about its own code."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

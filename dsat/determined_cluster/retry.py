@@ -1,4 +1,4 @@
-"""Requests to a master that may be away for a while."""
+"""Repeat requests to a master that cannot be reached for a while."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+UNREACHABLE = "the master does not answer"
 LIMIT_S = 1800.0
 _LONGEST_PAUSE_S = 30.0
 _AWAY = (502, 503, 504)
@@ -16,7 +17,7 @@ _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the master, or the way to it, is gone rather than of another opinion."""
+    """Return whether an error means that the master cannot be reached, not that it refuses."""
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
@@ -28,7 +29,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Why a request failed, without the objects of three libraries that its message shows."""
+    """Return the reason of a failed request, without the repr of library objects."""
     link, seen = error, {id(error)}
     while True:
         # urllib3 keeps what it met as `reason`, requests as its first argument.
@@ -55,13 +56,12 @@ def retry_while_unreachable(
     *,
     limit_s: float = LIMIT_S,
     sleep: Callable[[float], None] = time.sleep,
-    away: Callable[[BaseException], bool] = is_away,
 ) -> T:
-    """What a request answers, after waiting for a master that is away.
+    """Return a request's answer, waiting for a master that cannot be reached.
 
     Args:
         call: makes the request; must do no harm if it is made twice.
-        say: prints a line, the first time that the master is away.
+        say: prints a line at the first failure.
         limit_s: how long to wait; then the last error is raised.
     """
     waited_s, pause_s = 0.0, 1.0
@@ -69,10 +69,10 @@ def retry_while_unreachable(
         try:
             return call()
         except Exception as error:
-            if not away(error) or waited_s >= limit_s:
+            if not is_away(error) or waited_s >= limit_s:
                 raise
             if waited_s == 0:
-                say(f"the master does not answer ({in_words(error)}); trying again")
+                say(f"{UNREACHABLE} ({in_words(error)}); trying again")
         sleep(pause_s)
         waited_s += pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,49 +1,50 @@
-"""The search on a cluster: the tuner and the engine, driven by searcher events.
+"""Search on a cluster: the tuner and the engine, driven by searcher events.
 
-What must hold whenever the runner dies. The master keeps every event until operations are posted
-for it, and sends all that it kept again; the runner's state is its latest checkpoint, which is
-saved after an event is handled and before the operations are posted. So:
+These rules hold whenever the runner dies. The master keeps every event until operations are posted
+for it, and sends all kept events again. The runner's state is its latest checkpoint, saved after an
+event is handled and before its operations are posted. So:
 
-- died before the state was saved: nothing of the event was posted. It comes again and is decided
-  again; whatever was decided before is nobody's business.
-- died between saving and posting: the event comes again although its decisions are in the journal.
-  To decide twice would be wrong (other trials would be started, and the tuner would forget those
-  that nobody was told of), so the answer to each event is part of the journal, under the event's
-  number, and the same event gets the same operations with the same request ids.
-- died after posting, or while posting with the master having heard it: the event does not come
-  again. Its answer is in the journal and never asked for.
-- an event that changes nothing (a trial was created, or closed when its outcome was known) has no
-  answer in the journal: handling it again changes nothing again.
-- an event that tells something a second time under another number (two reports of one trial) finds
-  the trial ended and changes nothing; neither does one about a trial of somebody else.
+- Death before the state was saved: nothing of the event was posted. It comes again and is decided
+  again.
+- Death between saving and posting: the event comes again although its decisions are in the journal.
+  The answer to each event is part of the journal, under the event's number: the same event gets the
+  same operations with the same request ids.
+- Death after posting: the event does not come again.
+- An event that changes nothing has no answer in the journal: handling it again changes nothing.
+- A second report under another number finds the trial ended and changes nothing; nor does an event
+  about a trial of another search.
 
-Request ids derive from the search and the trial's number, so that an answer needs only the latter.
+Request ids derive from the search and the trial's number, so an answer needs only the latter.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dsat.determined_cluster.engine import ClusterEngine, Operation
+from dsat.determined_cluster import hyperparameters
+from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
+from dsat.determined_cluster.job import Job
 from dsat.report.log_lines import Narrator
-from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import EVENT_PAUSED, Run
 from dsat.tuning.tuner import Tuner
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
+# Events after which there may be something to decide.
+_TELLING = {"initialOperations", "validationCompleted", "trialExitedEarly", "trialClosed"}
+_BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
 
 
 class ClusterSearch:
-    """Decides what to tell the master on each of its events.
+    """Decides which operations answer each event of the master.
 
     Args:
-        plan: what to tune.
-        engine: fresh; it is told of the trials in `events`.
-        info: for people, into the journal's first line.
+        job: the plan, among other things.
+        engine: fresh; it adopts the trials in `events`.
         events: the journal of an earlier process, to continue from.
         say: prints a line.
         clock: seconds since the epoch, for the time between the deaths of a runner.
@@ -54,10 +55,9 @@ class ClusterSearch:
 
     def __init__(
         self,
-        plan: Plan,
+        job: Job,
         engine: ClusterEngine,
         *,
-        info: Mapping[str, Any],
         events: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None],
         clock: Callable[[], float] = time.time,
@@ -66,12 +66,12 @@ class ClusterSearch:
         self.journal = MemoryJournal(events)
         self._clock = clock
         self.tuner = Tuner(
-            plan,
+            job.plan,
             self.journal,
-            info=info,
+            info=job.info,
             events=[dict(event) for event in events],
             clock=clock,
-            last_event_s=_last_heard_s(events),
+            last_event_s=_last_event_s(events),
         )
         self._say = say
         self._narrator = Narrator()
@@ -89,7 +89,7 @@ class ClusterSearch:
 
     @property
     def over(self) -> bool:
-        """Whether the master was told to shut the experiment down, or is being told now."""
+        """Whether the search came to its own end."""
         return self.run.stop_reason is not None
 
     @property
@@ -99,46 +99,52 @@ class ClusterSearch:
             return 1.0
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
 
-    def pause(self) -> None:
-        """The search rests from now on, until another process continues it."""
-        self.tuner.pause()
-
-    def begin(self, event_id: int) -> list[Operation]:
-        """The answer to the experiment's first event."""
-        return self._answer(event_id, lambda: None)
-
-    def validated(self, event_id: int, request_id: str, metric: Any) -> list[Operation]:
-        """The answer to a trial's report."""
-        return self._answer(event_id, lambda: self.engine.validated(request_id, metric))
-
-    def exited(self, event_id: int, request_id: str, *, canceled: bool) -> list[Operation]:
-        """The answer to a trial's failure, or its end by a user."""
-        return self._answer(event_id, lambda: self.engine.exited(request_id, canceled=canceled))
-
-    def closed(self, event_id: int, request_id: str) -> list[Operation]:
-        """The answer to the end of a trial."""
-        return self._answer(event_id, lambda: self.engine.closed(request_id))
-
-    def _answer(self, event_id: int, hear: Callable[[], None]) -> list[Operation]:
-        if event_id in self._answers:
-            return self._answers[event_id]
+    def answer(self, event: Mapping[str, Any]) -> list[Operation]:
+        """Return the operations that answer an event, given as the master's JSON."""
+        number = event["id"]
+        if number in self._answers:
+            return self._answers[number]
         known = len(self.journal.events)
-        if not self.over:
-            hear()
+        if not self.over and event.keys() & _TELLING:
+            self._handle(event)
             self._decide()
         operations = self.engine.take_operations()
         if operations or len(self.journal.events) > known:
-            self._answers[event_id] = operations
-            told = [operation.to_json() for operation in operations]
+            self._answers[number] = operations
             self.journal.append(
                 {
                     "event": EVENT_ANSWERED,
-                    "id": event_id,
-                    "operations": told,
+                    "id": number,
+                    "operations": [operation.to_json() for operation in operations],
                     "at_s": round(self._clock(), 3),
                 }
             )
         return operations
+
+    def wire(self, operation: Operation) -> dict[str, Any]:
+        """Return an operation as the master's JSON."""
+        if operation.trial_id is None:
+            return {"shutDown": {"cancel": False, "failure": operation.failure}}
+        trial = self.run.trials[operation.trial_id]
+        request = {"requestId": self.engine.request_id(trial.id)}
+        if operation.kind == CREATE:
+            varied = hyperparameters.of_trial(self.tuner.plan, trial)
+            hparams = {**self.engine.hparams(trial), hyperparameters.KEY: varied}
+            return {"createTrial": {**request, "hyperparams": json.dumps(hparams)}}
+        if operation.kind == VALIDATE:
+            validate = {**request, "length": str(self.engine.length(trial))}
+            return {"trialOperation": {"validateAfter": validate}}
+        assert operation.kind == CLOSE
+        return {"closeTrial": request}
+
+    def _handle(self, event: Mapping[str, Any]) -> None:
+        engine = self.engine
+        if completed := event.get("validationCompleted"):
+            engine.validated(completed["requestId"], completed["metric"])
+        elif early := event.get("trialExitedEarly"):
+            engine.exited(early["requestId"], canceled=early["exitedReason"] in _BY_USER)
+        elif closed := event.get("trialClosed"):
+            engine.closed(closed["requestId"])
 
     def _decide(self) -> None:
         tuner, run = self.tuner, self.run
@@ -160,8 +166,8 @@ class ClusterSearch:
             self._say(line)
 
 
-def _last_heard_s(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """When an earlier process was last heard of; None if it paused, or there was none."""
+def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the time of an earlier process's last event; None if it paused, or there was none."""
     for event in reversed(events):
         if event["event"] == EVENT_PAUSED:
             return None

@@ -1,7 +1,8 @@
-"""A search on a Determined cluster: prepared here, run there."""
+"""Prepare a search on your machine and submit it to a Determined cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app import source
+from dsat.app import run_folders, source
 from dsat.app.plans import plan_of
 from dsat.app.prepare import check_max_slots
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
-from dsat.determined_cluster.client import Client
 from dsat.determined_cluster.job import Job
+from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, auth_file, choose, logins_of
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
@@ -26,22 +27,23 @@ from dsat.inputs import script_args
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
+from dsat.values.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
-# What has a meaning on this machine only.
+# These have a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that is sent to the master.
+    """All that is sent to the master.
 
     Attributes:
         master: its address.
         reason: why trials run there, for people.
         config: of the search runner's experiment.
-        entries: the trials' files.
+        files: what trials find in their folder, by relative path.
         size_bytes: of these files.
     """
 
@@ -50,7 +52,7 @@ class Submission:
     experiment: Experiment
     job: Job
     config: dict[str, Any]
-    entries: list[upload.Entry]
+    files: dict[Path, Path]
     size_bytes: int
 
     @property
@@ -63,13 +65,14 @@ class Submission:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A search that was handed to the master.
+    """A submitted search.
 
     Attributes:
         experiment_id, url: of the search runner.
         state: how it ended, as the master calls it; None while it goes on.
-        result: what it found so far, if it came to an end: see `result.of_run`.
+        result: what it found, if it came to an end: see `result.of_run`.
         interrupted: Ctrl-C ended the following of its log, not the search.
+        run_dir: the folder on this machine that holds the result files.
     """
 
     experiment_id: int
@@ -77,6 +80,7 @@ class Submitted:
     state: str | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
+    run_dir: Path | None = None
 
     @property
     def found(self) -> bool:
@@ -86,7 +90,7 @@ class Submitted:
 
     @property
     def why_not(self) -> str:
-        """Why nothing was `found`; names the best so far, if there is one."""
+        """Return why nothing was `found`, with the best so far."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -95,11 +99,12 @@ class Submitted:
 
     def to_json(self) -> dict[str, Any]:
         where = {"experiment_id": self.experiment_id, "url": self.url, "state": self.state}
-        return {**where, **self.result}
+        run_dir = None if self.run_dir is None else str(self.run_dir)
+        return {**where, "run_dir": run_dir, **self.result}
 
 
 def where(settings: Settings) -> Choice:
-    """Whether trials run on a cluster; says so, if nobody asked for it."""
+    """Choose between a cluster and this machine."""
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, os.environ, logins_of(auth_file()), fits=not local_only)
     if found.master is not None and local_only:
@@ -116,38 +121,52 @@ def where(settings: Settings) -> Choice:
 
 
 def submit(ready: Submission, *, detach: bool) -> Submitted:
-    """Submits the search, and follows it to its end unless it is to be left alone.
+    """Submit the search, and follow it to its end unless `detach`.
 
     Raises:
         DsatError: the master cannot be reached, or refuses it.
     """
-    client = clients.connect(ready.master)
+    master = clients.connect(ready.master, _log.info)
     _log.info(ready.where)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        upload.stage(ready.entries, ready.job.to_text(), Path(folder))
-        number = client.submit(ready.config, Path(folder))
-    submitted = Submitted(number, client.url(number))
+        upload.stage(ready.files, ready.job.to_text(), Path(folder))
+        with clients.explained(ready.master):
+            number = master.create(ready.config, Path(folder))
+    submitted = Submitted(number, master.url(number))
     _log.info("Created experiment %d: %s", number, submitted.url)
     if detach:
-        _tell_how_to_go_on(client, number)
+        _tell_how_to_go_on(master, number)
         return submitted
     try:
-        ended = client.follow(number, _log.info)
+        ended = clients.follow(master, number, _log.info)
     except KeyboardInterrupt:
         _log.info("detached: the search goes on")
-        _tell_how_to_go_on(client, number)
+        _tell_how_to_go_on(master, number)
         return replace(submitted, interrupted=True)
     if ended.state != "COMPLETED":
         said = job.state_in_words(ended.state)
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
-        left_over = client.end_search_of(number, _log.info)
+        left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("without it nobody closes the trials of experiment %d: ended too", left_over)
-    return replace(submitted, state=ended.state, result=ended.result)
+    told = dict(ended.result)
+    files = told.pop("files", None)
+    run_dir = None if files is None else _write_files(files, ready.experiment.name)
+    return replace(submitted, state=ended.state, result=told, run_dir=run_dir)
+
+
+def _write_files(files: Mapping[str, str], name: str) -> Path:
+    """Write the result files into a new folder of runs."""
+    with contextlib.ExitStack() as locks:
+        folder = run_folders.of_run(Settings(method=""), name, locks)
+        for file, text in files.items():
+            write_atomically(folder / Path(file).name, text)
+    _log.info("Result files: %s", folder)
+    return folder
 
 
 def prepare(settings: Settings, choice: Choice) -> Submission:
-    """Reads and checks everything the user gave.
+    """Read and check all that you gave.
 
     Raises:
         UserInputError: something of it is wrong.
@@ -176,7 +195,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         if settings.search_runner_config is None
         else experiments.read_mapping(settings.search_runner_config)
     )
-    found = upload.entries(experiment.model_dir, experiment.includes, upload.detignore())
+    found = upload.files(experiment.model_dir, experiment.includes)
     upload.check_script(found, experiment.model_dir)
     told = Job(
         plan=plan,
@@ -200,9 +219,9 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     )
 
 
-def _tell_how_to_go_on(client: Client, number: int) -> None:
-    det = f"det -m {client.address}"
-    _log.info("Follow it: %s experiment logs --follow %d, or %s", det, number, client.url(number))
+def _tell_how_to_go_on(master: Master, number: int) -> None:
+    det = f"det -m {master.address}"
+    _log.info("Follow it: %s experiment logs --follow %d, or %s", det, number, master.url(number))
     _log.info("End it, and its trials: %s experiment cancel %d", det, number)
     _log.info(
         "Its result: best_ds_config.json and summary.md in the latest checkpoint of experiment %d",

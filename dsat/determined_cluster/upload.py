@@ -1,7 +1,7 @@
-"""What is uploaded: the user's folder and includes, this package, and the job.
+"""Context of the experiment: your folder and includes, this package, and the job.
 
-As determined's own client does it: a `.detignore` in the folder or in an included folder is
-honoured, links to folders are not followed, and there is a limit on the size.
+The rules are those of determined's own client: a `.detignore` in the folder or in an included
+folder is honoured, links to folders are not followed, and the size is limited.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
@@ -24,93 +24,49 @@ _OURS = Path(__file__).resolve().parents[1]  # this package
 _HELPERS = re.compile(r"^\s*(?:import|from)\s+dsat\b", re.MULTILINE)
 _ANCESTOR = re.compile(r"determined\.pytorch\.dsat|from determined\.pytorch import .*\bdsat\b")
 
+Files = Mapping[Path, Path]  # sources by their relative path in the context
 Ignore = Callable[[str, list[str]], "set[str]"]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A file or a folder of the context.
-
-    Attributes:
-        source: where it is.
-        target: what it is called in the context, relative.
-        size_bytes: of a file; None of a folder.
-    """
-
-    source: Path
-    target: Path
-    size_bytes: int | None
-
-
-def entries(
-    model_dir: Path, includes: Sequence[Path], ignore: Callable[[Path], Ignore]
-) -> list[Entry]:
-    """All that trials find in their folder, this package left out.
-
-    Args:
-        ignore: makes, for a folder, what says which of its names to leave out.
+def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
+    """Return all that trials find in their folder, this package left out.
 
     Raises:
-        UserInputError: two things would have the same name.
+        UserInputError: two of them would have the same name.
     """
-    found = list(_walk(model_dir.resolve(), Path(), ignore))
+    found = dict(_walk(model_dir.resolve(), Path(), detignore(model_dir)))
     for include in includes:
-        include = include.resolve()
-        if include.is_dir():
-            found.append(Entry(include, Path(include.name), None))
-            found += _walk(include, Path(include.name), ignore)
-        else:
-            found.append(_file(include, Path(include.name)))
-    _check_names(model_dir, includes, found)
-    return found
-
-
-def _walk(root: Path, prefix: Path, ignore: Callable[[Path], Ignore]) -> Iterable[Entry]:
-    ignored = ignore(root)
-    for parent, folders, files in os.walk(root):
-        here = Path(parent)
-        gone = ignored(parent, [*folders, *files])
-        folders[:] = sorted(set(folders) - gone)
-        for name in folders:
-            yield Entry(here / name, prefix / (here / name).relative_to(root), None)
-        for name in sorted(set(files) - gone):
-            if (here / name).is_file():
-                yield _file(here / name, prefix / (here / name).relative_to(root))
-
-
-def _file(path: Path, target: Path) -> Entry:
-    return Entry(path, target, path.stat().st_size)
-
-
-def _check_names(model_dir: Path, includes: Sequence[Path], found: Sequence[Entry]) -> None:
-    for include in includes:
-        name = include.resolve().name
-        if sum(entry.target == Path(name) for entry in found) > 1:
+        source = include.resolve()
+        if source.name in {target.parts[0] for target in found}:
             raise UserInputError(
-                f"there are two {name!r} among the model folder and what is included",
+                f"there are two {source.name!r} among the model folder and what is included",
                 where=f"--include {include}",
                 hint="Rename one of them.",
             )
-    for entry in found:
-        if str(entry.target) in (PACKAGE_FOLDER, "dsat.py") and entry.source.resolve() != _OURS:
+        if source.is_dir():
+            found.update(_walk(source, Path(source.name), detignore(source)))
+        else:
+            found[Path(source.name)] = source
+    for target, source in found.items():
+        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and _OURS not in source.parents:
             raise UserInputError(
-                f"{entry.target} would hide the package dsat in the trials",
+                f"{target.parts[0]} would hide the package dsat in the trials",
                 where=str(model_dir),
                 hint="Rename it, or leave it out with a .detignore.",
             )
+    return {t: source for t, source in found.items() if _OURS not in source.parents}
 
 
-def check_size(found: Sequence[Entry], limit_bytes: int = LIMIT_BYTES) -> int:
-    """The context's bytes.
+def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
+    """Return the context's bytes.
 
     Raises:
         UserInputError: they are too many; the largest files are named.
     """
-    files = [(entry.size_bytes, entry) for entry in found if entry.size_bytes is not None]
-    total = sum(size for size, _ in files) + sum(entry.size_bytes or 0 for entry in _package())
+    sizes = Counter({target: source.stat().st_size for target, source in found.items()})
+    total = sizes.total() + sum(source.stat().st_size for source in _package().values())
     if total > limit_bytes:
-        files.sort(key=lambda pair: (-pair[0], str(pair[1].target)))
-        largest = ", ".join(f"{entry.target} ({readable(size)})" for size, entry in files[:_SHOWN])
+        largest = ", ".join(f"{name} ({readable(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
             f"the model folder and the includes have {readable(total)}, and a Determined master "
             f"takes {readable(limit_bytes)}. The largest files: {largest}",
@@ -120,17 +76,17 @@ def check_size(found: Sequence[Entry], limit_bytes: int = LIMIT_BYTES) -> int:
     return total
 
 
-def check_script(found: Sequence[Entry], where: Path) -> None:
-    """Sees to it that something in the user's code knows of dsat.
+def check_script(found: Files, where: Path) -> None:
+    """Check that the user's code uses dsat.
 
     Raises:
-        UserInputError: nothing does: on a cluster its trials could not be measured.
+        UserInputError: it does not: on a cluster its trials could not be measured.
     """
     ancestor = False
-    for entry in found:
-        if entry.size_bytes is None or entry.source.suffix != ".py":
+    for source in found.values():
+        if source.suffix != ".py":
             continue
-        text = entry.source.read_text(encoding="utf-8", errors="replace")
+        text = source.read_text(encoding="utf-8", errors="replace")
         if _HELPERS.search(text):
             return
         ancestor = ancestor or _ANCESTOR.search(text) is not None
@@ -144,49 +100,42 @@ def check_script(found: Sequence[Entry], where: Path) -> None:
     )
 
 
-def stage(found: Sequence[Entry], job: str, folder: Path) -> None:
-    """Lays out the search runner's context.
+def stage(found: Files, job: str, folder: Path) -> None:
+    """Lay out the search runner's context in an empty folder.
 
     Args:
         job: the text of the job file.
-        folder: empty.
     """
-    (folder / MODEL_FOLDER).mkdir()
-    for entry in found:
-        if entry.source != _OURS and _OURS not in entry.source.parents:
-            _copy(entry, folder / MODEL_FOLDER)
-    (folder / PACKAGE_FOLDER).mkdir()
-    for entry in _package():
-        _copy(entry, folder / PACKAGE_FOLDER)
+    for name, contents in ((MODEL_FOLDER, found), (PACKAGE_FOLDER, _package())):
+        (folder / name).mkdir()
+        for target, source in contents.items():
+            copy = folder / name / target
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def _package() -> list[Entry]:
-
-    def ignore(root: Path) -> Ignore:
-        return lambda parent, names: {name for name in names if name == "__pycache__"}
-
-    return list(_walk(_OURS, Path(), ignore))
-
-
-def _copy(entry: Entry, folder: Path) -> None:
-    target = folder / entry.target
-    if entry.size_bytes is None:
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copystat(entry.source, target)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(entry.source, target)
-
-
-def detignore() -> Callable[[Path], Ignore]:
-    """What determined itself leaves out of a folder."""
+def detignore(root: Path) -> Ignore:
+    """Return the rule by which determined itself leaves names out of a folder."""
     from determined.common import detignore as determined_ignore
 
-    def ignore(root: Path) -> Ignore:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of pathspec about determined
-            found: Ignore = determined_ignore.make_shutil_ignore(root)
-        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of pathspec about determined
+        found: Ignore = determined_ignore.make_shutil_ignore(root)
+    return found
 
-    return ignore
+
+def _package() -> dict[Path, Path]:
+    return dict(
+        _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
+    )
+
+
+def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:
+    for parent, folders, names in os.walk(root):
+        here = Path(parent)
+        ignored = ignore(parent, [*folders, *names])
+        folders[:] = sorted(set(folders) - ignored)
+        for name in sorted(set(names) - ignored):
+            if (here / name).is_file():
+                yield prefix / (here / name).relative_to(root), here / name

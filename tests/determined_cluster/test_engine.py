@@ -13,16 +13,17 @@ from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.inputs import ds_config
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.cluster import OPTIONS, FakeMaster, engine_of, metric_of
+from testing.cluster import FakeMaster, engine_of, job_of, metric_of
 from testing.engine_contract import Behaviour, EngineContract
-from testing.helpers import ran
+from testing.helpers import plan_of, ran
 
 
 class PumpedEngine(ClusterEngine):
     """The engine with a master that answers at once; asking it for news lets time pass there."""
 
-    def __init__(self, master: FakeMaster, **more: Any) -> None:
-        super().__init__(OPTIONS, "1:7", master, **more)
+    def __init__(self, master: FakeMaster, num_slots: int, slots_per_trial: int = 1) -> None:
+        plan = plan_of(slots_per_trial=slots_per_trial)
+        super().__init__(job_of(plan, num_slots=num_slots), 1, master)
         self._master = master
         self._behaviours: dict[int, str] = {}
 
@@ -53,14 +54,14 @@ class PumpedEngine(ClusterEngine):
 
 class TestClusterEngine(EngineContract):
     def make(self, num_slots: int) -> Engine:
-        return PumpedEngine(FakeMaster(), num_slots=num_slots, slots_per_trial=1)
+        return PumpedEngine(FakeMaster(), num_slots)
 
 
 class TestClusterEngineWithSeveralSlots(EngineContract):
     slots_per_trial = 3
 
     def make(self, num_slots: int) -> Engine:
-        return PumpedEngine(FakeMaster(), num_slots=num_slots, slots_per_trial=3)
+        return PumpedEngine(FakeMaster(), num_slots, 3)
 
 
 def trial(number: int = 0, kind: TrialKind = TrialKind.SEARCH) -> Trial:
@@ -73,7 +74,7 @@ def test_request_ids_are_those_of_the_search_and_the_trial() -> None:
     ids = [first.request_id(number) for number in range(3)]
     assert ids == [again.request_id(number) for number in range(3)]
     assert len(set(ids)) == 3
-    assert engine_of(FakeMaster(), key="2:7").request_id(0) not in ids
+    assert engine_of(FakeMaster(), plan_of(seed=8)).request_id(0) not in ids
 
 
 def test_a_trial_is_created_with_its_whole_configuration() -> None:
@@ -141,9 +142,7 @@ def test_a_canceled_trial_is_lost_and_no_other() -> None:
 
 def test_how_long_a_trial_took_is_what_it_says_then_what_the_master_says() -> None:
     master, times = FakeMaster(on_slots={2: 7.5}), [0.0]
-    engine = ClusterEngine(
-        OPTIONS, "1:7", master, num_slots=3, slots_per_trial=1, clock=lambda: times[0]
-    )
+    engine = ClusterEngine(job_of(plan_of(), num_slots=3), 1, master, lambda: times[0])
     for number in (1, 2, 3):
         engine.launch(trial(number))
     times[0] = 100.0  # most of it in the queue, or paused

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsat.determined_cluster import ending, hyperparameters, result
+from dsat.determined_cluster import hyperparameters, result
 from dsat.report import summary
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
@@ -54,7 +54,7 @@ def test_the_last_whole_result_counts() -> None:
 def test_no_secret_is_told() -> None:
     base = {**plan_of().base_config, "monitor": {"wandb_token": SECRET, "url": "s3://u:pw9@x/y"}}
     run = finished(base_config=base)
-    told = json.dumps(result.of_run(run, over=True)) + "\n".join(ending.lines(run))
+    told = json.dumps(result.of_run(run, over=True)) + "\n".join(result.for_people(run))
     assert SECRET not in told and "pw9" not in told
     config = summary.best_config(run)
     assert config is not None and config["monitor"]["wandb_token"] == SECRET, "for use, it is"
@@ -69,20 +69,20 @@ def test_a_search_that_failed_says_so_where_its_state_does_not() -> None:
     master.fail(profile, detail)
     drain(search, master)
     run = search.run
-    assert ending.lines(run)[:3] == detail.splitlines()
-    said = ending.description("my try", run, over=True)
+    assert result.for_people(run)[:3] == detail.splitlines()
+    said = result.description("my try", run, over=True)
     assert said.startswith("my try - FAILED: the profile trial failed: KeyError")
-    assert ending.metrics(run, over=True) == {"search_failed": 1}
+    assert result.metrics(run, over=True) == {"search_failed": 1}
 
 
 def test_a_search_that_found_something_says_what() -> None:
     run = finished()
     assert run.best is not None
-    said = ending.description("", run, over=True)
+    said = result.description("", run, over=True)
     assert said.startswith(f"best {run.best.name}, ")
-    assert ending.description("x", run, over=False, canceled=True).startswith("x - canceled; best")
-    assert ending.description("x", run, over=False).startswith("x - ended from outside; best")
-    found = ending.metrics(run, over=True)
+    assert result.description("x", run, over=False, canceled=True).startswith("x - canceled; best")
+    assert result.description("x", run, over=False).startswith("x - ended from outside; best")
+    found = result.metrics(run, over=True)
     assert found == {"search_failed": 0, "throughput": run.best_value}
 
 

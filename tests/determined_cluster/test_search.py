@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -109,14 +110,19 @@ def test_a_search_goes_from_the_profile_to_the_shutdown(method: str) -> None:
     assert f"best {search.run.best.name}" in said
 
 
-@pytest.mark.parametrize("point", ["handled", "saved", "posted"])
-@pytest.mark.parametrize("kill_after", [0, 12, 24, 30])
-def test_finals_run_alone_on_a_cluster_too(kill_after: int, point: str) -> None:
-    theatre = Theatre(finals_plan(finals=6), (kill_after, point))
-    theatre.world = Buckets({10: 1.2}, spread=0.02)
+POINTS = ["handled", "saved", "posted"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_finals_run_alone_on_a_cluster_too(point: str, random_seed: int) -> None:
     undisturbed = Theatre(finals_plan(finals=6))
-    undisturbed.world = theatre.world
-    run, other = theatre.play().run, undisturbed.play().run
+    undisturbed.world = Buckets({10: 1.2}, spread=0.02)
+    other = undisturbed.play().run
+    theatre = Theatre(
+        finals_plan(finals=6), (random.Random(random_seed).randrange(undisturbed.handled), point)
+    )
+    theatre.world = undisturbed.world
+    run = theatre.play().run
     finals = [t.id for t in run.trials.values() if t.kind is TrialKind.FINAL]
     assert 4 <= len(finals) <= 6 and finals == list(range(finals[0], len(run.trials)))
     assert list(run.trials.values()) == list(other.trials.values())
@@ -128,12 +134,13 @@ def test_finals_run_alone_on_a_cluster_too(kill_after: int, point: str) -> None:
 PLAN = plan_of("asha", max_trials=9)
 
 
-@pytest.mark.parametrize("point", ["handled", "saved", "posted"])
-def test_a_runner_that_dies_anywhere_leaves_no_trace(point: str) -> None:
+@pytest.mark.parametrize("point", POINTS)
+def test_a_runner_that_dies_anywhere_leaves_no_trace(point: str, random_seed: int) -> None:
     undisturbed = Theatre(PLAN)
     expected = undisturbed.play()
     assert undisturbed.handled > 20
-    for number in range(1, undisturbed.handled + 1):
+    moments = random.Random(random_seed).sample(range(2, undisturbed.handled), 4)
+    for number in (1, *moments, undisturbed.handled):
         theatre = Theatre(PLAN, kill=(number, point))
         search = theatre.play()
         assert theatre.kill is None, "it did die"
@@ -279,7 +286,7 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
     master.report(profile, metric_of(World().outcome(search.run.trials[0])))
     drain(search, master)
     assert search.run.running_s == 50.0
-    search.pause()
+    search.tuner.pause()
     now[0] += 3600.0
     search = search_at(list(search.journal.events))
     now[0] += 7.0

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from dsat.determined_cluster import upload
-from dsat.determined_cluster.upload import check_script, check_size, detignore, stage
+from dsat.determined_cluster.upload import Files, check_script, check_size, stage
 from dsat.errors import UserInputError
 
 
-def entries(model_dir: Path, *includes: Path) -> list[upload.Entry]:
-    return upload.entries(model_dir, includes, detignore())
+def entries(model_dir: Path, *includes: Path) -> Files:
+    return upload.files(model_dir, includes)
 
 
-def names(found: list[upload.Entry]) -> list[str]:
-    return sorted(str(entry.target) for entry in found)
+def names(found: Files) -> list[str]:
+    return sorted(map(str, found))
 
 
 @pytest.fixture
@@ -33,14 +33,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_model_folder_without_what_determined_leaves_out(model: Path) -> None:
-    assert names(entries(model)) == [
-        *("data", "data/big.bin", "data/small.txt", "lib", "lib/net.py", "train.py")
-    ]
+    assert names(entries(model)) == [*("data/big.bin", "data/small.txt", "lib/net.py", "train.py")]
 
 
 def test_a_detignore_is_honoured(model: Path) -> None:
     (model / ".detignore").write_text("# mine\n*.bin\nlib/\n")
-    assert names(entries(model)) == ["data", "data/small.txt", "train.py"]
+    assert names(entries(model)) == ["data/small.txt", "train.py"]
 
 
 def test_includes_keep_their_names_and_their_own_detignore(model: Path, tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_includes_keep_their_names_and_their_own_detignore(model: Path, tmp_path
     single.write_text("{}")
     found = names(entries(model, extra, single))
     assert [name for name in found if name.startswith(("extra", "ds"))] == [
-        *("ds.json", "extra", "extra/keep.py")
+        *("ds.json", "extra/keep.py")
     ]
 
 
