@@ -1,4 +1,4 @@
-"""What torch's allocator holds in real DeepSpeed ranks on this machine's CPU."""
+"""Peak memory of real DeepSpeed ranks on this machine's CPU, counted in torch's allocator."""
 
 from __future__ import annotations
 

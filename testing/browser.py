@@ -41,7 +41,7 @@ def requests_of(browser: Any) -> list[str]:
 
 
 def errors_of(browser: Any) -> list[str]:
-    """What the console says is wrong."""
+    """Return the errors on the console."""
     return [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
 
 

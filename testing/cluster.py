@@ -172,6 +172,6 @@ def answer(search: ClusterSearch, event: Event) -> list[Operation]:
 
 
 def metric_of(outcome: Outcome) -> dict[str, Any]:
-    """What a trial reports, after the way through JSON."""
+    """Return a trial's report, after the way through JSON."""
     found: dict[str, Any] = json.loads(json.dumps({OUTCOME_KEY: outcome.to_json()}))
     return found

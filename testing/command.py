@@ -26,7 +26,7 @@ FAST += ["--memory-model", "formula", "--slot-memory", "150MiB"]
 
 @dataclass(frozen=True)
 class Told:
-    """What a finished command said."""
+    """Output of a finished command."""
 
     status: int
     out: str
@@ -73,7 +73,7 @@ ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the journal holds, also while it is written."""
+    """Return the journal's events, also while it is written."""
     path = run_dir / FILE_NAME
     return read_events(path) if path.exists() else []
 

@@ -125,7 +125,7 @@ def install(pair: Pair, folder: Path) -> Path:
 
 
 def _others() -> list[str]:
-    """What dsat and the extras that tests use require, other than the pair."""
+    """Return the requirements of dsat and of the tests' extras, other than the pair."""
     found = []
     for text in requires("dsat") or ():
         requirement = Requirement(text)

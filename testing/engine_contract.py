@@ -1,4 +1,4 @@
-"""What every engine must do, as tests that each engine's own test class inherits."""
+"""Contract of every engine, as tests that each engine's own test class inherits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 
 class Behaviour(str, enum.Enum):
-    """What a trial of the contract does."""
+    """Behaviour of a trial of the contract."""
 
     RUNS = "runs"
     EXHAUSTS_MEMORY = "exhausts memory"
@@ -24,8 +24,8 @@ class Behaviour(str, enum.Enum):
 
 
 class TrialContract(abc.ABC):
-    """What becomes of trials. Inherit this, or what follows, in a class that pytest collects, and
-    say how to make an engine.
+    """Outcomes of trials. Inherit this, or the next class, in a class that pytest collects, and
+    implement `make`.
 
     Attributes:
         patience_s: the longest that a trial which does not hang may take.
@@ -118,7 +118,7 @@ class TrialContract(abc.ABC):
 
 
 class EngineContract(TrialContract):
-    """What becomes of trials, and how an engine keeps its books of them."""
+    """Outcomes of trials, and an engine's bookkeeping of them."""
 
     def test_does_not_start_a_trial_twice_and_has_nothing_to_cancel_when_it_ended(
         self, engine: Engine

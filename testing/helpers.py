@@ -1,4 +1,4 @@
-"""What several test modules build: outcomes, searches, plans, and loops that drive them."""
+"""Outcomes, searches and plans of several test modules, and loops that drive them."""
 
 from __future__ import annotations
 

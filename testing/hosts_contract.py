@@ -26,7 +26,7 @@ class HostsContract(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engines(cls) -> Iterator[list[LocalEngine]]:
-        """All that were made; closed after the last test."""
+        """Return the engines of the class, closed after the last test."""
         made: list[LocalEngine] = []
         yield made
         for engine in made:

@@ -1,4 +1,4 @@
-"""What tests with real processes need: engines, trials, and a look at what is left of them."""
+"""Engines and trials of real processes, and a look at what is left of them."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody waited for yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -244,7 +244,7 @@ def buffers_of(folder: Path) -> list[str]:
 
 
 def warnings_of(outcome: Outcome) -> tuple[str, ...]:
-    """What a real trial warned of, but for accidents of the machine that the tests run on."""
+    """Return a real trial's warnings without those about the test machine."""
     return tuple(warning for warning in outcome.warnings if warning != HOST_ACCIDENTS)
 
 

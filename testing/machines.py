@@ -62,7 +62,7 @@ class Machine:
         return max(0, int(self.predicted(settings) * self._memory_error[settings["stage"]]))
 
     def predicted(self, settings: Mapping[str, Any]) -> float:
-        """What a memory model says of it, which knows of buckets."""
+        """Return the largest micro batch by a memory model that knows of buckets."""
         stage = settings["stage"]
         bucket = 0
         if stage > 0:
@@ -160,7 +160,7 @@ class Machine:
 
 
 def _state_bytes(params: int, stage: int, slots: int) -> int:
-    """Of Adam in 16 bits: parameters, optimizer state and gradients of a slot."""
+    """Return the bytes of parameters, gradients and Adam's state of a slot, in 16 bits."""
     shard = -(-params // slots)
     return (18 * params, 4 * params + 12 * shard, 2 * params + 14 * shard, 16 * shard)[stage]
 

@@ -35,7 +35,6 @@ class Bench:
         self.started: list[Allocation] = []
         self.killed: list[Allocation] = []
         self.timers: list[Later] = []
-        self.deleted: list[str] = []
         config = {
             "entrypoint": "true",
             "searcher": searcher,
@@ -58,8 +57,6 @@ class Bench:
                 self.killed.append(effect.allocation)
             elif isinstance(effect, Later):
                 self.timers.append(effect)
-            else:
-                self.deleted.append(effect.folder.as_posix())
 
     def post(self, *operations: dict[str, Any], event: int | None = None) -> None:
         """Acknowledges all events, or those up to one, with operations."""

@@ -129,7 +129,7 @@ class OnCluster:
         return [each["createTrial"]["requestId"] for each in operations if each.get("createTrial")]
 
     def result(self) -> dict[str, Any]:
-        """What the runner said at its end."""
+        """Return the result in the runner's log."""
         return result.of_lines(self.master.log(self.runner).splitlines())
 
 

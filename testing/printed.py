@@ -23,7 +23,7 @@ from testing.local import cpu_machine
 def prepared(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Prepared:
-    """What `dsat random -- COMMAND` makes of a command in a folder, on the cores that there are."""
+    """Prepare `dsat random -- COMMAND` in a folder, on this machine's cores."""
     monkeypatch.chdir(folder)
     machine = cpu_machine(len(os.sched_getaffinity(0)))
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
@@ -38,7 +38,7 @@ def own_configuration(ready: Prepared) -> Trial:
 
 
 def printed_line(ready: Prepared, folder: Path) -> str:
-    """What a run prints whose only trial is the user's own configuration; writes its files."""
+    """Return the command printed by a run of one trial, the own configuration; write its files."""
     best, run = own_configuration(ready), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
     run.apply({"event": "proposed", "trial": best})

@@ -1,4 +1,4 @@
-"""What the README and the documentation repeat from the code, and the examples that tests run.
+"""Parts of the README and the documentation made from the code, and examples that tests run.
 
 `python -m testing.readme` writes the README's table of options anew.
 """

@@ -1,4 +1,4 @@
-"""What the documentation repeats from elsewhere: the options, and files beside the code.
+"""Parts of the documentation made from elsewhere: the options, and files beside the code.
 
 mkdocs calls these functions (`hooks` in `mkdocs.yml`). Nothing that is generated here is kept.
 """

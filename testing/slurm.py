@@ -66,7 +66,7 @@ class Slurm:
     env: Mapping[str, str]
 
     def ask(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Return the output of one of Slurm's commands."""
         return subprocess.run(
             command,
             env=self.env,
@@ -85,7 +85,7 @@ class Slurm:
         return self.ask("sbatch", *words).strip()
 
     def state(self, job: str) -> str:
-        """Of a job: PENDING, RUNNING, COMPLETED, CANCELLED, FAILED, ..."""
+        """Return a job's state: PENDING, RUNNING, COMPLETED, CANCELLED, FAILED, ..."""
         shown = self.ask("scontrol", "--oneliner", "show", "job", job)
         [state] = [word[9:] for word in shown.split() if word.startswith("JobState=")]
         return state
@@ -187,6 +187,6 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
 
 
 def _path() -> str:
-    """Where daemons are, and the Python of this environment."""
+    """Return the search path of the daemons, with the Python of this environment."""
     given = os.environ.get("PATH", os.defpath)
     return os.pathsep.join([os.path.dirname(sys.executable), given, "/usr/sbin", "/usr/local/sbin"])

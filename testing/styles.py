@@ -143,7 +143,7 @@ def simulated(
     *,
     on_device: bool = False,
 ) -> MemoryEstimate:
-    """What the simulation says of a style.
+    """Simulate a style.
 
     Args:
         folder: for logs.

@@ -27,7 +27,7 @@ warm_command.main(sys.argv[2:])
 
 
 def words(prefix: Sequence[str] = ()) -> list[str]:
-    """What stands in place of `python3 -m dsat`.
+    """Return the words in place of `python3 -m dsat`.
 
     Args:
         prefix: of a warm host; by default of one on a CPU.

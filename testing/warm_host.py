@@ -47,7 +47,7 @@ LOOK = ["-m", "dsat.engines.local.accelerators"]
 
 
 def prefix(**variables: str) -> tuple[str, ...]:
-    """What goes before a command so that it is forked.
+    """Return the words before a command that let it be forked.
 
     Args:
         variables: of the process that imports; by default it is on a CPU.

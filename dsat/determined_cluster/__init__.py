@@ -7,6 +7,6 @@
     experiment,             tuner + engine, events in,     <----  report: searcher metric, log
     context                 operations out
 
-`context`, `submit` and `follow` run where the user is, `runner` and what it imports in the search
-runner's container, whose image has Determined, numpy and yaml and need have nothing else.
+`submit`, `client` and `upload` run on your machine; `runner` and its imports in the search runner's
+container, whose image needs Determined, numpy and yaml only. Both talk to the master by `master`.
 """

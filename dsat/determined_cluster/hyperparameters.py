@@ -1,7 +1,7 @@
-"""What varies between the trials, declared so that the web UI's hyperparameter views plot it.
+"""Hyperparameters that vary between trials, declared for the plots of the web UI.
 
-They plot what the experiment's configuration does not call constant, and a DeepSpeed configuration
-is constant, nested as it is; so what a search may choose of it is repeated here, one by one.
+Its hyperparameter views leave out constants, and a nested DeepSpeed configuration counts as one; so
+each choice of the search is declared here by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MICRO_BATCH, _GAS, _STRATEGY, _STAGE = "micro_batch", "gradient_accumulation", 
 
 
 def declared(plan: Plan) -> dict[str, Any]:
-    """The types and ranges of what varies, as an experiment's configuration has them."""
+    """Return types and ranges, as an experiment's configuration declares them."""
     space = make_space(plan)
     strategies = [of_config(plan.base_config), *space.strategies, *rungs(plan)]
     sizes = {plan.own_batch.micro_batch, space.micro_batches[0], space.micro_batches[-1]}
@@ -37,7 +37,7 @@ def declared(plan: Plan) -> dict[str, Any]:
 
 
 def of_trial(plan: Plan, trial: Trial) -> dict[str, Any]:
-    """A trial's values of all that is declared."""
+    """Return a trial's values of all declared hyperparameters."""
     config = plan.config(trial.overrides)
     zero = _flat(config.get("zero_optimization") or {})
     beside = _flat({section: config.get(section) or {} for section in TOP_SECTIONS})
@@ -53,7 +53,7 @@ def of_trial(plan: Plan, trial: Trial) -> dict[str, Any]:
 
 
 def _knobs(space: Space) -> dict[str, list[Any]]:
-    """The values of each knob over all strategies; a list of sections is of what is in them."""
+    """Return the values of each knob over all strategies."""
     found: dict[str, list[Any]] = {}
     for branch in space.branches:
         for key, values in branch.knobs:
@@ -73,7 +73,7 @@ def _accumulations(plan: Plan, space: Space) -> set[int]:
 
 
 def _knob(values: Sequence[Any]) -> dict[str, Any]:
-    """Numbers span orders of magnitude, and a model may have others than are known beforehand."""
+    """Declare a knob; numbers, which span orders of magnitude, as a logarithmic range."""
     numbers = [value for value in values if type(value) in (int, float) and value > 0]
     if len(numbers) < 2 or len(numbers) < len(values):
         return _categorical(values)

@@ -50,7 +50,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Job(Recorded):
-    """All that the search runner needs to know.
+    """Input of the search runner.
 
     Attributes:
         plan: what to tune.
@@ -74,7 +74,7 @@ class Job(Recorded):
 
     @property
     def num_slots(self) -> int:
-        """Slots that trials may use at once."""
+        """Return the slots that trials may use at once."""
         slots = self.max_concurrent_trials * self.plan.slots_per_trial
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
@@ -112,12 +112,7 @@ def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[s
 def runner_config(
     user: Experiment, plan: Plan, *, max_restarts: int, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the `single` experiment whose only task is the search runner.
-
-    Args:
-        max_restarts: of the runner.
-        changes: the user's own, laid over it.
-    """
+    """Return the `single` experiment of the search runner; the user's `changes` override it."""
     config = {key: value for key, value in user.config.items() if key not in _OF_TRAINING}
     storage = config.get("checkpoint_storage")
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
@@ -164,12 +159,7 @@ def full_run_tag(runner_id: int) -> str:
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `custom` experiment, whose trials are those of the search.
-
-    Args:
-        runner_id: the search runner's experiment.
-        runner: its configuration as submitted.
-    """
+    """Return the `custom` experiment of the trials; `runner` is the runner's own configuration."""
     config = _users(job, search_tag(runner_id), runner)
     if job.max_slots is not None:
         config["resources"]["max_slots"] = job.max_slots
@@ -191,11 +181,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
 def full_run_config(
     job: Job, runner_id: int, runner: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the user's own experiment with the best configuration.
-
-    Args:
-        overrides: DeepSpeed keys of the best trial.
-    """
+    """Return the user's own experiment with the best trial's `overrides`."""
     config = _users(job, full_run_tag(runner_id), runner)
     config["hyperparameters"] = trial_hparams(job.hparams, overrides)
     return config

@@ -31,8 +31,7 @@ _LONGEST_DESCRIPTION = 250
 def of_run(run: Run, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets.
 
-    Args:
-        over: the search came to its own end.
+    `over` says whether the search came to its own end.
     """
     told = summary.to_json(run, Path())
     del told["run_dir"]  # it ends with the container
@@ -100,11 +99,7 @@ def for_people(run: Run) -> list[str]:
 
 
 def description(own: str, run: Run, *, over: bool, canceled: bool = False) -> str:
-    """Return the runner's description at its end: its state says too little.
-
-    Args:
-        own: the user's own description.
-    """
+    """Return the runner's description at its end, after the user's own."""
     parts = [own, _end_in_words(run, over, canceled)]
     return printable(" - ".join(filter(None, parts)))[:_LONGEST_DESCRIPTION]
 

@@ -63,6 +63,7 @@ def retry_while_unreachable(
         call: makes the request; must do no harm if it is made twice.
         say: prints a line at the first failure.
         limit_s: how long to wait; then the last error is raised.
+        sleep: waits for so many seconds.
     """
     waited_s, pause_s = 0.0, 1.0
     while True:

@@ -89,12 +89,12 @@ class ClusterSearch:
 
     @property
     def over(self) -> bool:
-        """Whether the search came to its own end."""
+        """Return whether the search came to its own end."""
         return self.run.stop_reason is not None
 
     @property
     def progress(self) -> float:
-        """Between 0 and 1."""
+        """Return the progress, between 0 and 1."""
         if self.over:
             return 1.0
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)

@@ -1,4 +1,4 @@
-"""Whether to tune on a cluster or here, and on which cluster."""
+"""Choose between this machine and a cluster, and which cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
 @dataclass(frozen=True)
 class Choice:
-    """Where trials run.
+    """Place of the trials.
 
     Attributes:
         master: its address; None for this machine.
@@ -26,7 +26,7 @@ class Choice:
 
 
 def choose(engine: str, env: Mapping[str, str], logins: Mapping[str, str], *, fits: bool) -> Choice:
-    """Decides by the option, then by what is configured.
+    """Decide by the option, then by the configuration of determined.
 
     Args:
         engine: `auto`, `local`, `slurm`, `ray` or `determined`.
@@ -54,14 +54,14 @@ def _configured(env: Mapping[str, str], logins: Mapping[str, str]) -> Choice | N
         for master, user in logins.items()
         if not any(master.endswith(f"//{host}") for host in _DEFAULT_HOSTS)
     }
-    if len(elsewhere) != 1:  # with several nobody knows which is meant
+    if len(elsewhere) != 1:  # with several the choice is ambiguous
         return None
     [(master, user)] = elsewhere.items()
     return Choice(master, f"`det user login` of {user}")
 
 
 def logins_of(path: Path) -> dict[str, str]:
-    """Who is logged in where, by determined's own file; nobody if it cannot be read."""
+    """Return users by master, from determined's own file; empty if it cannot be read."""
     try:
         masters = json.loads(path.read_text(encoding="utf-8")).get("masters", {})
         return {
@@ -74,7 +74,7 @@ def logins_of(path: Path) -> dict[str, str]:
 
 
 def auth_file(env: Mapping[str, str] | None = None) -> Path:
-    """Where determined keeps logins (`determined.common.util.get_config_path`, on Linux)."""
+    """Return determined's file of logins (`determined.common.util.get_config_path`, on Linux)."""
     env = os.environ if env is None else env
     if env.get("DET_DEBUG_CONFIG_PATH"):
         return Path(env["DET_DEBUG_CONFIG_PATH"]) / "auth.json"

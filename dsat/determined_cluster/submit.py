@@ -37,7 +37,7 @@ _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
 
 @dataclass(frozen=True)
 class Submission:
-    """All that is sent to the master.
+    """Input of a submission to the master.
 
     Attributes:
         master: its address.
@@ -84,7 +84,7 @@ class Submitted:
 
     @property
     def found(self) -> bool:
-        """Whether the search came to its end and found something."""
+        """Return whether the search came to its end and found something."""
         is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
         return is_over and self.result.get("best") is not None
 

@@ -1,4 +1,4 @@
-"""What came of a cluster's trial, from what it reported or left in its log."""
+"""Outcome of a cluster's trial, from its report or its log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCRIPT = (
 
 
 def of_metric(metric: Any) -> Outcome:
-    """The outcome that a trial reported as its searcher metric."""
+    """Return the outcome that a trial reported as its searcher metric."""
     found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
     if found is not None:
         return Outcome.from_json(found)
@@ -39,7 +39,7 @@ def of_metric(metric: Any) -> Outcome:
 
 
 def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
-    """The outcome of a trial that ended without a report.
+    """Return the outcome of a trial that ended without a report.
 
     Args:
         messages: of its log, oldest first.
@@ -82,7 +82,7 @@ def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Ou
 def _crash(
     lines: Sequence[str], plain: Sequence[str], reports: Sequence[Mapping[str, Any]]
 ) -> Outcome:
-    """The outcome of a script that failed without saying more than its log does."""
+    """Return the outcome of a script that failed, from its log alone."""
     exception = _last_exception(plain)
     if reports:
         before_engine = all(data.get("before_engine") for data in reports)
@@ -98,7 +98,7 @@ def _crash(
 
 
 def _with_advice(outcome: Outcome, text: str) -> Outcome:
-    """The same, saying what to do if the ranks found their port taken."""
+    """Return the outcome, with advice if the ranks' port was taken."""
     told = f"{outcome.message}\n{outcome.detail}\n{text}"
     if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(told):
         return outcome
@@ -116,12 +116,12 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
 
 
 def canceled() -> Outcome:
-    """The outcome of a trial that a person ended."""
+    """Return the outcome of a trial that a person ended."""
     return Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
 
 
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """What ranks wrote into the log in the last run of the trial, which may have had several."""
+    """Return the ranks' reports in the log of the trial's last run."""
     found = []
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)
@@ -134,13 +134,13 @@ def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _without_prefix(message: str) -> list[str]:
-    """A log message without the time and the container that the master puts in front."""
+    """Return the lines of a log message without the master's prefix."""
     _, bars, text = message.partition("|| ")
     return (text if bars else message).splitlines()
 
 
 def _last_exception(lines: Sequence[str]) -> str:
-    """Its type and message; empty if there is none."""
+    """Return the last exception's type and message; empty if there is none."""
     for line in reversed(lines):
         found = _EXCEPTION.match(_without_rank(line))
         if found:
@@ -149,7 +149,7 @@ def _last_exception(lines: Sequence[str]) -> str:
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:
-    """From its head on to the exception; empty if there is none."""
+    """Return the last traceback; empty if there is none."""
     starts = [n for n, line in enumerate(lines) if _without_rank(line).startswith(_TRACEBACK)]
     if not starts:
         return []
@@ -159,7 +159,7 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def _without_rank(line: str) -> str:
-    """A line without what launchers put in front of it (`[rank0]: `)."""
+    """Return a line without a launcher's prefix (`[rank0]: `)."""
     return (line.startswith("[") and line.partition("]: ")[2]) or line
 
 

@@ -101,11 +101,7 @@ def check_script(found: Files, where: Path) -> None:
 
 
 def stage(found: Files, job: str, folder: Path) -> None:
-    """Lay out the search runner's context in an empty folder.
-
-    Args:
-        job: the text of the job file.
-    """
+    """Lay out the search runner's context in an empty folder; `job` is the job file's text."""
     for name, contents in ((MODEL_FOLDER, found), (PACKAGE_FOLDER, _package())):
         (folder / name).mkdir()
         for target, source in contents.items():

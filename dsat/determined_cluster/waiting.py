@@ -1,4 +1,4 @@
-"""What the search runner does while it waits for news of its trials."""
+"""Long polls, and messages while the trials wait for slots."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WAITING = {
 
 
 class LongPoll(Generic[T]):
-    """A request that the master may take a minute to answer, made beside everything else.
+    """A request that the master may take a minute to answer, made in a thread.
 
-    One that nobody waits for any longer is left to itself: the thread ends with the process.
+    An abandoned one ends with the process.
 
     Args:
         ask: makes the request.
@@ -39,11 +39,11 @@ class LongPoll(Generic[T]):
         threading.Thread(target=self._run, name="long-poll", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the answer is there, or came within so many seconds."""
+        """Return whether the answer came within so many seconds."""
         return self._over.wait(timeout_s)
 
     def result(self) -> T:
-        """The answer; raises what the request raised."""
+        """Return the answer, or raise the request's exception."""
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -59,10 +59,10 @@ class LongPoll(Generic[T]):
 
 
 class StateWatch:
-    """Looks at the state of the trials' experiment, and says so if they wait for long.
+    """Watches the state of the trials' experiment, and prints a line if they wait for long.
 
     Args:
-        ask: the state, one request; `RUNNING` if any trial runs.
+        ask: requests the state; `RUNNING` if any trial runs.
         say: prints a line.
         clock: seconds.
     """
@@ -82,7 +82,7 @@ class StateWatch:
         self._told_s: float | None = None
 
     def is_idle(self) -> bool:
-        """Whether the experiment is paused or ended, by a look that is not too old."""
+        """Return whether the experiment is paused or ended, by a recent request."""
         now = self._clock()
         if now - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now

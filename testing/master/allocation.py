@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Exit:
-    """How an allocation ended, as its trial is told.
+    """End of an allocation, for its trial.
 
     Attributes:
         failure: Why it counts as a failure; None if it does not.
@@ -44,8 +44,11 @@ class Container:
         return bool(self.exit_code)
 
 
+PREEMPTION_TIMEOUT_S = 3600.0  # an allocation asked to stop is killed after this
+
+
 class Host(Protocol):
-    """What an allocation needs of the cluster."""
+    """Interface of the cluster for allocations."""
 
     def kill_containers(self, allocation: Allocation) -> None: ...
 
@@ -54,9 +57,6 @@ class Host(Protocol):
     def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
 
     def log(self, task_id: str, text: str, level: str = ...) -> None: ...
-
-    @property
-    def preemption_timeout_s(self) -> float: ...
 
 
 class Allocation:
@@ -98,12 +98,12 @@ class Allocation:
 
     @property
     def started(self) -> bool:
-        """Whether it has its slots."""
+        """Return whether it has its slots."""
         return self.began_s is not None
 
     @property
     def ready(self) -> bool:
-        """Whether all its containers met; before that it cannot be stopped gracefully."""
+        """Return whether all containers met; before that it cannot be stopped gracefully."""
         return bool(self.containers) and all(each.asked_rendezvous for each in self.containers)
 
     def container(self, resources_id: str) -> Container | None:
@@ -129,7 +129,7 @@ class Allocation:
             self._kill(reason)
         elif not self.preempt:
             self.preempt = True
-            self._host.later(self._host.preemption_timeout_s, lambda: self.kill("preemption"))
+            self._host.later(PREEMPTION_TIMEOUT_S, lambda: self.kill("preemption"))
 
     def kill(self, reason: str) -> None:
         if not self._try_exit(reason):

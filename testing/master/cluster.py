@@ -16,7 +16,7 @@ from typing import Any
 
 from testing.master import config as configs
 from testing.master.allocation import Allocation, Exit
-from testing.master.effects import DeleteCheckpoint, Effect, KillContainers, Later, StartContainers
+from testing.master.effects import Effect, KillContainers, Later, StartContainers
 from testing.master.errors import INTERNAL, ApiError, invalid, not_found
 from testing.master.experiment import Experiment
 from testing.master.logs import LogLine
@@ -28,15 +28,12 @@ Json = dict[str, Any]
 
 
 class Cluster:
-    """All that a master knows.
+    """State of a master.
 
     Args:
         nodes: The number of slots of every agent.
         checkpoints: The folder for checkpoints of experiments that name none.
         projects: Pairs of a workspace and a project in it, beside the default.
-        preempts_closed_trials: Whether a trial that still runs after its last operation was
-            completed and closed gets the preemption signal, or is left alone.
-        preemption_timeout_s: After it, what was asked to stop is killed.
     """
 
     def __init__(
@@ -44,9 +41,6 @@ class Cluster:
         nodes: Sequence[int] = (1,),
         checkpoints: str = "/checkpoints",
         projects: Sequence[tuple[str, str]] = (),
-        *,
-        preempts_closed_trials: bool = True,
-        preemption_timeout_s: float = 3600.0,
     ) -> None:
         self.id = str(uuid.uuid4())
         self.scheduler = Scheduler(nodes)
@@ -55,24 +49,13 @@ class Cluster:
         self.allocations: dict[str, Allocation] = {}
         self.metrics: dict[int, list[Json]] = {}
         self.checkpoints: dict[str, Json] = {}
-        self.run_metadata: dict[int, Json] = {}
         self.logs: dict[str, list[LogLine]] = {}
         self.projects = [("Uncategorized", "Uncategorized"), *projects]
         self._checkpoint_folder = checkpoints
-        self._preempts_closed_trials = preempts_closed_trials
-        self._preemption_timeout_s = preemption_timeout_s
         self._trial_ids = itertools.count(1)
         self._metric_ids = itertools.count(1)
 
     # What experiments, trials and allocations need of their host.
-
-    @property
-    def preempts_closed_trials(self) -> bool:
-        return self._preempts_closed_trials
-
-    @property
-    def preemption_timeout_s(self) -> float:
-        return self._preemption_timeout_s
 
     def now(self) -> str:
         return datetime.datetime.now(datetime.timezone.utc).isoformat().replace("+00:00", "Z")
@@ -113,42 +96,6 @@ class Cluster:
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
         self.logs.setdefault(task_id, []).append(line)
-
-    def collect_garbage(self, experiment: Experiment) -> None:
-        """Deletes the checkpoints that the configuration of an ended experiment does not keep."""
-        storage = experiment.config["checkpoint_storage"]
-        ranked = []
-        kept: set[str] = set()
-        for trial in experiment.all_trials.values():
-            checkpoints = self.checkpoints_of(trial)
-            latest = int(storage.get("save_trial_latest", 1))
-            kept.update(each["uuid"] for each in checkpoints[len(checkpoints) - latest :])
-            best = sorted(
-                (value, each["uuid"])
-                for each in checkpoints
-                if (value := self._searcher_metric(experiment, trial, each)) is not None
-            )
-            kept.update(uuid for _, uuid in best[: int(storage.get("save_trial_best", 1))])
-            ranked += best
-        best_of_all = sorted(ranked)[: int(storage.get("save_experiment_best", 0))]
-        kept.update(uuid for _, uuid in best_of_all)
-        for trial in experiment.all_trials.values():
-            for checkpoint in self.checkpoints_of(trial):
-                if checkpoint["uuid"] not in kept:
-                    checkpoint["state"] = "STATE_DELETED"
-                    self.effects.append(DeleteCheckpoint(self.checkpoint_path(checkpoint)))
-
-    def _searcher_metric(
-        self, experiment: Experiment, trial: Trial, checkpoint: Json
-    ) -> float | None:
-        """The searcher's metric at a checkpoint, the smaller the better; None without one."""
-        searcher = experiment.config["searcher"]
-        steps = checkpoint["metadata"].get("steps_completed")
-        for report in self.metrics.get(trial.id, []):
-            value = report["metrics"].get(searcher["metric"])
-            if (report["group"], report["steps"]) == ("validation", steps) and value is not None:
-                return float(value if searcher["smaller_is_better"] else -value)
-        return None
 
     # What requests do.
 

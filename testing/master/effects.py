@@ -1,10 +1,9 @@
-"""What the pure cluster wants done in the world; its driver does it."""
+"""Effects that the pure cluster asks its driver for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from testing.master.allocation import Allocation
 
@@ -31,11 +30,4 @@ class Later:
     call: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class DeleteCheckpoint:
-    """Removes the files of a checkpoint."""
-
-    folder: Path
-
-
-Effect = StartContainers | KillContainers | Later | DeleteCheckpoint
+Effect = StartContainers | KillContainers | Later

@@ -1,4 +1,4 @@
-"""What the master answers when it refuses: a gRPC code and its HTTP status."""
+"""Refusals of the master: a gRPC code and its HTTP status."""
 
 from __future__ import annotations
 

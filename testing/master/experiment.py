@@ -20,13 +20,11 @@ Json = dict[str, Any]
 
 
 class Host(trials.Host, Protocol):
-    """What an experiment needs of the cluster."""
+    """Interface of the cluster for experiments."""
 
     def new_trial_id(self) -> int: ...
 
     def now(self) -> str: ...
-
-    def collect_garbage(self, experiment: Experiment) -> None: ...
 
 
 class EventQueue:
@@ -82,8 +80,6 @@ class Experiment:
         self.start_time = host.now()
         self.end_time: str | None = None
         self.state = State.ACTIVE
-        self.archived = False
-        self.notes = ""
         self.progress = 0.0
         self.trials: dict[str, Trial] = {}
         self.all_trials: dict[str, Trial] = {}
@@ -92,7 +88,6 @@ class Experiment:
         self._host = host
         self._search_progress = 0.0
         self._searcher_states: dict[str, SearcherState] = {}
-        self._created: set[str] = set()
         self._completed: set[tuple[str, int]] = set()
         self._requested = 0
         self._closed: set[str] = set()
@@ -251,7 +246,6 @@ class Experiment:
             searcher=state,
         )
         self.trials[request_id] = self.all_trials[request_id] = trial
-        self._created.add(request_id)
         self._put("trialCreated", request_id)
 
     def _ends(self, request_id: str) -> Callable[[str | None], None]:
@@ -291,7 +285,6 @@ class Experiment:
             self.end_time = self._host.now()
             if self.state is State.COMPLETED:
                 self.progress = 1.0
-            self._host.collect_garbage(self)
 
 
 def _validate_after(request_id: str, length: int) -> Json:

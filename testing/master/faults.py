@@ -1,4 +1,4 @@
-"""What can go wrong between a client and the master, on order."""
+"""Injected faults between a client and the master."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["status", "drop", "drop_answer", "delay"]
 
 @dataclass
 class Fault:
-    """Something that befalls the next requests that match.
+    """A fault of the next requests that match.
 
     Attributes:
         pattern: A regular expression, searched for in `METHOD /path`.
@@ -32,7 +32,7 @@ class Fault:
     hits: int = field(default=0, init=False)
 
     def befalls(self, request: str) -> bool:
-        """Whether it befalls a request; counts those that match."""
+        """Return whether it applies to a request; count those that match."""
         if not re.search(self.pattern, request):
             return False
         if self.after > 0:

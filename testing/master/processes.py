@@ -37,7 +37,7 @@ _KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "CC", "CXX
 
 @dataclass(frozen=True)
 class Launch:
-    """What a container is started with, beside what its place in the allocation says.
+    """Start parameters of a container, besides its place in the allocation.
 
     Attributes:
         environment: The variables of the task.

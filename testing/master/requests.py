@@ -55,7 +55,7 @@ Answer = Json | Stream | bytes
 
 
 class Master:
-    """What handlers work with: the state, its lock, and who may use it.
+    """State of the master for handlers: the cluster, its lock, and the accounts.
 
     Attributes:
         changed: Notified after every request and every end of a process; also the lock.

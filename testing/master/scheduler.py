@@ -24,7 +24,7 @@ class Scheduler:
         self._taken: dict[str, list[tuple[int, int]]] = {}
 
     def fits_ever(self, slots: int) -> bool:
-        """Whether so many slots can be had once nothing else runs."""
+        """Return whether so many slots can be had once nothing else runs."""
         return self._place(slots, [list(range(size)) for size in self.nodes]) is not None
 
     def request(self, allocation: Allocation) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from testing.master import archive
 from testing.master.accounts import Accounts
 from testing.master.allocation import Allocation
 from testing.master.cluster import Cluster
-from testing.master.effects import DeleteCheckpoint, KillContainers, StartContainers
+from testing.master.effects import KillContainers, StartContainers
 from testing.master.experiment import Experiment
 from testing.master.faults import Fault
 from testing.master.logs import LogLine
@@ -46,8 +45,6 @@ class StandIn:
         poll_s: How long a long poll without news lasts; the real master's is 60 s.
         environment: Variables that every container has, as an image sets them.
         projects: Pairs of a workspace and a project in it.
-        preempts_closed_trials: See `Cluster`.
-        preemption_timeout_s: See `Cluster`.
         grace_s: How long launchers wait after the end of their workers; 5 s in reality.
     """
 
@@ -61,8 +58,6 @@ class StandIn:
         poll_s: float = 2.0,
         environment: Mapping[str, str] | None = None,
         projects: Sequence[tuple[str, str]] = (),
-        preempts_closed_trials: bool = True,
-        preemption_timeout_s: float = 3600.0,
         grace_s: float = 0.2,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
@@ -74,8 +69,6 @@ class StandIn:
             nodes,
             str(self.checkpoint_folder),
             projects,
-            preempts_closed_trials=preempts_closed_trials,
-            preemption_timeout_s=preemption_timeout_s,
         )
         self.accounts = Accounts(self.users)
         self._environment = dict(environment or {})
@@ -162,11 +155,7 @@ class StandIn:
             return [each["metrics"] for each in reports if each["group"] == group]
 
     def checkpoint_paths(self, trial_id: int) -> list[Path]:
-        """The folders of a trial's checkpoints, oldest first.
-
-        The end of an experiment deletes those that its `checkpoint_storage` does not keep: all but
-        the latest of a trial, and its best.
-        """
+        """The folders of a trial's checkpoints, oldest first."""
         with self._master.changed:
             checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
             return [self.cluster.checkpoint_path(each) for each in checkpoints]
@@ -230,13 +219,6 @@ class StandIn:
             for process in processes_in(running.folder):
                 process.send_signal(number)
 
-    def freeze(self, trial_id: int) -> None:
-        """Stops a trial's processes until `thaw`."""
-        self.signal(trial_id, signal.SIGSTOP)
-
-    def thaw(self, trial_id: int) -> None:
-        self.signal(trial_id, signal.SIGCONT)
-
     def processes(self, trial_id: int) -> list[psutil.Process]:
         """All living processes of a trial's containers."""
         allocation = self.cluster.trial(trial_id).allocation
@@ -268,8 +250,6 @@ class StandIn:
                 self._processes.start(effect.allocation, self._launch(effect.allocation))
             elif isinstance(effect, KillContainers):
                 self._processes.kill(effect.allocation)
-            elif isinstance(effect, DeleteCheckpoint):
-                shutil.rmtree(effect.folder, ignore_errors=True)
             else:
                 timer = threading.Timer(effect.delay_s, self._call, (effect.call,))
                 timer.daemon = True

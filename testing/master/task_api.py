@@ -1,4 +1,4 @@
-"""What tasks ask: their context, rendezvous, operations, preemption; what they report."""
+"""Requests of tasks: context, rendezvous, operations, preemption, reports."""
 
 from __future__ import annotations
 
@@ -61,11 +61,6 @@ def ack_preemption(master: Master, request: Request) -> Answer:
     return {}
 
 
-def pending_preemption(master: Master, request: Request) -> Answer:
-    master.cluster.allocation(request.parts["id"]).terminate("pending preemption")
-    return {}
-
-
 def start_run(master: Master, request: Request) -> Answer:
     master.cluster.trial(int(request.body["runId"]))
     return {"storageId": None}
@@ -117,19 +112,6 @@ def report_checkpoint(master: Master, request: Request) -> Answer:
     return {}
 
 
-def patch_checkpoints(master: Master, request: Request) -> Answer:
-    """A checkpoint that has no files left is deleted."""
-    for change in request.body["checkpoints"]:
-        found = master.cluster.checkpoints.get(change["uuid"])
-        if found is None:
-            raise not_found(f"checkpoint '{change['uuid']}' not found")
-        if change.get("resources") is not None:
-            found["resources"] = change["resources"].get("resources") or {}
-            gone = not found["resources"]
-            found["state"] = "STATE_DELETED" if gone else "STATE_PARTIALLY_DELETED"
-    return {}
-
-
 def best_validation(master: Master, request: Request) -> Answer:
     """The best value of the searcher's metric so far."""
     experiment = master.cluster.experiment(request.id())
@@ -143,15 +125,6 @@ def best_validation(master: Master, request: Request) -> Answer:
     if not values:
         raise not_found("no validations for experiment")
     return {"metric": min(values) if searcher["smaller_is_better"] else max(values)}
-
-
-def get_run_metadata(master: Master, request: Request) -> Answer:
-    return {"metadata": master.cluster.run_metadata.get(request.id(), {})}
-
-
-def post_run_metadata(master: Master, request: Request) -> Answer:
-    master.cluster.run_metadata[request.id()] = request.body["metadata"]
-    return {"metadata": request.body["metadata"]}
 
 
 def _searched(master: Master, request: Request) -> Trial:
@@ -174,10 +147,7 @@ ROUTES = [
     Route("POST", "/api/v1/allocations/{id}/resources/{resources}/daemon", daemon),
     Route("GET", "/api/v1/allocations/{id}/signals/preemption", preemption),
     Route("POST", "/api/v1/allocations/{id}/signals/ack_preemption", ack_preemption),
-    Route("POST", "/api/v1/allocations/{id}/signals/pending_preemption", pending_preemption),
     Route("POST", "/api/v1/runs/start", start_run),
-    Route("GET", "/api/v1/runs/{id}/metadata", get_run_metadata),
-    Route("POST", "/api/v1/runs/{id}/metadata", post_run_metadata),
     Route("GET", "/api/v1/trials/{id}/searcher/operation", current_operation),
     Route("POST", "/api/v1/trials/{id}/searcher/completed_operation", completed_operation),
     Route("POST", "/api/v1/trials/{id}/progress", progress),
@@ -185,11 +155,9 @@ ROUTES = [
     Route("POST", "/api/v1/trials/{id}/early_exit", early_exit),
     Route("POST", "/api/v1/trials/{id}/runner/metadata", runner_metadata),
     Route("POST", "/api/v1/checkpoints", report_checkpoint),
-    Route("PATCH", "/api/v1/checkpoints", patch_checkpoints),
     Route(
         "GET",
         "/api/v1/experiments/{id}/searcher/best_searcher_validation_metric",
         best_validation,
     ),
-    Route("POST", "/api/v1/webhooks/custom", accepted),
 ]

@@ -21,7 +21,7 @@ INVALID_HP_KILL_DELAY_S = 10.0
 
 @dataclass
 class SearcherState:
-    """What the searcher wants of a trial.
+    """State of a trial's operation in the searcher.
 
     Attributes:
         length: Of the last `ValidateAfter`.
@@ -35,10 +35,7 @@ class SearcherState:
 
 
 class Host(Protocol):
-    """What a trial needs of the cluster."""
-
-    @property
-    def preempts_closed_trials(self) -> bool: ...
+    """Interface of the cluster for trials."""
 
     def allocate(self, trial: Trial, on_exit: Callable[[Exit], None]) -> Allocation: ...
 
@@ -125,7 +122,7 @@ class Trial:
             self._move(END_OF[self.state], reason)
         elif self.state in (State.STOPPING_KILLED, State.STOPPING_ERROR):
             self.allocation.kill(reason)
-        elif self.state is State.STOPPING_CANCELED or self.host.preempts_closed_trials:
+        else:
             self.allocation.terminate(reason)
 
     def _allocation_ended(self, end: Exit) -> None:

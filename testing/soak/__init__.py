@@ -14,7 +14,7 @@ from types import FrameType
 
 @dataclass
 class Tally:
-    """What an attack came to.
+    """Result of an attack.
 
     Attributes:
         tried: how many times.

@@ -1,16 +1,17 @@
-"""All attacks by name."""
+"""Table of all attacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from testing.soak import Tally, disks, inputs, journals, real, runs
+from testing.soak import Tally, harms, inputs, journals, real, runs
+from testing.soak.harms import attack
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack: in words, with a seed and a number of tries, and how much of it is the whole."""
+    """An attack: its title, its function of a seed and a number of tries, and its full size."""
 
     title: str
     run: Callable[[int, int], Tally]
@@ -23,16 +24,25 @@ ATTACKS = {
     "journals": Attack("damaged journals", journals.attack, 20_000, 500),
     "kills": Attack("signals to the tuner at seeded moments, then --resume", runs.kills, 300, 15),
     "failing_calls": Attack(
-        "a failing call to the file system, then --resume", runs.failing_calls, 300, 15
+        "a failing call to the file system, then --resume",
+        attack(harms.failing_call),
+        300,
+        15,
     ),
     "full_disks": Attack(
-        "a file system of 256 KiB that fills up, then --resume", disks.full_disks, 64, 8
+        "a file system of 256 KiB that fills up, then --resume",
+        attack(harms.full_disk),
+        64,
+        8,
     ),
     "read_only_folders": Attack(
-        "a folder that turns read-only, then --resume", disks.read_only_folders, 100, 10
+        "a folder that turns read-only, then --resume",
+        attack(harms.read_only_folder),
+        100,
+        10,
     ),
     "surroundings": Attack(
-        "clocks that jump by an hour, ulimits, no HOME", runs.surroundings, 60, 10
+        "clocks that jump by an hour, ulimits, no HOME", attack(harms.surroundings), 60, 10
     ),
     "several_at_once": Attack(
         "two and five dsat in one folder at once", runs.several_at_once, 40, 5
@@ -41,11 +51,10 @@ ATTACKS = {
         "signals to tuner, supervisor and ranks of real searches", real.kills, 60, 6
     ),
     "real_scripts": Attack("hostile scripts", real.hostile_scripts, 7, 7),
-    "real_at_once": Attack("two real searches at once", real.several_at_once, 6, 2),
 }
 
 
 def piece(task: tuple[str, int, int]) -> tuple[str, Tally]:
-    """One piece of an attack: its name, a seed, how many tries."""
+    """Run one piece of an attack: its name, a seed, how many tries."""
     name, seed, count = task
     return name, ATTACKS[name].run(seed, count)

@@ -72,7 +72,7 @@ def attack(seed: int, count: int) -> Tally:
 
 
 def run(argv: Sequence[str]) -> tuple[str, str]:
-    """How a command line ended, and what is wrong with that."""
+    """Run a command line; return its end and what is wrong with it."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with at_most(LIMIT_S), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

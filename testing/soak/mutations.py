@@ -101,5 +101,5 @@ def as_json(document: Any) -> str:
 
 
 def pick(rng: random.Random, *ways: Callable[[], bytes]) -> bytes:
-    """What one of several ways comes to."""
+    """Return the result of one of several ways."""
     return rng.choice(ways)()

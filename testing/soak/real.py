@@ -132,21 +132,3 @@ def hostile_scripts(seed: int, count: int) -> Tally:
                 finding = f"left {left}"
             tally.note(f"{name}: status {told.status}", f"{name}: {finding}" if finding else "")
     return tally
-
-
-def several_at_once(seed: int, count: int) -> Tally:
-    """Two real searches side by side, each with two ranks: both end well, nothing is left."""
-    tally = Tally()
-    while tally.tried < count:
-        with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
-            run_dirs = [Path(above) / name for name in ("one", "other")]
-            options = [*_OPTIONS, "--random-seed", str(seed + tally.tried)]
-            both = [Background(command_of("asha", "tiny", path, *options)) for path in run_dirs]
-            told = [one.end(timeout_s=600.0) for one in both]  # four ranks, on two cores perhaps
-            left = [each for path in run_dirs for each in left_of(path, set())]
-            finding = f"left {left}" if left else ""
-            for one in told:
-                if one.status or "Traceback" in one.err:
-                    finding = f"status {one.status}: {one.err[-600:]}"
-            tally.note("both ended well" if not finding else "broken", finding)
-    return tally

@@ -7,11 +7,9 @@ up, so that a search takes a second. Processes are forked from this one, which h
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -36,12 +34,12 @@ METHODS = ("asha", "binary", "random", "gridsearch")
 _LIMIT_S = 120.0
 _MOST_SAID_BYTES = 2**20
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
-Harm = Callable[[], None]
+InChild = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Told:
-    """How a command ended."""
+    """End of a command."""
 
     status: int
     said: str
@@ -65,7 +63,7 @@ class Search:
     def exists(self) -> bool:
         return (self.folder / FILE_NAME).exists()
 
-    def start(self, harm: Harm = lambda: None) -> tuple[int, int]:
+    def start(self, harm: InChild = lambda: None) -> tuple[int, int]:
         """Starts the command, or goes on with it; its process and where to read what it says."""
         # No file, which a limit on the size of files would hold for as well.
         said, to_say = os.pipe()
@@ -77,12 +75,12 @@ class Search:
         os.close(to_say)
         return pid, said
 
-    def run(self, harm: Harm = lambda: None) -> Told:
+    def run(self, harm: InChild = lambda: None) -> Told:
         """Runs it to its end."""
         return wait(*self.start(harm))
 
     def result(self) -> list[Any]:
-        """What was decided and measured, without how long it took."""
+        """Return all decisions and measurements, without durations."""
         found: list[Any] = []
         for event in read_events(self.folder / FILE_NAME):
             event.pop("elapsed_s", None)
@@ -90,7 +88,7 @@ class Search:
                 found.append(event)
         return found
 
-    def _run(self, to_say: int, harm: Harm) -> NoReturn:
+    def _run(self, to_say: int, harm: InChild) -> NoReturn:
         status = 70
         try:
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -160,7 +158,7 @@ def folders() -> Iterator[Iterator[Path]]:
 
 
 def undisturbed(method: str, folder: Path) -> list[Any]:
-    """What a search comes to that nothing happens to."""
+    """Return the result of an undisturbed search."""
     search = Search(method, folder)
     told = search.run()
     assert told.status == 0, told.said
@@ -226,34 +224,8 @@ def _wrong(search: Search, told: Told, calm: list[Any], number: int) -> str:
     return ""
 
 
-_ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
-_CALLS = ("open", "write", "fsync", "replace", "mkdir", "ftruncate", "unlink", "rename")
-
-
-def failing_calls(seed: int, count: int) -> Tally:
-    """One call to the system fails, or all from then on: one line, nothing lost, and --resume."""
-    rng, tally = random.Random(seed), Tally()
-    with folders() as new:
-        calm = Calm(new)
-        while tally.tried < count:
-            method, code = rng.choice(METHODS), rng.choice(_ERRORS)
-            search = Search(method, next(new))
-            after, for_ever = rng.randrange(1, 200), rng.random() < 0.5
-
-            def harm(after: int = after, code: int = code, for_ever: bool = for_ever) -> None:
-                _fail(after, code, for_ever=for_ever)
-
-            told = search.run(harm)
-            ending = errno.errorcode[code] if told.status else "not met"
-            finding = complaint(told) or resumed(search, calm)
-            where = f"{seed}/{tally.tried}: call {after} of {method}, {errno.errorcode[code]}: "
-            tally.note(ending, where + finding if finding else "")
-            shutil.rmtree(search.folder, ignore_errors=True)
-    return tally
-
-
 def complaint(told: Told) -> str:
-    """What is wrong with how a command met a failure of the system."""
+    """Return the fault in a command's reaction to a failure of the system."""
     if "Traceback" in told.said or told.status not in (0, 1, 2):
         return f"status {told.status}: {told.said[-600:]}"
     if told.status and "error: " not in told.said:
@@ -261,88 +233,12 @@ def complaint(told: Told) -> str:
     return ""
 
 
-def resumed(search: Search, calm: Calm, harm: Harm = lambda: None) -> str:
-    """What is wrong with how a search ends that is continued; empty if it is as undisturbed."""
+def resumed(search: Search, calm: Calm, harm: InChild = lambda: None) -> str:
+    """Continue a search; return how its end differs from an undisturbed one."""
     told = search.run(harm)
     if told.status or search.result() != calm[search.method]:
         return f"{search.method} ends otherwise: {told.status} {told.said[-600:]}"
     return ""
-
-
-def _fail(after: int, code: int, *, for_ever: bool) -> None:
-    """Makes the `after`-th call of `os` that writes fail; in this process, which is a child."""
-    left = after
-
-    def failing(real: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            if not _reads_only(real, args):
-                left -= 1
-                if left == 0 or (left < 0 and for_ever):
-                    raise OSError(code, os.strerror(code), *_paths(args))
-            return real(*args, **options)
-
-        return call
-
-    for name in _CALLS:
-        setattr(os, name, failing(getattr(os, name)))
-
-
-def _reads_only(real: Any, args: tuple[Any, ...]) -> bool:
-    if real.__name__ == "open":
-        flags = args[1] if len(args) > 1 else os.O_RDONLY
-        return not flags & (os.O_WRONLY | os.O_RDWR)
-    return real.__name__ == "write" and args[0] in (1, 2)
-
-
-def _paths(args: tuple[Any, ...]) -> tuple[str, ...]:
-    return (os.fspath(args[0]),) if args and isinstance(args[0], (str, os.PathLike)) else ()
-
-
-def surroundings(seed: int, count: int) -> Tally:
-    """Clocks that jump, few descriptors, no HOME."""
-    rng, tally = random.Random(seed), Tally()
-    with folders() as new:
-        calm = Calm(new)
-        while tally.tried < count:
-            method = rng.choice(METHODS)
-            name, harm = rng.choice(list(_surroundings(rng).items()))
-            search = Search(method, next(new))
-            told = search.run(harm)
-            finding = complaint(told) or resumed(search, calm)
-            tally.note(name, f"{seed}/{tally.tried}: {name}: {finding}" if finding else "")
-    return tally
-
-
-def _surroundings(rng: random.Random) -> dict[str, Harm]:
-    def clock(jump_s: float) -> Harm:
-        def harm() -> None:
-            real, looks = time.time, 0
-
-            def jumped() -> float:
-                nonlocal looks
-                looks += 1
-                return real() + (jump_s if looks > 3 else 0.0)
-
-            time.time = jumped
-
-        return harm
-
-    def limit(which: int, most: int) -> Harm:
-        return lambda: resource.setrlimit(which, (most, most))
-
-    def homeless() -> None:
-        for variable in ("HOME", "XDG_CACHE_HOME", "USER", "TMPDIR"):
-            os.environ.pop(variable, None)
-
-    return {
-        "the clock jumps an hour ahead": clock(3600.0),
-        "the clock jumps an hour back": clock(-3600.0),
-        "few descriptors": limit(resource.RLIMIT_NOFILE, rng.choice((6, 8, 12, 16, 24))),
-        "few processes": limit(resource.RLIMIT_NPROC, 1),
-        "small files only": limit(resource.RLIMIT_FSIZE, rng.choice((0, 100, 4096, 20_000))),
-        "no HOME": homeless,
-    }
 
 
 def several_at_once(seed: int, count: int) -> Tally:

@@ -1,4 +1,4 @@
-"""What runs in a container has Determined, numpy, yaml, torch and deepspeed, and nothing else."""
+"""Imports in a container: Determined, numpy, yaml, torch and deepspeed only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def _third_party(text: str) -> Iterator[str]:
-    """What a source imports anywhere, be it in a function."""
+    """Yield the third-party imports of a source, those in functions too."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

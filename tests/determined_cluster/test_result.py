@@ -1,4 +1,4 @@
-"""What the search runner hands over, and leaves in the web UI."""
+"""Result of the search runner, in its log and in the web UI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a command is one for a cluster; and how long a master is waited for."""
+"""Choice of a master, and patience with one that cannot be reached."""
 
 from __future__ import annotations
 

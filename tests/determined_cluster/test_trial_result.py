@@ -1,4 +1,4 @@
-"""What came of a cluster's trial, by its log."""
+"""Outcomes of a cluster's trials, by their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is uploaded to a cluster."""
+"""Context of an experiment on a cluster."""
 
 from __future__ import annotations
 

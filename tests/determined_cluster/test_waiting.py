@@ -1,4 +1,4 @@
-"""What a search runner does while it waits for news."""
+"""Long polls, and messages while trials wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_error_is_that_of_whoever_asks_for_the_answer() -> None:
 
 
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
-    """What is found at each look, and what is said."""
+    """Return the result of each look, and the printed lines."""
     answers, now, said = list(states), [0.0], list[str]()
 
     def ask() -> str:

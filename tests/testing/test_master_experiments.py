@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from testing.master.cluster import Cluster
-from testing.master.config import normalized, sample
 from testing.master.errors import ApiError
 from testing.master.states import State
 from testing.master_bench import (
@@ -17,7 +16,6 @@ from testing.master_bench import (
     A,
     B,
     Bench,
-    C,
     create,
     shut_down,
     state_of,
@@ -37,15 +35,6 @@ def test_a_killed_trial_is_lost_and_no_other() -> None:
     assert bench.events == [f"trialExitedEarly {A} USER_CANCELED", f"trialClosed {A}"]
     assert other.state is State.ACTIVE
     assert bench.experiment.state is State.ACTIVE
-
-
-def test_a_trial_that_waits_for_slots_is_killed_at_once() -> None:
-    bench = Bench(nodes=(1,))
-    bench.create(A, B)
-    bench.cluster.kill_trial(bench.experiment.trials[B].id)
-    assert bench.events == [f"trialExitedEarly {B} USER_CANCELED", f"trialClosed {B}"]
-    bench.drive()
-    assert len(bench.started) == 1
 
 
 def test_pause_and_activate() -> None:
@@ -75,28 +64,6 @@ def test_a_pause_before_the_rendezvous_kills() -> None:
     trial = bench.experiment.trials[A]
     bench.exits(trial, 137)
     assert (state_of(trial), trial.restarts) == (State.PAUSED, 0)
-
-
-def test_who_does_not_leave_a_paused_experiment_is_killed_in_the_end() -> None:
-    bench = Bench(preemption_timeout_s=60)
-    trial = bench.create()
-    bench.experiment.change_state(State.PAUSED, "user")
-    bench.drive()
-    [timer] = bench.timers
-    assert timer.delay_s == 60
-    timer.call()
-    bench.drive()
-    assert bench.killed == [trial.allocation]
-
-
-def test_operations_are_taken_while_paused() -> None:
-    bench = Bench()
-    bench.experiment.change_state(State.PAUSED, "user")
-    bench.post(create(A), validate_after(A, 5))
-    assert not bench.started
-    bench.experiment.change_state(State.ACTIVE, "user")
-    bench.drive()
-    assert len(bench.started) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,17 +100,6 @@ def test_a_shutdown_waits_for_the_trials(how: dict[str, bool], end: State) -> No
     assert bench.experiment.state is end
 
 
-def test_operations_of_an_experiment_that_stops_are_ignored() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.experiment.report_progress(trial, 1)
-    bench.post(shut_down(), create(B))
-    assert B not in bench.experiment.trials or bench.experiment.trials[B].allocation is None
-    bench.exits(trial, acknowledged=True)
-    bench.post(create(C))
-    assert C not in bench.experiment.all_trials
-
-
 def test_a_custom_searcher_never_shuts_down_by_itself() -> None:
     bench = Bench()
     bench.exits(bench.create(), 1)
@@ -160,61 +116,6 @@ def test_a_single_trial_ends_its_experiment(code: int, end: State) -> None:
     assert bench.experiment.state is end
 
 
-def test_a_killed_single_trial_cancels_its_experiment() -> None:
-    bench = Bench(SINGLE)
-    [trial] = bench.experiment.trials.values()
-    bench.cluster.kill_trial(trial.id)
-    bench.exits(trial, 137)
-    assert bench.experiment.state is State.CANCELED
-
-
-@pytest.mark.parametrize(
-    ("storage", "kept"),
-    [
-        ({}, {"b", "d"}),
-        ({"save_trial_best": 0}, {"d"}),
-        ({"save_trial_best": 0, "save_trial_latest": 2}, {"c", "d"}),
-        ({"save_trial_best": 0, "save_trial_latest": 0, "save_experiment_best": 2}, {"b", "c"}),
-    ],
-)
-def test_the_end_deletes_checkpoints_that_are_not_to_be_kept(
-    storage: dict[str, int], kept: set[str]
-) -> None:
-    bench = Bench(SINGLE)
-    bench.experiment.config["checkpoint_storage"].update(storage)
-    [trial] = bench.experiment.trials.values()
-    for steps, (uuid, loss) in enumerate({"a": 3.0, "b": 1.0, "c": 2.0, "d": None}.items()):
-        bench.cluster.report_checkpoint(
-            {
-                "uuid": uuid,
-                "taskId": trial.task_id,
-                "state": "STATE_COMPLETED",
-                "metadata": {"steps_completed": steps},
-            }
-        )
-        if loss is not None:
-            report = {"stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": loss}}}
-            bench.cluster.report_metrics(trial, "validation", report)
-    bench.exits(trial)
-    assert {each["uuid"] for each in bench.cluster.checkpoints_of(trial)} == kept
-    assert bench.deleted == [f"/checkpoints/{uuid}" for uuid in "abcd" if uuid not in kept]
-
-
-def test_nodes_that_only_run_sshd_are_killed_when_the_chief_is_done() -> None:
-    bench = Bench(nodes=(1, 1), slots=2)
-    trial = bench.create()
-    allocation = trial.allocation
-    assert allocation is not None
-    chief, other = allocation.containers
-    allocation.set_daemon(other.resources_id)
-    allocation.acknowledge()
-    allocation.container_exited(chief.resources_id, 0)
-    bench.drive()
-    assert bench.killed == [allocation]
-    allocation.container_exited(other.resources_id, 137)
-    assert (trial.restarts, trial.run_id) == (0, 2)
-
-
 def test_a_failed_container_takes_the_others_along() -> None:
     bench = Bench(nodes=(1, 1), slots=2)
     trial = bench.create()
@@ -226,18 +127,6 @@ def test_a_failed_container_takes_the_others_along() -> None:
     allocation.container_exited(allocation.containers[0].resources_id, 137)
     assert state_of(trial) is State.ERROR
     assert "exit code 9" in bench.cluster.logs[trial.task_id][-1].log
-
-
-def test_constants_say_that_they_are() -> None:
-    user = {
-        "lr": 0.1,
-        "nested": {"list": [1, 2]},
-        "depth": {"type": "int", "minval": 1, "maxval": 1},
-    }
-    full = normalized(user)
-    assert full["lr"] == {"type": "const", "val": 0.1}
-    assert full["nested"] == {"list": {"type": "const", "val": [1, 2]}}
-    assert sample(full, seed=0) == {"lr": 0.1, "nested": {"list": [1, 2]}, "depth": 1}
 
 
 @pytest.mark.parametrize(

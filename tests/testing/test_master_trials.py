@@ -7,7 +7,6 @@ import pytest
 from testing.master.errors import ApiError
 from testing.master.states import State
 from testing.master_bench import (
-    SINGLE,
     A,
     B,
     Bench,
@@ -69,13 +68,6 @@ def test_a_report_and_progress_become_events() -> None:
     ]
 
 
-def test_operations_on_trials_that_nobody_knows_change_nothing() -> None:
-    bench = Bench()
-    bench.post(validate_after(A, 3), close(B))
-    assert not bench.started
-    assert bench.experiment.state is State.ACTIVE
-
-
 def test_a_trial_gets_slots_only_for_an_operation() -> None:
     bench = Bench()
     bench.post(create(A))
@@ -91,16 +83,6 @@ def test_trials_wait_for_slots_in_their_order() -> None:
     assert len(bench.started) == 2
     bench.exits(bench.experiment.trials[A])
     assert [each.task_id[-4:] for each in bench.started] == [A, B, C]
-
-
-def test_a_task_without_slots_runs_beside_a_full_cluster() -> None:
-    bench = Bench(nodes=(1,))
-    bench.create()
-    runner = bench.submit(
-        {"entrypoint": "x", "searcher": SINGLE, "resources": {"slots_per_trial": 0}}
-    )
-    assert bench.started[-1].task_id.startswith(f"{runner.id}.")
-    assert bench.started[-1].containers[0].slot_ids == ()
 
 
 def test_more_slots_than_a_node_has_are_whole_nodes() -> None:
@@ -131,35 +113,6 @@ def test_a_closed_trial_that_acknowledges_ends_well() -> None:
     assert bench.events == [f"trialClosed {A}"]
 
 
-def test_a_closed_trial_may_be_left_alone() -> None:
-    bench = Bench(preempts_closed_trials=False)
-    trial = bench.create()
-    bench.report(trial)
-    bench.post(close(A))
-    assert trial.allocation is not None
-    assert not trial.allocation.preempt
-
-
-def test_a_close_that_comes_after_the_exit_closes_at_once() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.report(trial)
-    bench.exits(trial, acknowledged=True)
-    assert state_of(trial) is State.ACTIVE
-    bench.post(close(A))
-    assert bench.events == [f"trialClosed {A}"]
-
-
-def test_a_close_before_the_report_takes_effect_with_it() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.experiment.report_progress(trial, 1)
-    bench.post(close(A))
-    assert state_of(trial) is State.ACTIVE
-    bench.report(trial)
-    assert state_of(trial) is State.STOPPING_COMPLETED
-
-
 def test_a_closed_trial_that_crashes_on_its_way_out_is_an_error() -> None:
     bench = Bench()
     trial = bench.create()
@@ -170,40 +123,12 @@ def test_a_closed_trial_that_crashes_on_its_way_out_is_an_error() -> None:
     assert bench.events == [f"trialExitedEarly {A} UNSPECIFIED", f"trialClosed {A}"]
 
 
-def test_a_closed_trial_that_crashes_after_it_acknowledged_ended_well() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.report(trial)
-    bench.post(close(A))
-    bench.exits(trial, 1, acknowledged=True)
-    assert bench.events == [f"trialClosed {A}"]
-
-
 def test_exit_0_without_a_report_only_closes() -> None:
     bench = Bench(max_restarts=3)
     trial = bench.create()
     bench.exits(trial)
     assert state_of(trial) is State.COMPLETED
     assert bench.events == [f"trialClosed {A}"]
-
-
-def test_exit_0_that_was_acknowledged_before_the_report_starts_again() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.exits(trial, acknowledged=True)
-    assert (state_of(trial), trial.run_id, trial.restarts) == (State.ACTIVE, 2, 0)
-    assert len(bench.started) == 2
-
-
-def test_a_trial_between_operations_idles_until_the_next() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.report(trial)
-    bench.exits(trial, acknowledged=True)
-    assert trial.allocation is None
-    bench.post(validate_after(A, 10))
-    assert trial.allocation is not None
-    assert trial.run_id == 2
 
 
 def test_failures_start_again_up_to_max_restarts_with_the_same_id() -> None:
@@ -243,28 +168,6 @@ def test_invalid_hyperparameters_only_close() -> None:
     assert bench.events == [f"trialClosed {A}"]
 
 
-def test_who_stays_after_invalid_hyperparameters_is_killed() -> None:
-    bench = Bench()
-    trial = bench.create()
-    bench.cluster.early_exit(trial.id, "EXITED_REASON_INVALID_HP")
-    bench.drive()
-    [timer] = bench.timers
-    assert timer.delay_s == 10
-    timer.call()
-    bench.drive()
-    assert bench.killed == [trial.allocation]
-    bench.exits(trial, 137)
-    assert bench.events == [f"trialExitedEarly {A} USER_CANCELED", f"trialClosed {A}"]
-
-
-def test_other_reasons_of_an_early_exit_are_refused() -> None:
-    bench = Bench()
-    trial = bench.create()
-    with pytest.raises(ApiError) as error:
-        bench.cluster.early_exit(trial.id, "EXITED_REASON_USER_REQUESTED_STOP")
-    assert error.value.status == 400
-
-
 @pytest.mark.parametrize(("length", "said"), [(4, "expected op"), (5, "previously completed")])
 def test_a_report_of_the_wrong_operation_is_refused(length: int, said: str) -> None:
     bench = Bench()
@@ -273,13 +176,3 @@ def test_a_report_of_the_wrong_operation_is_refused(length: int, said: str) -> N
     with pytest.raises(ApiError, match=said) as error:
         bench.report(trial, length)
     assert error.value.status == 400
-
-
-def test_an_operation_that_is_given_twice_ends_the_experiment_in_error() -> None:
-    bench = Bench()
-    trial = bench.create(length=5)
-    bench.report(trial)
-    bench.post(validate_after(A, 5))
-    bench.report(trial)
-    assert bench.experiment.state is State.STOPPING_ERROR
-    assert bench.killed == [trial.allocation]

@@ -57,7 +57,7 @@ def end_with_the_agent() -> None:
 
 
 def is_here(process: psutil.Process) -> bool:
-    """Whether another process belongs to this container."""
+    """Return whether another process belongs to this container."""
     name = "HOSTNAME_CONTAINER_FOLDER"
     try:
         return process.pid != os.getpid() and process.environ().get(name) == os.environ[name]

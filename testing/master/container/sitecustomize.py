@@ -21,7 +21,7 @@ GRACE_S = os.environ.get("HOSTNAME_CONTAINER_GRACE_S", "")
 
 
 def inside(path: str) -> str:
-    """Where a path of the container is on this machine."""
+    """Return the place of a container's path on this machine."""
     for root, folder in (("/run/determined/workdir", "workdir"), ("/run/determined", "run")):
         if path.startswith(root):
             return f"{FOLDER}/{folder}{path[len(root) :]}"

@@ -160,7 +160,7 @@ def train_with_workers(config: dict[str, Any]) -> None:
 
 
 def spawn_helpers() -> None:
-    """What a data loader with `multiprocessing_context="spawn"` does."""
+    """Start a process as a data loader with `multiprocessing_context="spawn"` does."""
     with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(abs, [-1]) == [1]
 

@@ -18,7 +18,7 @@ RANK = os.environ["RANK"]
 
 
 def mapped_blocks() -> int:
-    """How many blocks the C library has mapped by themselves, outside of its heap."""
+    """Return the number of blocks that the C library has mapped outside of its heap."""
 
     class Mallinfo2(ctypes.Structure):
         _fields_ = [
@@ -33,7 +33,7 @@ def mapped_blocks() -> int:
 
 
 def is_mapped(size: int) -> bool:
-    """Whether a tensor of so many bytes gets a mapping of its own, given back when it is freed."""
+    """Return whether a tensor of so many bytes gets a mapping of its own, freed with it."""
     before = mapped_blocks()
     tensor = torch.empty(size, dtype=torch.uint8)
     return mapped_blocks() > before and tensor.numel() == size

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 
 import determined as det
@@ -12,12 +11,6 @@ from determined import core
 def main(context: core.Context, info: det.ClusterInfo) -> None:
     behaviour = info.trial.hparams["behaviour"]
     print(f"run {info.trial._trial_run_id} of a trial that {behaviour}", flush=True)
-    if behaviour == "fails" or (behaviour == "fails once" and info.trial._trial_run_id == 1):
-        sys.exit("as it was told to")
-    if behaviour == "is invalid":
-        raise det.InvalidHP("no such thing")
-    if behaviour == "leaves silently":
-        return
     where = [context.distributed.rank, info.container_rank, info.agent_id, os.environ["HOSTNAME"]]
     everywhere = context.distributed.allgather(where)
     print(f"meets {everywhere}", flush=True)
@@ -34,8 +27,6 @@ def main(context: core.Context, info: det.ClusterInfo) -> None:
         metrics = {"loss": 1.0 / op.length, "pid": os.getpid()}
         context.train.report_validation_metrics(op.length, metrics)
         op.report_completed({"loss": 1.0 / op.length, "of": behaviour})
-        if behaviour == "stays":
-            time.sleep(600)
 
 
 if __name__ == "__main__":

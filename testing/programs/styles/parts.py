@@ -1,4 +1,4 @@
-"""What the scripts of all styles share: their arguments, their data, a small model."""
+"""Parts of the scripts of all styles: arguments, data, a small model."""
 
 import argparse
 import itertools
@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
 
 
 def micro_batch(path: str) -> int:
-    """What a script reads that makes its own batches."""
+    """Configuration values of a script that makes its own batches."""
     with open(path) as file:
         return int(json.load(file)["train_micro_batch_size_per_gpu"])
 
@@ -92,7 +92,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def llama_settings() -> dict[str, Any]:
-    """Of a small Llama, for transformers."""
+    """Configuration of a small Llama, for transformers."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
