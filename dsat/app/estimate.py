@@ -18,7 +18,6 @@ from dsat.app.cards import Advice
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.simulation_engine import SimulationEngine
 from dsat.app.source import Source
-from dsat.engines.local import Host, find_machine
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
@@ -254,7 +253,7 @@ def _source(settings: EstimateSettings) -> Source:
                 where="command",
                 hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
             )
-        return source.with_known_config([Host(find_machine())], 1, survey.TIMEOUT_S)
+        return source
     return _model_of_configuration(settings, hf_config.find(settings.hf_config))
 
 

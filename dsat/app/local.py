@@ -15,6 +15,7 @@ from dsat.app.hosts import describe
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local.first_run import AdoptingEngine
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
 from dsat.engines.local.running import FULL_RUN_ID
@@ -146,7 +147,7 @@ class LocalSearch:
                     ready = replace(
                         self.ready, program=train_command.program_of(self.ready, self.run)
                     )
-                    self._engine = local_engine(ready, self.folder, cold=cold, at_once=self.at_once)
+                    self._engine = self._local_engine(ready, cold=cold)
                 else:
                     self._engine = make_engine(self.ready, self.folder)
                 drive(
@@ -165,6 +166,19 @@ class LocalSearch:
                     self._engine.close()
                 self._tuner.pause()
         write_files(self.ready, self.run, self.folder)
+
+    def _local_engine(self, ready: Prepared, *, cold: bool) -> Engine:
+        """The engine of this run's trials, the first of which may run already."""
+        make = functools.partial(local_engine, ready, self.folder, cold=cold, at_once=self.at_once)
+        if ready.first is None:
+            return make()
+        return AdoptingEngine(
+            ready.first,
+            make,
+            trials=self.trials,
+            run=self.folder,
+            num_slots=ready.num_slots,
+        )
 
     def _has_work(self) -> bool:
         """Whether anything is to be run; if not, what is known is only shown again."""
@@ -197,9 +211,10 @@ class LocalSearch:
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
             return None
-        if not isinstance(self._engine, LocalEngine):
+        engine = _local(self._engine)
+        if engine is None:
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        return _train(self._engine, best)
+        return _train(engine, best)
 
 
 class _Logs:
@@ -346,9 +361,17 @@ def needs_fresh_processes(run: Run) -> bool:
     return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
 
 
-def _survey(ready: Prepared, engine: Engine, tuner: Tuner) -> Basis:
+def _local(engine: Engine | None) -> LocalEngine | None:
+    """The local engine, or that behind the first run; None if it is another one."""
+    if isinstance(engine, AdoptingEngine):
+        return engine.engine
+    return engine if isinstance(engine, LocalEngine) else None
+
+
+def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
     assert tuner.run.profile is not None
-    if not isinstance(engine, LocalEngine):
+    engine = _local(engine)
+    if engine is None:
         note = "only the local engine simulates a script"
         return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
     if engine.needs_command:

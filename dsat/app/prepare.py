@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +16,9 @@ from dsat.app import source as sources
 from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
 from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
+from dsat.engines import places
 from dsat.engines.local import Host, Machine
+from dsat.engines.local.first_run import FirstRun
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
@@ -36,6 +40,7 @@ class Prepared:
         argv: the command line; None if it was no command line that asked for it.
         found: the hosts where trials run.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
+        first: the user's own command, which runs already and is the first trial.
     """
 
     argv: Sequence[str] | None
@@ -45,6 +50,7 @@ class Prepared:
     found: Hosts
     plan: Plan
     native: Autotuning | None = None
+    first: FirstRun | None = None
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -80,6 +86,8 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
         yield runs
     finally:
         for ready in runs:
+            if ready.first is not None:
+                ready.first.close()
             ready.found.release()
 
 
@@ -103,10 +111,30 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             hint="Leave it out, or use --engine determined.",
         )
     source = sources.read(settings)
-    with InstalledDeepSpeed() as deepspeed:
-        if source.config_known:
-            deepspeed.begin(source.experiment, source.program)
-        return _prepared(settings, argv, source, deepspeed)
+    first = None
+    if _may_run_first(settings, source):
+        _log.info("running your command as it is: %s", shlex.join(settings.command))
+        first = source.first_run(settings.trial_options(1), settings.slots)
+    try:
+        with InstalledDeepSpeed() as deepspeed:
+            if source.config_known and first is None:
+                deepspeed.begin(source.experiment, source.program)
+            return _prepared(settings, argv, source, deepspeed, first)
+    except BaseException:
+        if first is not None:
+            first.close()
+        raise
+
+
+def _may_run_first(settings: Settings, source: Source) -> bool:
+    """Decide whether the first trial is the command itself, on this machine."""
+    is_new = not (settings.dry_run or settings.resume)
+    if not is_new or settings.method in (TUNE, RUN) or not source.can_run_first():
+        return False
+    here = places.AUTO if settings.engine == places.AUTO else "local"
+    if here == places.AUTO:
+        here = places.detect(places.Environment(os.environ))
+    return here == "local" and settings.engine in (places.AUTO, "local")
 
 
 def _prepared(
@@ -114,17 +142,19 @@ def _prepared(
     argv: Sequence[str] | None,
     source: Source,
     deepspeed: InstalledDeepSpeed,
+    first: FirstRun | None,
 ) -> list[Prepared]:
     was_known = source.config_known
-    if not source.start_known:
-        if was_known:
-            deepspeed.check(source.experiment, source.program)
-        # Before the devices are looked at: what is wrong with the command is shown at once.
-        source = source.with_known_start(settings.trial_timeout_s)
+    # Before the devices are looked at: what is wrong with the command is shown at once.
+    if first is not None:
+        source = source.as_recorded(first)
+    else:
+        source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     with slow.told(_log, "looking at the accelerators"):
         found = find_hosts(settings.engine, source.program, settings.place_options)
     try:
-        return _prepared_on(found, settings, argv, source, deepspeed, was_known=was_known)
+        runs = _prepared_on(found, settings, argv, source, deepspeed, was_known=was_known)
+        return [replace(ready, first=first) for ready in runs]
     except BaseException:
         found.release()
         raise
@@ -165,7 +195,6 @@ def _prepared_on(
         given, args = settings.arg_mappings, source.program.args
         mappings = script_args.checked(given, args, where="--arg-mapping")
     source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
-    source = source.with_known_config(hosts, counts[0], settings.trial_timeout_s)
     if not was_known:
         deepspeed.check(source.experiment, source.program)
     runs = []

@@ -6,13 +6,12 @@ import logging
 import os
 import shlex
 import shutil
-import tempfile
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, command_recorder
+from dsat.engines.local.first_run import FirstRun
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
@@ -21,10 +20,10 @@ from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.settings import Target
-from dsat.values import slow
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
+_HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,93 @@ class Source:
     start_known: bool = True
     ds_config: Path | None = None
 
-    def with_known_start(self, timeout_s: float) -> Source:
-        """This with the program that its ranks run, for which the command may have to be run once.
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The user's own command; empty if an experiment is tuned."""
+        return self.program.started_by
+
+    def can_run_first(self) -> bool:
+        """Tell whether the command as it stands trains the user's own configuration.
+
+        Determined's launchers need its cluster, a hostfile's need other machines; lists of values,
+        an `autotuning` section and `--ds-config` are dsat's, and DeepSpeed would refuse them.
+        """
+        program = self.program
+        return (
+            bool(self.command)
+            and not (program.trial_class or program.hosts or self.ds_config)
+            and not any("determined" in word for word in self.command)
+            and not (self.experiment.choices or "autotuning" in self.experiment.ds_config)
+            and not _HIDE_THE_HOOK.intersection(program.python_options)
+        )
+
+    def first_run(self, options: TrialOptions, slots: int | None) -> FirstRun:
+        """Begin the user's command as the first trial.
+
+        Args:
+            options: of the measurement.
+            slots: that the user gave; a command without a launcher is started so many times.
+        """
+        ranks = self._ranks(slots)
+        return FirstRun(
+            self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
+        )
+
+    def _ranks(self, slots: int | None) -> int | None:
+        """Ranks of a script without a launcher; None if the command starts them itself."""
+        program = self.program
+        launched = program.slots or program.takes_all_slots or program.one_thread
+        is_plain = self.start_known and not (launched or program.passes_local_rank)
+        return (slots or 1) if is_plain else None
+
+    def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
+        """Return this with its program and configuration, for which the command may have to run.
+
+        Args:
+            timeout_s: until its training begins.
+            slots: that the user gave.
 
         Raises:
             UserInputError: the command is not one training on one machine.
             ScriptFailed: it does not come to its training.
         """
-        if self.start_known:
+        if self.start_known and self.config_known:
             return self
-        command = self.program.started_by
-        _log.info("running `%s` once, to see how it starts its training", shlex.join(command))
-        folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-        ranks = command_recorder.record(command, Path.cwd(), folder, timeout_s=timeout_s)
-        shutil.rmtree(folder)  # of a command that failed it holds the log
-        cores = os.sched_getaffinity(0)
-        program = recorded_start.program_of(ranks, command, os.environ, cores)
-        program = replace(program, started_in=str(Path.cwd()))
-        _log.info("%s", _recognised(program))
+        _log.info("running `%s` up to its training, to see how it starts", shlex.join(self.command))
+        # On several hosts the script alone tells its configuration.
+        own = not self.program.hosts
+        run = FirstRun(
+            self.command if own else self.program.command(),
+            Path.cwd(),
+            timeout_s=timeout_s,
+            ranks=self._ranks(slots) if own else 1,
+        )
+        try:
+            return (
+                _of_start(self, run.ranks(), self.program)
+                if self.start_known
+                else self.as_recorded(run)
+            )
+        finally:
+            run.close()
+
+    def as_recorded(self, run: FirstRun) -> Source:
+        """Return this with the program and the configuration that a run of the command shows.
+
+        Raises:
+            UserInputError: the command is not one training on one machine.
+            ScriptFailed: it does not come to its training.
+        """
+        ranks, cores = run.ranks(), os.sched_getaffinity(0)
+        program = recorded_start.program_of(ranks, self.command, run.env, cores)
+        program = replace(
+            program,
+            started_in=str(Path.cwd()),
+            devices=self.program.devices,
+            not_devices=self.program.not_devices,
+        )
+        if not self.start_known or program.needs_command:
+            _log.info("%s", _recognised(program))
         return _of_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
@@ -82,27 +150,6 @@ class Source:
             slots = given or program.slots or (available if program.takes_all_slots else 1)
         check_ranks(program, slots)
         return slots
-
-    def with_known_config(
-        self,
-        hosts: Sequence[Host],
-        slots: int,
-        timeout_s: float,
-    ) -> Source:
-        """This with its DeepSpeed configuration, for which the script may have to be asked.
-
-        Raises:
-            ScriptFailed: the script does not come so far.
-        """
-        if self.config_known:
-            return self
-        own = self.experiment
-        with slow.told(_log, "asking your script for its DeepSpeed configuration"):
-            captured = _capture(own, self.program, hosts, slots, timeout_s)
-        assert not isinstance(own.entrypoint, str)
-        known = experiments.of_dict(own.entrypoint, own.name, own.model_dir, captured)
-        known = replace(known, arg_mappings=own.arg_mappings)
-        return replace(self, experiment=known, config_known=True)
 
 
 def read(target: Target) -> Source:
@@ -128,7 +175,9 @@ def read(target: Target) -> Source:
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.of_command(target.command, _name(program), folder, config)
     known = config is not None or bool(program.trial_class)
-    return Source(experiment, program, is_command=True, config_known=known)
+    program = replace(program, started_by=_command_of(target, is_known=True))
+    given = None if program.config_path is not None else target.ds_config
+    return Source(experiment, program, is_command=True, config_known=known, ds_config=given)
 
 
 def read_experiment(target: Target) -> Experiment:
@@ -185,15 +234,8 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 def _unknown(target: Target) -> Source:
     """A command of which only its own start tells more."""
-    command = list(target.command)
-    env = entrypoints.take_assignments(command)
-    if shutil.which(command[0]) is None:
-        raise UserInputError(
-            "there is no such command", where=command[0], hint="Give it as you type it in a shell."
-        )
-    if env:  # as a shell has them
-        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
-    program = Entrypoint(started_by=tuple(command))
+    command = _command_of(target, is_known=False)
+    program = Entrypoint(started_by=command)
     experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), None)
     return Source(
         experiment,
@@ -205,10 +247,39 @@ def _unknown(target: Target) -> Source:
     )
 
 
+def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
+    """The command as a program can start it.
+
+    Raises:
+        UserInputError: there is no such program.
+    """
+    command = list(target.command)
+    env = entrypoints.take_assignments(command)
+    if is_known and command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    elif is_known and command[0].startswith("python"):  # of the environment that dsat is in
+        command = [sys.executable, *command[1:]]
+    elif shutil.which(command[0]) is None:
+        command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
+    if shutil.which(command[0]) is None:
+        raise UserInputError(
+            "there is no such command",
+            where=Path(command[0]).name,
+            hint="Give it as you type it in a shell.",
+        )
+    if env:  # as a shell has them
+        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
+    return tuple(command)
+
+
 def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
     """What a command runs, with the configuration that its training was given."""
     first = min(ranks, key=lambda rank: rank.rank)
-    folder, name, words = Path(first.cwd), _name(program), list(program.started_by)
+    folder, name = Path(first.cwd), _name(program)
+    words = list(program.started_by)
+    if source.start_known:
+        assert not isinstance(source.experiment.entrypoint, str)
+        words = list(source.experiment.entrypoint)
     if not folder.is_dir():  # the command has removed it at its end
         folder = Path(program.started_in)
     named = program.config_path
@@ -243,25 +314,6 @@ def _recognised(program: Entrypoint) -> str:
     shown = shlex.join(["python", *words, *program.args])
     python = f" with {program.interpreter}" if program.interpreter else ""
     return f"it starts {ranks} of `{shown}`{python}; from now on dsat starts them itself"
-
-
-def _capture(
-    experiment: Experiment,
-    program: Entrypoint,
-    hosts: Sequence[Host],
-    slots: int,
-    timeout_s: float,
-) -> dict[str, Any]:
-    """What the script itself passes to `deepspeed.initialize`."""
-    options = LocalOptions(TrialOptions(timeout_s=timeout_s), cold=True)
-    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-    engine = LocalEngine(experiment, program, hosts, folder, options, slots_per_trial=slots)
-    try:
-        config = engine.capture_config()
-    finally:
-        engine.close()
-    shutil.rmtree(folder)  # of a script that failed it holds the log
-    return config
 
 
 def _name(program: Entrypoint) -> str:

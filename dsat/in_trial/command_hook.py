@@ -15,16 +15,29 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dsat.in_trial.start_recorder import AfterImport, run_hidden_sitecustomize
+# What dsat needs and the environment may lack; never in front of what it has.
+if __name__ == "sitecustomize":
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare"))
+
+from dsat.in_trial.start_recorder import (
+    FOLDER_VARIABLE,
+    AfterImport,
+    run_hidden_sitecustomize,
+    what_records,
+)
 
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
 CHANGES_FILE = "command.json"  # what is different in the trial, in its folder
 _LOCAL_RANK = "--local_rank="
+_Adapters = dict[str, Callable[[ModuleType], None]]
 
 
 def _change_for_trial(folder: str) -> None:
     """Gives the script the arguments and variables of the trial, if it has those that were seen."""
-    with open(os.path.join(folder, CHANGES_FILE), encoding="utf-8") as file:
+    path = os.path.join(folder, CHANGES_FILE)
+    if not os.path.exists(path):  # the first run, which is as the user has it
+        return
+    with open(path, encoding="utf-8") as file:
         changes = json.load(file)
     seen, wanted = changes["args"]
     own = sys.argv[1:]
@@ -38,7 +51,7 @@ def _change_for_trial(folder: str) -> None:
         os.environ.update(wanted)
 
 
-def _rank_of_trial(folder: str) -> dict[str, Callable[[ModuleType], None]]:
+def _rank_of_trial(folder: str) -> _Adapters:
     """What makes a process a rank, once it imports what ranks import, whichever comes first."""
 
     def begin(module: ModuleType) -> None:
@@ -68,6 +81,20 @@ def _rank_of_trial(folder: str) -> dict[str, Callable[[ModuleType], None]]:
     }
 
 
+def _both(first: _Adapters, then: _Adapters) -> _Adapters:
+    """Join what adapts modules by their names."""
+
+    def one_after_the_other(name: str) -> Callable[[ModuleType], None]:
+        def adapt(module: ModuleType) -> None:
+            for each in (first, then):
+                if name in each:
+                    each[name](module)
+
+        return adapt
+
+    return {name: one_after_the_other(name) for name in {**first, **then}}
+
+
 def _tell(what: str, *arguments: Any) -> None:
     """Has the process tell its end, if it has come so far that it may be a rank."""
     module: Any = sys.modules.get("dsat.in_trial.command_rank")
@@ -80,6 +107,9 @@ def _install() -> None:
     if trial is not None:
         _change_for_trial(trial)
         adapt = _rank_of_trial(trial)
+        records = os.environ.get(FOLDER_VARIABLE)
+        if records is not None:
+            adapt = _both(what_records(records, __file__, goes_on=True), adapt)
         for name in adapt.keys() & sys.modules.keys():
             adapt[name](sys.modules[name])
         sys.meta_path.insert(0, AfterImport(adapt))

@@ -26,15 +26,19 @@ from dsat.in_trial import config_injection, determined_shim, failures, loopback
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank import (
     DOING_FILE,
+    MODULES_FILE,
     SPEC_FILE,
     Doing,
     RankSpec,
+    default_local_rank,
     lay_over,
+    libraries,
     step_counter,
     tell_of_compiling,
     write_outcome,
 )
 from dsat.in_trial.start_recorder import rank_and_size
+from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
 # In the trial's folder.
@@ -78,12 +82,15 @@ class CommandRank:
         self._meters: list[Meter] = []
         self._engine_in: int | None = None  # a process that is forked from a rank is none
         self._count: Callable[[int], None] | None = None
+        self._known, self._env = set(sys.modules), dict(os.environ)
 
     def prepare(self) -> None:
         """Adapts DeepSpeed and what else the script uses, as in any rank."""
         import deepspeed  # noqa: F401  (it may be transformers that was imported first)
         import torch
 
+        if self._spec.own:
+            self._spec = _with_own_devices(self._spec)
         # As in an activated environment: another version of ninja would compile everything anew.
         programs, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
@@ -108,6 +115,7 @@ class CommandRank:
 
         sys.excepthook = hook
         atexit.register(self.ended)
+        self._env = dict(os.environ)
 
     def failed(self, error: BaseException) -> None:
         """Tells with what this process ends."""
@@ -147,10 +155,12 @@ class CommandRank:
     def _begin_engine(self, arguments: Mapping[str, Any]) -> None:
         self._engine_in = os.getpid()
         _, size = rank_and_size()
+        if self._spec.own and self._spec.threads:  # slots are cores: those that a trial has
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:size])
         if size == 1:  # no launcher told it, and DeepSpeed would look for one
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
-                os.environ.setdefault(name, value)
+                self._env[name] = os.environ.setdefault(name, value)
         with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
 
@@ -162,6 +172,9 @@ class CommandRank:
     def _tell(self, outcome: Outcome) -> None:
         rank, _ = rank_and_size()
         write_outcome(self._folder, rank, outcome)
+        if outcome.ok and rank == 0 and self._spec.own:
+            names = libraries(self._known, self._env)
+            write_atomically(self._folder / MODULES_FILE, json.dumps(names))
         if not (self._has_engine and self._meters):
             return  # the command goes on as it would
         if rank == 0 or not outcome.ok:
@@ -173,3 +186,23 @@ class CommandRank:
             stream.flush()
         time.sleep(_IS_ENDED_WITHIN_S)
         os._exit(0)
+
+
+def _with_own_devices(spec: RankSpec) -> RankSpec:
+    """The specification of the user's own run, with what only its processes know of the devices."""
+    from deepspeed.accelerator import get_accelerator
+
+    on_cpu = get_accelerator().is_synchronized_device()
+    if spec.task["slots"] > 1:  # dsat started them, with no launcher that passes --local_rank
+        default_local_rank(os.environ["LOCAL_RANK"])
+    slots = rank_and_size()[1]
+    return replace(
+        spec,
+        task={
+            **spec.task,
+            "slots": slots,
+            "devices": [] if on_cpu else list(map(str, range(slots))),
+        },
+        threads=1 if on_cpu else None,
+        cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
+    )

@@ -12,14 +12,12 @@ import base64
 import copy
 import functools
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.errors import InvalidTrial
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
 
@@ -154,44 +152,6 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
         _replace(arguments, passed, config, path)
 
     on_initialize(inject)
-
-
-class ConfigCaptured(SystemExit):
-    """Ends the training script once its configuration is known, with exit status 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-def capture(keep: Callable[[str], None]) -> None:
-    """Ends the script at the first engine that trains, once its configuration is kept.
-
-    Args:
-        keep: called with the configuration as the script passes it, as JSON.
-
-    Raises:
-        InvalidTrial: in the script, if the configuration is no JSON.
-    """
-    captured: list[str] = []
-
-    def take(arguments: dict[str, Any]) -> None:
-        if captured:  # the script has caught the SystemExit that was to end it
-            os._exit(0)
-        passed = passed_config(arguments)
-        if passed is None or not trains(arguments, passed):
-            return
-        try:
-            text = json.dumps(passed.content, allow_nan=False, indent=2)
-        except (TypeError, ValueError) as error:
-            raise InvalidTrial(
-                f"the configuration that the script passes to deepspeed.initialize cannot be "
-                f"written as JSON: {error}. Give dsat the configuration as a file (--ds-config)"
-            ) from error
-        captured.append(text)
-        keep(text + "\n")
-        raise ConfigCaptured
-
-    on_initialize(take)
 
 
 def _replace(

@@ -40,14 +40,15 @@ class TrainerSettings:
     """What the Trainer of a trial must use.
 
     Attributes:
-        config_path: of the trial's DeepSpeed configuration.
+        config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
+            batch sizes.
         micro_batch, gas: its batch sizes.
         gradient_checkpointing: None leaves it to the script.
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
     """
 
-    config_path: Path
+    config_path: Path | None
     micro_batch: int
     gas: int
     gradient_checkpointing: bool | None = None
@@ -89,6 +90,9 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
         _keep_short(args, settings.max_steps)
     if not (args.deepspeed or by_accelerate()):
         return warnings
+    if settings.config_path is None:
+        args.max_steps = _scheduled_steps(_own_config(args.deepspeed)) or args.max_steps
+        return warnings
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
@@ -108,6 +112,16 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     if wanted is not None:
         setattr(args, _checkpointing_field(args), wanted)
     return warnings
+
+
+def _own_config(given: Any) -> Mapping[str, Any]:
+    """The configuration in TrainingArguments; empty if it cannot be read, which DeepSpeed says."""
+    if isinstance(given, Mapping):
+        return given
+    try:
+        return dict(json.loads(Path(given).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _keep_short(args: Any, max_steps: int) -> None:

@@ -249,7 +249,7 @@ class Meter:
         """
         from deepspeed.accelerator import get_accelerator
 
-        spec = self.spec
+        spec = self.spec = self.spec.of_engine(engine)
         check_engine(engine, micro_batch=spec.micro_batch, gas=spec.gas, stage=spec.stage)
         self.attached = True
         self._engine = engine

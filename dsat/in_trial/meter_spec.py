@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dsat.values.codec import Recorded
 from dsat.values.trial import Trial, TrialKind, TrialOptions
@@ -18,7 +19,7 @@ class MeterSpec(Recorded):
 
     Attributes:
         options: what holds for all trials of the run.
-        micro_batch, gas, stage, slots: what the engine must turn out to use.
+        micro_batch, gas, stage, slots: what the engine must turn out to use; 0 for what it does.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         measures: the figures are for comparing; False where the profile alone is wanted.
@@ -65,6 +66,20 @@ class MeterSpec(Recorded):
             fed_instead=trial.fed_instead,
             to_beat=trial.to_beat,
             longest_s=trial.longest_s,
+        )
+
+    def of_engine(self, engine: Any) -> MeterSpec:
+        """The same with the batch sizes and the stage of an engine, where none are expected."""
+        if self.micro_batch:
+            return self
+        own = engine.train_micro_batch_size_per_gpu()
+        return replace(
+            self,
+            options=replace(self.options, own_micro_batch=own),
+            micro_batch=own,
+            gas=engine.gradient_accumulation_steps(),
+            stage=engine.zero_optimization_stage(),
+            slots=int(engine.world_size),
         )
 
     @property

@@ -44,7 +44,6 @@ from dsat.values.trial import Trial
 
 SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
-CAPTURED_FILE = "captured_ds_config.json"
 METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 DOING_FILE = "doing.txt"  # what takes its time in a trial, for people
@@ -75,21 +74,21 @@ class RankSpec:
         program: the entrypoint, its configuration path already the trial's own.
         task: the fields of `determined_shim.LocalTask`, its folder left out.
         meter: what to measure; None in a full-length run, which is not measured.
-        capture: the run is only to tell which configuration the script passes to DeepSpeed.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
         simulation_socket: the run is only for simulations of its model; the path of the socket
             where whoever wants them listens.
+        own: the script runs as the user has it; batch sizes and devices are those that it takes.
     """
 
     trial: Mapping[str, Any]
     program: Mapping[str, Any]
     task: Mapping[str, Any]
     meter: Mapping[str, Any] | None
-    capture: bool = False
     cpu_memory_bytes: int | None = None
     threads: int | None = None
     simulation_socket: str | None = None
+    own: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,7 +119,7 @@ def run(folder: Path) -> NoReturn:
         doing.say("your script runs, up to its first optimizer step")
         config_injection.on_initialize(engines.append)
         _run_program(_program(spec.program))
-    except (TrialComplete, config_injection.ConfigCaptured, server.ScriptSimulated):
+    except (TrialComplete, server.ScriptSimulated):
         _leave(0)
     except SystemExit as stop:
         if simulations is not None:
@@ -164,17 +163,13 @@ def _prepare(
     determined_shim.install(determined_shim.LocalTask(**task))
     if spec.program["trial_class"]:
         determined_shim.adapt_trial_classes(on_cpu=not spec.task["devices"])
-    if spec.capture:
-        config_injection.capture(functools.partial(_keep, folder / CAPTURED_FILE, rank))
-        hf_trainer.install(None, _say, on_cpu=not spec.task["devices"])
-        return
     if simulations is not None:
         simulations.install()
 
     def complete(outcome: Outcome) -> None:
         write_outcome(folder, rank, outcome)
         if rank == 0:
-            write_atomically(folder / MODULES_FILE, json.dumps(_libraries(known, before)))
+            write_atomically(folder / MODULES_FILE, json.dumps(libraries(known, before)))
 
     on_step = step_counter(folder, doing) if rank == 0 and spec.meter is not None else None
     meters.extend(lay_over(spec, folder, complete, on_step))
@@ -199,7 +194,8 @@ def lay_over(
     path = folder / CONFIG_FILE
     if spec.meter is not None or spec.simulation_socket is not None:
         side_effects.install(folder, _say)
-    config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
+    if not spec.own:
+        config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     meters = []
     if spec.meter is not None:
         meters.append(install(MeterSpec.from_json(spec.meter), complete, on_step))
@@ -225,15 +221,10 @@ def step_counter(folder: Path, doing: Doing) -> Callable[[int], None]:
     return count
 
 
-def _keep(path: Path, rank: int, text: str) -> None:
-    if rank == 0:
-        write_atomically(path, text)
-
-
 def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> None:
     trial = Trial.from_json(spec.trial)
     settings = hf_trainer.TrainerSettings(
-        config_path=folder / CONFIG_FILE,
+        config_path=None if spec.own else folder / CONFIG_FILE,
         micro_batch=trial.batch.micro_batch,
         gas=trial.batch.gas,
         gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
@@ -260,7 +251,7 @@ def _run_program(program: Entrypoint) -> None:
     if program.passes_local_rank:
         args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _default_local_rank(os.environ["LOCAL_RANK"])
+        default_local_rank(os.environ["LOCAL_RANK"])
     if program.trial_class:
         from determined.exec import harness
 
@@ -279,7 +270,7 @@ def _run_program(program: Entrypoint) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def _default_local_rank(local_rank: str) -> None:
+def default_local_rank(local_rank: str) -> None:
     """A script that is started without a launcher may yet have the flag that DeepSpeed's sets.
 
     Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.
@@ -297,9 +288,7 @@ def _default_local_rank(local_rank: str) -> None:
 
 def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter]) -> NoReturn:
     """The script came to its own end."""
-    if spec.simulation_socket is not None or (
-        spec.capture and not (folder / CAPTURED_FILE).exists()
-    ):
+    if spec.simulation_socket is not None:
         problem = "the script ended without calling deepspeed.initialize with an optimizer"
         _write_failure(folder, rank, InvalidTrial(problem))
         _leave(FAILED)
@@ -408,7 +397,7 @@ def tell_of_compiling(doing: Doing) -> None:
     OpBuilder.jit_load = told
 
 
-def _libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     """Modules of installed packages, in the order in which the program came to import them, if they
     may be imported before it starts. Some packages import most of theirs only when they are used.
 

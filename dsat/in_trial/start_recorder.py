@@ -42,10 +42,11 @@ _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
 class _Recorder:
     """What this process will tell of its start."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, hook: str, *, goes_on: bool) -> None:
         self._folder = folder
+        self._goes_on = goes_on
         self._pid = os.getpid()
-        self._env = _without_this(os.environ)
+        self._env = _without(hook, os.environ)
         self._cwd = os.getcwd()
         self._argv = list(sys.argv)
         self._cores = sorted(os.sched_getaffinity(0))
@@ -100,6 +101,8 @@ class _Recorder:
         os._exit(RECORDED_STATUS)
 
     def _record(self, config: dict[str, Any]) -> None:
+        if self._told and self._goes_on:
+            return
         if self._told:  # the script caught what was to end it
             os._exit(RECORDED_STATUS)
         self._told = True
@@ -127,6 +130,8 @@ class _Recorder:
             record["config_problem"] = str(error)
         path = os.path.join(self._folder, f"{RECORD_PREFIX}{record['parent']}-{os.getpid()}.json")
         _write(path, record)
+        if self._goes_on:
+            return
         self._wait_for_others(size)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -143,12 +148,12 @@ class _Recorder:
             time.sleep(0.02)
 
 
-def _without_this(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables as they would be without this recorder."""
-    own = os.path.dirname(os.path.abspath(__file__))
+def _without(hook: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables as they would be without the hook."""
+    own = (hook, os.path.join(os.path.dirname(hook), "packages"))
     found = {name: value for name, value in env.items() if name != FOLDER_VARIABLE}
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
-    kept = [entry for entry in entries if entry and os.path.abspath(entry) != own]
+    kept = [entry for entry in entries if entry and os.path.abspath(entry) not in own]
     return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
 
 
@@ -257,16 +262,29 @@ def run_hidden_sitecustomize(hiding: str) -> None:
         spec.loader.exec_module(module)
 
 
+def what_records(
+    folder: str, hook: str, *, goes_on: bool = False
+) -> dict[str, Callable[[ModuleType], None]]:
+    """Return what adapts modules, by their names, so that this process records its start.
+
+    Args:
+        folder: of the records.
+        hook: the file that runs at the start of the process.
+        goes_on: the training follows.
+    """
+    recorder = _Recorder(folder, os.path.dirname(os.path.abspath(hook)), goes_on=goes_on)
+    return {
+        "deepspeed": recorder.adapt_deepspeed,
+        "deepspeed.launcher.multinode_runner": recorder.adapt_deepspeed_runners,
+        "torch.distributed.launcher.api": recorder.adapt_torch_launcher,
+    }
+
+
 def _install() -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
-        recorder = _Recorder(folder)
-        adapt = {
-            "deepspeed": recorder.adapt_deepspeed,
-            "deepspeed.launcher.multinode_runner": recorder.adapt_deepspeed_runners,
-            "torch.distributed.launcher.api": recorder.adapt_torch_launcher,
-        }
-        sys.meta_path.insert(0, AfterImport(adapt))  # type: ignore[arg-type]
+        adapt = what_records(folder, __file__)
+        sys.meta_path.insert(0, AfterImport(adapt))
     run_hidden_sitecustomize(__file__)
 
 

@@ -65,7 +65,7 @@ def _inspect() -> Machine:
         visible_devices=tuple(variables),
         memory_bytes=min(device.total_bytes for device in idle),
         device_memory_bytes=tuple(device.total_bytes for device in idle),
-        expandable_segments=name == "cuda" and _has_nvml(),
+        expandable_segments=name == "cuda" and has_nvml(),
         left_out=(
             *broken,
             *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
@@ -115,7 +115,7 @@ class _Device:
         return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
 
 
-def _has_nvml() -> bool:
+def has_nvml() -> bool:
     """Return whether NVIDIA's management library is there.
 
     Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in

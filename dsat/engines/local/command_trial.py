@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dsat.engines.local.launch import ALLOCATOR_SETTINGS, Launch, allocator_is_set, log_files
@@ -22,18 +23,23 @@ from dsat.values.text import words_without_secrets
 
 
 def with_hook(
-    env: Mapping[str, str], folder: Path, *, packages: Sequence[Path] = ()
+    env: Mapping[str, str],
+    folder: Path,
+    *,
+    packages: Sequence[Path] = (),
+    source: ModuleType = command_hook,
 ) -> dict[str, str]:
-    """The environment in which every Python process of a command runs dsat's hook first.
+    """Environment in which every Python process of a command runs dsat's hook first.
 
     Args:
         env: of the command without it.
         folder: where the hook's own folder is made.
         packages: folders that processes may import from besides their own.
+        source: of the hook.
     """
     hook = folder.resolve() / "hook"
     hook.mkdir()
-    shutil.copyfile(command_hook.__file__, hook / "sitecustomize.py")
+    shutil.copyfile(str(source.__file__), hook / "sitecustomize.py")
     path = [str(hook), *filter(None, [env.get("PYTHONPATH")]), *map(str, packages)]
     return {**env, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 

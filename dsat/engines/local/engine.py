@@ -22,7 +22,6 @@ from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_fo
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.retries import Again, Retries
 from dsat.engines.local.running import (
-    CAPTURE_ID,
     FULL_RUN_ID,
     SIMULATION_ID,
     Running,
@@ -32,10 +31,8 @@ from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.engines.local.views import VIEW, WorkingFolder
-from dsat.errors import ScriptFailed
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import (
-    CAPTURED_FILE,
     CONFIG_FILE,
     DOING_FILE,
     MODULES_FILE,
@@ -188,29 +185,6 @@ class LocalEngine:
         self._start(full, folder, None)
         return folder
 
-    def capture_config(self) -> dict[str, Any]:
-        """The DeepSpeed configuration that the script passes when nothing is laid over it.
-
-        Runs the script up to its first `deepspeed.initialize` with an optimizer. Nothing else may
-        be running.
-
-        Raises:
-            ScriptFailed: it fails before, takes too long, or never comes there.
-        """
-        folder, batch = self._folder / "capture", BatchTriple(1, 1, 1)
-        trial = Trial(CAPTURE_ID, TrialKind.PROFILE, "capture", 0, batch, overrides={})
-        self._start(trial, folder, None)
-        while not (ended := self.poll(_SIMULATION_POLL_S)):
-            pass
-        [(_, outcome)] = ended
-        if not outcome.ok:
-            raise ScriptFailed(
-                f"your script's DeepSpeed configuration could not be learned: {outcome.message}. "
-                f"Its log is {folder / 'stderr.log'}; or give the configuration as a file",
-                outcome.detail,
-            )
-        return ds_config.read(folder / CAPTURED_FILE)
-
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         """Starts the script so that its model can be simulated; takes no slot.
 
@@ -343,12 +317,11 @@ class LocalEngine:
         config, swap = leftovers.with_own_swap_folder(config, f"{self._folder.name}-{trial.name}")
         leftovers.make(swap)
         program = self._program
-        if trial.id != CAPTURE_ID:
-            config_path = folder / CONFIG_FILE
-            write_atomically(config_path, json.dumps(config, indent=2) + "\n")
-            program = program.for_config(
-                str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
-            )
+        config_path = folder / CONFIG_FILE
+        write_atomically(config_path, json.dumps(config, indent=2) + "\n")
+        program = program.for_config(
+            str(config_path.resolve()), config, trial.script_args, self._experiment.arg_mappings
+        )
         launch = Launch(
             experiment=self._experiment,
             program=program,
@@ -361,7 +334,6 @@ class LocalEngine:
             seed=self._options.seed,
             cold=self._retries.cold,
             cpu_memory_bytes=self._options.trial.slot_memory_bytes,
-            capture=trial.id == CAPTURE_ID,
             simulation_socket=start.simulation_socket,
             linger_s=None if trial.id == FULL_RUN_ID else _LINGER_S,
         )
@@ -469,7 +441,7 @@ class LocalEngine:
             return []
         self._start_waiting()
         if running.trial.profiles and outcome.ok:
-            self._warm_up_for(running.folder)
+            self.import_modules_of(running.folder)
             outcome = self._with_smallest_device(outcome)
         _bring_home(running.folder)
         outcome = self._retries.settle(running, outcome)
@@ -557,8 +529,8 @@ class LocalEngine:
             cannot_fork = self._supervisors.warm_up(imported, broken=broken)
             self._retries.hear_of_warm_up(cannot_fork)
 
-    def _warm_up_for(self, folder: Path) -> None:
-        """Has the supervisor import the libraries that the user's script imported."""
+    def import_modules_of(self, folder: Path) -> None:
+        """Import in advance what the user's script imported in a trial, whose folder this is."""
         if self._retries.cold:
             return
         try:

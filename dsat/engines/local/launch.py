@@ -56,7 +56,6 @@ class Launch:
         seed: `trial_seed` of Determined scripts.
         cold: each rank is a fresh Python process.
         cpu_memory_bytes: if given, what a rank may use in a measured run on a CPU.
-        capture: the run is only to tell which configuration the script passes to DeepSpeed.
         simulation_socket: path of the socket that simulations are asked for on, if they are.
         linger_s: how long processes may go on after the trial's end; None for ever.
     """
@@ -72,7 +71,6 @@ class Launch:
     seed: int
     cold: bool
     cpu_memory_bytes: int | None
-    capture: bool
     simulation_socket: Path | None
     linger_s: float | None
 
@@ -102,7 +100,6 @@ class Launch:
                 "devices": [] if self._machine.is_cpu else _devices(self.shares[0]),
             },
             meter=None if self.meter is None else self.meter.to_json(),
-            capture=self.capture,
             simulation_socket=None
             if self.simulation_socket is None
             else str(self.simulation_socket),

@@ -14,7 +14,6 @@ from dsat.values.trial import Trial
 
 # Of what is no trial of the search.
 FULL_RUN_ID = -1
-CAPTURE_ID = -2
 SIMULATION_ID = -3
 
 

@@ -13,7 +13,7 @@ from dsat.engines.local.launch import log_files
 from dsat.engines.local.running import FULL_RUN_ID, Running
 from dsat.in_trial import failures
 from dsat.in_trial.command_rank import PORTS_FILE
-from dsat.in_trial.rank import CAPTURED_FILE, METRICS_FILE, result_file
+from dsat.in_trial.rank import METRICS_FILE, result_file
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -33,7 +33,7 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     folder, statuses = running.folder, running.by_rank("statuses")
     duration_s = round(time.monotonic() - running.began_s, 3)
     done = running.trial.id == FULL_RUN_ID and not any(statuses)
-    if done or (folder / CAPTURED_FILE).exists():
+    if done:
         return Outcome(OutcomeKind.OK, duration_s=duration_s)
     found = measured(folder, duration_s)
     if found is not None:
@@ -41,12 +41,7 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     if running.canceled:
         return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
     if running.timed_out:
-        return Outcome(
-            OutcomeKind.TIMEOUT,
-            message=f"no result after {timeout_s:g} s; raise --trial-timeout?",
-            detail=log_tail(folder),
-            duration_s=duration_s,
-        )
+        return too_slow(folder, timeout_s, duration_s)
     if running.lost:
         return Outcome(OutcomeKind.ERROR, message=running.lost, duration_s=duration_s)
     if running.by_command:
@@ -54,6 +49,16 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     ranks_per_host = running.shares[0].ranks
     killed = running.by_rank("killed")
     return failed(folder, statuses, killed, duration_s, ranks_per_host=ranks_per_host)
+
+
+def too_slow(folder: Path, timeout_s: float, duration_s: float) -> Outcome:
+    """Outcome of a trial that was ended because of its time."""
+    return Outcome(
+        OutcomeKind.TIMEOUT,
+        message=f"no result after {timeout_s:g} s; raise --trial-timeout?",
+        detail=log_tail(folder),
+        duration_s=duration_s,
+    )
 
 
 def measured(folder: Path, duration_s: float) -> Outcome | None:

@@ -69,8 +69,13 @@ class WorkingFolder:
         """Notes what there is, before a trial that runs alone."""
         self._before = self._state()
 
-    def look(self) -> None:
-        """Notes what that trial has written, now that it has ended."""
+    def look(self, run: Path | None = None) -> None:
+        """Notes what that trial has written, now that it has ended.
+
+        Args:
+            run: the run's folder, if it was not known before.
+        """
+        self._run = self._run if run is None else run.resolve()
         before, after = self._before, self._state()
         self._before = None
         if before is None or after is None:

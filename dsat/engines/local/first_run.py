@@ -1,0 +1,391 @@
+"""The user's own command, run as it stands: it shows how ranks start, and is the first trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import wrapt
+
+import dsat
+from dsat.engines.local import trial_result
+from dsat.engines.local.accelerators import has_nvml
+from dsat.engines.local.command_trial import with_hook
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import ALLOCATOR_SETTINGS, allocator_is_set, log_files
+from dsat.engines.local.machine import Machine
+from dsat.engines.local.ports import free_ports
+from dsat.engines.local.supervisors import LOST, Supervisors
+from dsat.engines.local.views import WorkingFolder
+from dsat.errors import EngineError, ScriptFailed, UserInputError
+from dsat.in_trial import start_recorder
+from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
+from dsat.in_trial.loopback import ADDRESS, INTERFACES
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.rank import SPEC_FILE, RankSpec
+from dsat.inputs.ds_config import DSAT_MODE_KEY
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
+from dsat.values.files import write_atomically
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+
+_POLL_S = 0.1
+# A command that goes on after its training may start another one, which imports torch first.
+_REST_OF_THE_COMMAND_S = 20.0
+_BETWEEN_RANKS_S = 30.0
+_HERE = 0
+_ID = 0
+# The command starts before the devices are looked at, so that its own errors are shown at once.
+_NOT_LOOKED_AT = Machine(
+    accelerator="", device_name="", devices=(), visible_devices=(), memory_bytes=0
+)
+
+
+class FirstRun:
+    """One run of the user's command, begun when this is made.
+
+    Args:
+        command: the program with its arguments, as a person types it.
+        cwd: its working folder.
+        timeout_s: limit until its ranks are there, and of the whole run.
+        options: of the measurement; None ends the ranks as soon as they are recorded.
+        ranks: so many processes of the command, with the variables of a launcher; None for a
+            command that starts its ranks itself.
+
+    Attributes:
+        env: environment of the command, without the hook.
+        folder: logs, records and results.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        *,
+        timeout_s: float,
+        options: TrialOptions | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+        self._command = command
+        self._timeout_s = timeout_s
+        self._records = self.folder / "records"
+        self._records.mkdir()
+        self._began_s = time.monotonic()
+        self._status: int | None = None
+        self._canceled = self._timed_out = False
+        self._recorded: list[RankStart] = []
+        self.env: dict[str, str] = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "DSAT_TRIAL_DIR": str(self.folder),
+            start_recorder.FOLDER_VARIABLE: str(self._records),
+        }
+        [port] = free_ports(1)
+        self.env.update(INTERFACES, MASTER_ADDR=ADDRESS, MASTER_PORT=str(port))
+        if options is None:
+            hooked = with_hook(self.env, self.folder, source=start_recorder)
+        else:
+            hooked = self._measured_env(options, ranks or 0)
+        program = shutil.which(command[0])
+        assert program is not None, command[0]
+        self._working = WorkingFolder(cwd, self.folder)
+        self._supervisors = Supervisors([Host(_NOT_LOOKED_AT)], self.folder, env={})
+        self._supervisors.send(
+            _HERE,
+            {
+                "op": "launch",
+                "trial": _ID,
+                "folder": str(self.folder),
+                "cwd": str(cwd.resolve()),
+                "port": 0,
+                "command": [program, *command[1:]],
+                "ranks": [
+                    {"env": {**hooked, **_variables_of(rank, ranks)}, "cores": []}
+                    for rank in range(ranks or 1)
+                ],
+                "logs": log_files(0),
+                "linger_s": None,
+                "done": DONE_FILE,
+                "ports": PORTS_FILE,
+            },
+        )
+        if options is not None:
+            self._working.watch()
+
+    def _measured_env(self, options: TrialOptions, ranks: int) -> dict[str, str]:
+        """Environment of a run whose ranks go on to train and are measured."""
+        ports = free_ports(2)
+        if has_nvml() and not allocator_is_set(self.env):
+            self.env.update(ALLOCATOR_SETTINGS)
+        meter = MeterSpec(
+            options,
+            micro_batch=0,
+            gas=0,
+            stage=0,
+            slots=0,
+            host_slots=len(os.sched_getaffinity(0)),
+            profile=True,
+        )
+        spec = RankSpec(
+            trial=Trial(_ID, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {}).to_json(),
+            program={**asdict(Entrypoint()), "slots": ranks},
+            task={
+                "trial_id": _ID,
+                "slots": ranks,
+                "hosts": [ADDRESS],
+                "hparams": {DSAT_MODE_KEY: True},
+                "experiment_config": {"searcher": {"name": "custom"}},
+                "length": meter.longest,
+                "seed": 42,
+                "ports": ports,
+                "devices": [],
+            },
+            meter=meter.to_json(),
+            cpu_memory_bytes=options.slot_memory_bytes,
+            own=True,
+        )
+        write_atomically(self.folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+        packages, spare = self.folder / "packages", self.folder / "hook" / "spare"
+        hooked = with_hook(self.env, self.folder, packages=[packages])
+        packages.mkdir()
+        spare.mkdir()
+        (packages / "dsat").symlink_to(Path(dsat.__file__).parent)
+        (spare / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+        return hooked
+
+    def ranks(self) -> list[RankStart]:
+        """Wait for the command's ranks.
+
+        Returns:
+            How each of them was started, with the configuration that it passed.
+
+        Raises:
+            UserInputError: it is not one training on one machine.
+            ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
+        """
+        heard_at, count = time.monotonic(), 0
+        while True:
+            self._receive(_POLL_S)
+            self._check_nodes()
+            found, now = self._read(), time.monotonic()
+            numbers = [rank.rank for rank in found]
+            if len(set(numbers)) < len(numbers):
+                check_one_training(found)
+            if len(found) > count:
+                heard_at, count = now, len(found)
+            is_complete = bool(found) and len(found) >= found[0].size
+            if self._status is not None or (is_complete and self._is_measured):
+                break
+            limit_s = _REST_OF_THE_COMMAND_S if is_complete else _BETWEEN_RANKS_S
+            if now - heard_at > (limit_s if found else self._timeout_s):
+                break
+        self._recorded = self._read()
+        if not self._recorded:
+            raise self._failure()
+        return self._recorded
+
+    def is_of(self, trial: Trial) -> bool:
+        """Whether the command trains with the batch sizes of a trial."""
+        config = self._recorded[0].config or {} if self._recorded else {}
+        return trial.kind is TrialKind.BASELINE and all(
+            config[key] == value
+            for key, value in trial.batch.config().items()
+            if isinstance(config.get(key), int)
+        )
+
+    def poll(self, timeout_s: float) -> Outcome | None:
+        """The run's outcome; None while it goes on."""
+        self._receive(timeout_s)
+        if self._status is None and time.monotonic() - self._began_s > self._timeout_s:
+            self._timed_out = True
+            self._kill()
+        return None if self._status is None else self._outcome(self._status)
+
+    def cancel(self) -> None:
+        """End the run; its outcome follows."""
+        self._canceled = True
+        self._kill()
+
+    def move_to(self, folder: Path, run: Path) -> None:
+        """Give the files of a run that has ended to its trial.
+
+        Args:
+            folder: of the trial.
+            run: of the whole run, where later trials learn what the script wrote.
+        """
+        self._working.look(run)
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(self.folder, folder)
+
+    def close(self, *, keep_files: bool = False) -> None:
+        """End whatever runs, and remove the folder; that of a command that failed holds its log."""
+        self._supervisors.close()
+        if not keep_files:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _is_measured(self) -> bool:
+        return (self.folder / SPEC_FILE).exists()
+
+    def _receive(self, timeout_s: float) -> None:
+        if self._status is not None:
+            return
+        for _, message in self._supervisors.receive(timeout_s):
+            if message["event"] == LOST:
+                raise EngineError(message["reason"])
+            failed = [status for status in message["statuses"] if status]
+            self._status = failed[0] if failed else 0
+
+    def _kill(self) -> None:
+        self._supervisors.send(_HERE, {"op": "kill", "trial": _ID, "grace_s": 0})
+
+    def _outcome(self, status: int) -> Outcome:
+        duration_s = round(time.monotonic() - self._began_s, 3)
+        found = trial_result.measured(self.folder, duration_s)
+        if found is not None:
+            return found
+        if self._canceled:
+            return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
+        if self._timed_out:
+            return trial_result.too_slow(self.folder, self._timeout_s, duration_s)
+        ranks = max(1, len(self._recorded))
+        return trial_result.command_failed(self.folder, status, duration_s, ranks=ranks)
+
+    def _failure(self) -> ScriptFailed:
+        """The error of a command that never came to its training."""
+        status, log = self._status, trial_result.log_tail(self.folder)
+        if status is None:
+            problem = (
+                f"it did not call deepspeed.initialize within {self._timeout_s:g} s "
+                "(--trial-timeout)"
+            )
+        elif status:
+            problem = f"it ended with exit status {status} before it called deepspeed.initialize"
+        else:
+            problem = (
+                "it ended without a call of deepspeed.initialize in a Python process that takes "
+                "PYTHONPATH from its environment"
+            )
+        kept = Path(tempfile.mkdtemp(prefix="dsat-"))
+        for name in log_files(0):
+            if (self.folder / name).exists():
+                shutil.copy(self.folder / name, kept / name)
+        printed = self.folder / "stdout.log"
+        if not log and printed.exists():  # programs like make say there what went wrong
+            log = printed.read_text(errors="replace")[-4096:]
+        return ScriptFailed(
+            f"{self._command[0]}: {problem}. Its log is {kept / log_files(0)[1]}", log
+        )
+
+    def _check_nodes(self) -> None:
+        path = self._records / start_recorder.SEVERAL_NODES_FILE
+        if path.exists():
+            nodes = json.loads(path.read_text())["nodes"]
+            raise UserInputError(
+                f"starts a training on {nodes} nodes, and trials run on this machine",
+                where="command",
+                hint=ONE_NODE,
+            )
+
+    def _read(self) -> list[RankStart]:
+        paths = sorted(self._records.glob(f"{start_recorder.RECORD_PREFIX}*.json"))
+        return [RankStart.from_json(json.loads(path.read_text())) for path in paths]
+
+
+def _variables_of(rank: int, size: int | None) -> Mapping[str, str]:
+    """Variables that a launcher gives a rank; none where the command has its own."""
+    if size is None:
+        return {}
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    return numbers | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(size))
+
+
+class AdoptingEngine:
+    """An engine whose first trial runs already; it hands all others to an engine made then.
+
+    Args:
+        first: the run of the user's command.
+        make: makes the engine of the other trials, whose imports would disturb the first one.
+        trials: where trials have their folders.
+        run: folder of the run.
+        num_slots: of the machine.
+    """
+
+    def __init__(
+        self,
+        first: FirstRun,
+        make: Callable[[], LocalEngine],
+        *,
+        trials: Path,
+        run: Path,
+        num_slots: int,
+    ) -> None:
+        self._first: FirstRun | None = first
+        self._make = make
+        self._trials = trials
+        self._run = run
+        self._num_slots = num_slots
+        self._adopted: Trial | None = None
+        self._made: LocalEngine | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots if self._made is None else self._made.num_slots
+
+    @property
+    def engine(self) -> LocalEngine:
+        """The engine of the other trials; the first run ends before it is made."""
+        if self._made is None:
+            if self._first is not None:
+                self._first.close()
+                self._first = None
+            self._made = self._make()
+        return self._made
+
+    def launch(self, trial: Trial) -> None:
+        if self._first is None or self._adopted is not None or not self._first.is_of(trial):
+            self.engine.launch(trial)
+            return
+        self._adopted = trial
+        folder = self._trials / trial.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(self._first.folder)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        if self._adopted is None or self._first is None:
+            return self.engine.poll(timeout_s)
+        outcome = self._first.poll(timeout_s)
+        if outcome is None:
+            return []
+        first, self._first = self._first, None
+        first.close(keep_files=True)
+        folder = self._trials / self._adopted.name
+        first.move_to(folder, self._run)
+        if outcome.ok:
+            self.engine.import_modules_of(folder)
+        return [(self._adopted.id, outcome)]
+
+    def cancel(self, trial_id: int) -> None:
+        if self._adopted is not None and trial_id == self._adopted.id and self._first is not None:
+            self._first.cancel()
+        elif self._made is not None:
+            self._made.cancel(trial_id)
+
+    def close(self) -> None:
+        if self._first is not None:
+            self._first.close()
+        if self._made is not None:
+            self._made.close()
