@@ -150,6 +150,7 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
             Settings(
                 method="random",
                 metric="throughput",
+                dry_run=True,
                 command=words,
                 slots=case.ranks,
                 cold=case.cold,

@@ -28,7 +28,7 @@ def prepared(
     machine = cpu_machine(len(os.sched_getaffinity(0)))
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
-    [ready] = prepare(Settings(method="random", command=words, **settings))
+    [ready] = prepare(Settings(method="random", command=words, dry_run=True, **settings))
     return ready
 
 

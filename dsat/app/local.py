@@ -178,6 +178,7 @@ class LocalSearch:
             trials=self.trials,
             run=self.folder,
             num_slots=ready.num_slots,
+            config_of=ready.plan.config,
         )
 
     def _has_work(self) -> bool:

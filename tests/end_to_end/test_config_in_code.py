@@ -1,17 +1,19 @@
-"""Scripts that no argument tells their configuration: trials, full-length runs, capture."""
+"""Scripts that no argument tells their configuration: first runs, trials, full-length runs."""
 
 from __future__ import annotations
 
-import time
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from dsat.engines.local.first_run import FirstRun
 from dsat.engines.local.running import FULL_RUN_ID
-from dsat.errors import ScriptFailed
 from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialOptions
 from testing.local import (
     PATIENCE_S,
     PROGRAMS,
@@ -24,6 +26,7 @@ from testing.local import (
 
 pytestmark = pytest.mark.slow
 
+OPTIONS = TrialOptions(timeout_s=PATIENCE_S, warm_up_s=0.0, measured_s=0.0)
 WAYS = ("dict", "path", "args", "positional", "config_params")
 
 
@@ -82,69 +85,29 @@ def test_the_full_length_run_uses_it_too(single: Bench) -> None:
     }
 
 
-# -- learning the configuration
-
-OWN = read_json(PROGRAMS / "in_code" / "own.json")
-
-
-@pytest.fixture(scope="module")
-def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """An engine that is given no configuration."""
-    folder = tmp_path_factory.mktemp("unknown")
-    with bench_of("in_code", folder, ds_config={}, imported=True) as bench:
-        yield bench
-
-
-def learn(bench: Bench, way: str) -> dict[str, Any]:
-    (bench.folder / "way").write_text(way)
+@pytest.mark.parametrize("way", ["dict", "positional"])
+def test_a_first_run_learns_it_and_measures_it(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(PROGRAMS / "in_code", place)
+    (tmp_path / "way").write_text(way)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = FirstRun(
+        [sys.executable, "train.py"], place, timeout_s=PATIENCE_S, options=OPTIONS, ranks=1
+    )
     try:
-        return bench.engine.capture_config()
+        [rank] = run.ranks()
+        assert rank.config == read_json(place / "own.json")
+        while (outcome := run.poll(1.0)) is None:
+            pass
     finally:
-        assert processes_of(bench.folder / "capture") == []
-        assert not list((bench.folder / "capture").glob("facts*")), "it did not train"
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_configuration_in_code_is_learned(unknown: Bench, way: str) -> None:
-    assert learn(unknown, way) == OWN
-
-
-def test_all_ranks_end_when_it_is_learned(pair: Bench) -> None:
-    begin = time.monotonic()
-    assert learn(pair, "dict") == OWN
-    assert time.monotonic() - begin < 5
-
-
-@pytest.mark.parametrize(
-    ("way", "message", "detail"),
-    [
-        ("crash", "RuntimeError: the data are not there", 'raise RuntimeError("the data are'),
-        ("no initialize", "without calling deepspeed.initialize with an optimizer", ""),
-        ("no JSON", "cannot be written as JSON: Object of type dtype", ""),
-    ],
-)
-def test_why_a_configuration_cannot_be_learned(
-    unknown: Bench, way: str, message: str, detail: str
-) -> None:
-    with pytest.raises(ScriptFailed, match="could not be learned") as caught:
-        learn(unknown, way)
-    text = str(caught.value)
-    assert message in text and str(unknown.folder / "capture" / "stderr.log") in text
-    assert "\n" not in text
-    assert detail in caught.value.detail
-
-
-def test_a_script_that_hangs_before_its_configuration_is_ended(
-    unknown: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = unknown.engine._options
-    hasty = replace(options, trial=replace(options.trial, timeout_s=2.0))
-    monkeypatch.setattr(unknown.engine, "_options", hasty)
-    with pytest.raises(ScriptFailed, match="could not be learned: no result after 2 s"):
-        learn(unknown, "hang")
-
-
-def test_trials_are_run_after_it(pair: Bench) -> None:
-    assert learn(pair, "dict") == OWN
-    trial = pair.trial("dict", micro_batch=4)
-    assert pair.run(trial).ok, pair.log(trial)
+        run.close(keep_files=True)
+    assert outcome.ok, (run.folder / "stderr.log").read_text()
+    assert outcome.metrics is not None and outcome.metrics.num_steps >= 5
+    assert outcome.profile is not None and outcome.profile.num_params > 0
+    run.move_to(tmp_path / "run" / "trials" / "own", tmp_path / "run")
+    left = {path.name for path in (tmp_path / "run" / "trials" / "own").iterdir()}
+    assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left
+    assert not {"records", "hook", "packages"} & left, "records hold variables"
+    assert not processes_of(run.folder) and not run.folder.exists()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection
 
 CONFIG: dict[str, Any] = {
@@ -215,41 +214,3 @@ def test_wrappers_compose(calls: Calls) -> None:
     initialize(None, "model", config=copy.deepcopy(OWN))
     assert seen == [{"args": None, "model": "model", "config": CONFIG}]
     assert calls.configs == [CONFIG]
-
-
-# -- capture
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    module = ModuleType("deepspeed")
-    module.initialize = Calls().initialize  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deepspeed", module)
-    kept: list[str] = []
-    config_injection.capture(kept.append)
-    return kept
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_capture_ends_the_script_at_its_configuration(
-    captured: list[str], tmp_path: Path, way: str
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        WAYS[way](tmp_path)
-    assert stop.value.code == 0
-    assert [json.loads(text) for text in captured] == [OWN]
-
-
-def test_capture_waits_for_an_engine_that_trains(captured: list[str]) -> None:
-    reference = {"train_micro_batch_size_per_gpu": 1}
-    assert initialize(model="model", config=reference) == "engine"
-    with pytest.raises(SystemExit):
-        initialize(model="model", model_parameters=[1], config={"train_batch_size": 2})
-    assert [json.loads(text) for text in captured] == [{"train_batch_size": 2}]
-
-
-@pytest.mark.parametrize("value", [object(), float("nan")])
-def test_capture_takes_json_only(captured: list[str], value: object) -> None:
-    with pytest.raises(InvalidTrial, match="cannot be written as JSON"):
-        initialize(model="model", config={**OWN, "value": value})
-    assert captured == []

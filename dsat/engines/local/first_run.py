@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import wrapt
 
@@ -19,7 +21,12 @@ from dsat.engines.local.accelerators import has_nvml
 from dsat.engines.local.command_trial import with_hook
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import ALLOCATOR_SETTINGS, allocator_is_set, log_files
+from dsat.engines.local.launch import (
+    ALLOCATOR_SETTINGS,
+    COMMAND_FILE,
+    allocator_is_set,
+    log_files,
+)
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.supervisors import LOST, Supervisors
@@ -29,12 +36,13 @@ from dsat.in_trial import start_recorder
 from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import SPEC_FILE, RankSpec
+from dsat.in_trial.rank import CONFIG_FILE, SPEC_FILE, RankSpec
 from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
@@ -76,6 +84,7 @@ class FirstRun:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-"))
         self._command = command
+        self._cwd = cwd.resolve()
         self._timeout_s = timeout_s
         self._records = self.folder / "records"
         self._records.mkdir()
@@ -105,7 +114,7 @@ class FirstRun:
                 "op": "launch",
                 "trial": _ID,
                 "folder": str(self.folder),
-                "cwd": str(cwd.resolve()),
+                "cwd": str(self._cwd),
                 "port": 0,
                 "command": [program, *command[1:]],
                 "ranks": [
@@ -223,6 +232,11 @@ class FirstRun:
             run: of the whole run, where later trials learn what the script wrote.
         """
         self._working.look(run)
+        for name in ("hook", "packages", "records"):  # records hold variables
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        words = shlex.join(words_without_secrets(self._command))
+        text = f"cd {shlex.quote(str(self._cwd))}\n{words}\n"
+        write_atomically(self.folder / COMMAND_FILE, text)
         if folder.is_symlink():
             folder.unlink()
         elif folder.exists():
@@ -269,14 +283,13 @@ class FirstRun:
         status, log = self._status, trial_result.log_tail(self.folder)
         if status is None:
             problem = (
-                f"it did not call deepspeed.initialize within {self._timeout_s:g} s "
-                "(--trial-timeout)"
+                f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
             )
         elif status:
-            problem = f"it ended with exit status {status} before it called deepspeed.initialize"
+            problem = f"ended with exit status {status} before it called deepspeed.initialize"
         else:
             problem = (
-                "it ended without a call of deepspeed.initialize in a Python process that takes "
+                "ended without a call of deepspeed.initialize in a Python process that takes "
                 "PYTHONPATH from its environment"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
@@ -286,9 +299,7 @@ class FirstRun:
         printed = self.folder / "stdout.log"
         if not log and printed.exists():  # programs like make say there what went wrong
             log = printed.read_text(errors="replace")[-4096:]
-        return ScriptFailed(
-            f"{self._command[0]}: {problem}. Its log is {kept / log_files(0)[1]}", log
-        )
+        return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:
         path = self._records / start_recorder.SEVERAL_NODES_FILE
@@ -322,6 +333,7 @@ class AdoptingEngine:
         trials: where trials have their folders.
         run: folder of the run.
         num_slots: of the machine.
+        config_of: returns the whole configuration of a trial's overrides.
     """
 
     def __init__(
@@ -332,13 +344,16 @@ class AdoptingEngine:
         trials: Path,
         run: Path,
         num_slots: int,
+        config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
+        self._config_of = config_of
         self._first: FirstRun | None = first
         self._make = make
         self._trials = trials
         self._run = run
         self._num_slots = num_slots
         self._adopted: Trial | None = None
+        self._imported_by: Path | None = None
         self._made: LocalEngine | None = None
 
     @property
@@ -353,6 +368,8 @@ class AdoptingEngine:
                 self._first.close()
                 self._first = None
             self._made = self._make()
+            if self._imported_by is not None:
+                self._made.import_modules_of(self._imported_by)
         return self._made
 
     def launch(self, trial: Trial) -> None:
@@ -363,6 +380,8 @@ class AdoptingEngine:
         folder = self._trials / trial.name
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.symlink_to(self._first.folder)
+        text = json.dumps(self._config_of(trial.overrides), indent=2) + "\n"
+        write_atomically(folder / CONFIG_FILE, text)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._adopted is None or self._first is None:
@@ -374,8 +393,7 @@ class AdoptingEngine:
         first.close(keep_files=True)
         folder = self._trials / self._adopted.name
         first.move_to(folder, self._run)
-        if outcome.ok:
-            self.engine.import_modules_of(folder)
+        self._imported_by = folder
         return [(self._adopted.id, outcome)]
 
     def cancel(self, trial_id: int) -> None:

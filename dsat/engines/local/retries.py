@@ -63,6 +63,7 @@ class Retries:
         self._took_command = False
         self._fell_back = False
         self._aborts_by_itself = False
+        self._proven = False  # a trial that dsat started has trained
         self._cannot_fork = ""
         self._starts: dict[int, int] = {}  # by trial, where one did not do
         self._moved: set[int] = set()
@@ -97,12 +98,13 @@ class Retries:
         warnings = list(outcome.warnings)
         if running.again_alone:
             warnings.append(BESIDE_OTHERS)
-        is_profile = running.trial.profiles
+        is_first = self._is_first(running)
+        self._proven |= outcome.ok
         if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
             # Aborted in fresh processes too: that was not the fork.
             self._aborts_by_itself = True
-            self._forgive(fell_back=self._fell_back and not is_profile)
-        if is_profile:
+            self._forgive(fell_back=self._fell_back and not is_first)
+        if is_first:
             self._forgive(fell_back=self._fell_back and not outcome.ok)
             if self._took_command:
                 warnings.append(COMMAND_AGAIN)
@@ -128,15 +130,20 @@ class Retries:
         no_fork = any(part in outcome.message for part in signs)
         if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
             return no_fork
-        return running.trial.profiles or no_fork
+        return (
+            no_fork or running.trial.profiles or (outcome.before_engine and self._is_first(running))
+        )
 
     def _may_be_the_start(self, running: Running, outcome: Outcome) -> bool:
         """Whether the script lacks something that the command which starts it would provide: it
         fails where the command did not when it was run."""
         ended = running.canceled or running.timed_out or running.by_command
-        is_profile = running.trial.profiles
         failed = outcome.kind is OutcomeKind.ERROR and outcome.before_engine
-        return self._has_command and is_profile and failed and not ended
+        return self._has_command and self._is_first(running) and failed and not ended
+
+    def _is_first(self, running: Running) -> bool:
+        """Decide whether nothing has shown yet that ranks which dsat starts can train."""
+        return running.trial.profiles or (self._has_command and not self._proven)
 
     def _elsewhere(self, running: Running, outcome: Outcome) -> Again | None:
         """A trial that lost a host is no worse for it, unless it was the trial that killed it: one
