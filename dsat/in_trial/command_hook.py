@@ -76,7 +76,7 @@ def _rank_of_trial(folder: str) -> _Adapters:
 
     return {
         "deepspeed": begin,
-        "transformers.training_args": begin,
+        "transformers": begin,  # its lazy package, before any module that is adapted
         "multiprocessing.process": watch,
     }
 

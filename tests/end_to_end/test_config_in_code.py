@@ -106,6 +106,7 @@ def test_a_first_run_learns_it_and_measures_it(
     assert outcome.ok, (run.folder / "stderr.log").read_text()
     assert outcome.metrics is not None and outcome.metrics.num_steps >= 5
     assert outcome.profile is not None and outcome.profile.num_params > 0
+    (tmp_path / "run").mkdir()
     run.move_to(tmp_path / "run" / "trials" / "own", tmp_path / "run")
     left = {path.name for path in (tmp_path / "run" / "trials" / "own").iterdir()}
     assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left

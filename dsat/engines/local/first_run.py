@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -49,6 +50,7 @@ _POLL_S = 0.1
 # A command that goes on after its training may start another one, which imports torch first.
 _REST_OF_THE_COMMAND_S = 20.0
 _BETWEEN_RANKS_S = 30.0
+_OF_AN_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _HERE = 0
 _ID = 0
 # The command starts before the devices are looked at, so that its own errors are shown at once.
@@ -286,7 +288,9 @@ class FirstRun:
                 f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
             )
         elif status:
+            said = next((x for x in reversed(log.splitlines()) if _OF_AN_ERROR.match(x)), "")
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
+            problem += f": {said}" if said else ""
         else:
             problem = (
                 "ended without a call of deepspeed.initialize in a Python process that takes "
