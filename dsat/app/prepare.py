@@ -28,8 +28,10 @@ from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.space.plan import Plan
 from dsat.values import slow
+from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
     source = sources.read(settings)
     first = None
     if _may_run_first(settings, source):
-        _log.info("running your command as it is: %s", shlex.join(settings.command))
+        _log.info("running your command as it is: %s", _shown(settings.command))
         first = source.first_run(settings.trial_options(1), settings.slots)
     try:
         with InstalledDeepSpeed() as deepspeed:
@@ -124,6 +126,11 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         if first is not None:
             first.close()
         raise
+
+
+def _shown(command: Sequence[str]) -> str:
+    """The beginning of a command, on one line."""
+    return " ".join(shlex.join(words_without_secrets(command)).split())[:_LONGEST_SHOWN]
 
 
 def _may_run_first(settings: Settings, source: Source) -> bool:
