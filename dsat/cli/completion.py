@@ -6,7 +6,6 @@ import argparse
 import os
 from typing import Any
 
-from dsat.app import past_runs
 from dsat.inputs.option import PATH, Option
 from dsat.space.knobs import KNOB_NAMES
 
@@ -37,6 +36,8 @@ def _set(action: argparse.Action, completer: Any) -> None:
 
 def _runs_and_paths(prefix: str, **_: Any) -> list[str]:
     from argcomplete.completers import FilesCompleter
+
+    from dsat.app import past_runs
 
     names = [folder.name for folder in past_runs.folders() if folder.name.startswith(prefix)]
     return [*names, *FilesCompleter()(prefix=prefix)]

@@ -1,4 +1,4 @@
-"""What the command says before and after a run."""
+"""Messages of the command line before and after a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsat.values.text import (
 
 
 class _Handler(logging.Handler):
-    """Messages of dsat above the table, as lines."""
+    """A handler that shows messages of dsat above the table, as lines."""
 
     def __init__(self, view: LiveView) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Handler(logging.Handler):
 
 @contextlib.contextmanager
 def messages_to(view: LiveView) -> Iterator[None]:
-    """Shows what dsat logs."""
+    """Show the messages that dsat logs."""
     log, handler = logging.getLogger("dsat"), _Handler(view)
     level = log.level
     log.addHandler(handler)
@@ -64,7 +64,7 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 
 def print_plan(ready: Prepared) -> None:
-    """What `--dry-run` shows."""
+    """Show what `--dry-run` would do."""
     plan, program = ready.plan, ready.program
     tuner = Tuner(plan, _Nowhere(), info=ready.info)
     first = tuner.next_trials(ready.num_slots)[0]
@@ -97,20 +97,22 @@ def print_plan(ready: Prepared) -> None:
 
 
 class _Nowhere:
-    """A journal for decisions that nobody will act on."""
+    """A journal for decisions that are not acted on."""
 
     def append(self, event: object) -> None:
         pass
 
 
 def print_json(value: Any) -> None:
-    """A result for programs, without what looks like a secret: who wants to train with it takes
-    `best_ds_config.json`."""
+    """Print a result for programs, without values that look like secrets.
+
+    `best_ds_config.json` has them, for training.
+    """
     print(json.dumps(values_without_secrets(value), indent=2), flush=True)
 
 
 def say_where_to(search: LocalSearch, view: LiveView) -> None:
-    """Where the result is, and what to do with it."""
+    """Show the path of the result, and the command to train with it."""
     if search.run.best is not None:
         view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
         line = without_secrets(train_command.line(search.ready, search.run, search.folder))
@@ -120,7 +122,7 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
-    """What to type to go on with a run that was interrupted."""
+    """Return the command that continues an interrupted run."""
     if ready.native is None:
         return f"Continue with the same command and: --run-dir {folder} --resume"
     deletes = (
@@ -129,8 +131,13 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
     return f"Continue with the same command{deletes}."
 
 
-def report(error: DsatError) -> int:
-    """Shows an error, below what the user's own script said of it; returns the exit status."""
+def report(error: Exception) -> int:
+    """Show an error, below the output of the user's own script, and return the exit status."""
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        error = DsatError(f"{name}{error.strerror or error}")
+    if not isinstance(error, DsatError):
+        return report_bug(error)
     detail = getattr(error, "detail", "")
     if detail:
         print(printable(detail.rstrip(), MOST_OF_A_LOG), file=sys.stderr)
@@ -139,10 +146,7 @@ def report(error: DsatError) -> int:
 
 
 def report_bug(error: Exception) -> int:
-    """Says that something went wrong that is nobody's fault but dsat's; returns the exit status.
-
-    What a developer needs of it goes into a file.
-    """
+    """Show that dsat itself is at fault, and keep the traceback in a file for its developers."""
     text = "".join(traceback.format_exception(error))
     said = printable("".join(traceback.format_exception_only(error)).strip(), 300)
     try:
@@ -162,7 +166,7 @@ def report_bug(error: Exception) -> int:
 
 
 def print_submission(ready: Submission) -> None:
-    """What `--dry-run` shows of a search on a cluster."""
+    """Show what `--dry-run` would submit to a cluster."""
     plan, at_once = ready.job.plan, ready.job.num_slots
     print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
     print(f"{plan.slots_per_trial} slots per trial, at most {at_once} slots at a time")

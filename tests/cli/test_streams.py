@@ -39,10 +39,10 @@ def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
 def test_a_bug_is_called_a_bug(tmp_path: Path) -> None:
     """With what developers need to know in a file, and nothing secret in it."""
     program = (
-        "import sys\nfrom dsat.cli import main\n"
+        "import sys\nfrom dsat.cli import commands, main\n"
         "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"
-        "main.prepared = fails\n"
-        "main.submit.where = lambda settings: type('C', (), {'master': None})\n"
+        "commands.prepared = fails\n"
+        "commands.submit.where = lambda settings: type('C', (), {'master': None})\n"
         "sys.exit(main.main(['asha', 'a.yaml', '.']))"
     )
     ended = subprocess.run(

@@ -1,0 +1,106 @@
+"""The commands: settings in, text and an exit status out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+
+from dsat.app import estimate, local, watch
+from dsat.app.prepare import Prepared, prepared
+from dsat.cli import output
+from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from dsat.cli.look import look
+from dsat.determined_cluster import submit
+from dsat.determined_cluster.select_master import Choice
+from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.look_settings import LookSettings
+from dsat.inputs.settings import Settings
+from dsat.report import summary
+from dsat.report.live_view import LiveView
+from dsat.report.verdict import verdict
+
+_CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
+
+
+def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -> int:
+    """Run one command and return the exit status.
+
+    Args:
+        settings: of the command.
+        argv: the words of the command line.
+    """
+    view = LiveView(sys.stderr if settings.json else sys.stdout)
+    with output.messages_to(view):
+        if isinstance(settings, EstimateSettings):
+            return _estimate(settings)
+        if not isinstance(settings, Settings):
+            return look(settings)
+        choice = submit.where(settings)
+        if choice.master is None:
+            return _tune_here(settings, argv, view)
+        if settings.watch:
+            raise UserInputError(
+                "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
+            )
+        return _tune_on_cluster(settings, choice, view)
+
+
+def _estimate(settings: EstimateSettings) -> int:
+    found = estimate.estimate(settings)
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    return EXIT_OK
+
+
+def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
+    ready = submit.prepare(settings, choice)
+    if settings.dry_run:
+        view.say(ready.where)
+        output.print_submission(ready)
+        return EXIT_OK
+    submitted = submit.submit(ready, detach=settings.detach)
+    if settings.json:
+        output.print_json(submitted.to_json())
+    if submitted.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
+
+
+def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
+    with prepared(settings, argv) as runs:
+        if settings.dry_run:
+            for ready in runs:
+                output.print_plan(ready)
+            return EXIT_OK
+        done, status = [], EXIT_OK
+        for ready in runs:
+            search, ended = _search(ready, view)
+            done.append(search)
+            status = max(status, ended)
+        if len(runs) > 1:
+            for search in local.compare(done):
+                slots = search.ready.plan.slots_per_trial
+                print(f"{slots} slots: {verdict(search.run)[0]}")
+        return status
+
+
+def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
+    with local.LocalSearch(ready) as search:
+        view.follow(search.folder, search.trials)
+        with contextlib.ExitStack() as watching:
+            if ready.settings.watch:
+                view.say(*watching.enter_context(watch.serving(search.folder)).told)
+            with view:
+                search.search(view)
+        if ready.settings.json:
+            output.print_json(summary.to_json(search.run, search.folder))
+        if search.profiled:
+            view.show_result(search.run)
+            output.say_where_to(search, view)
+        if search.interrupted:
+            return search, EXIT_INTERRUPTED
+        if search.failure is not None:
+            return search, output.report(search.failure)
+        search.train()
+        return search, EXIT_OK
