@@ -9,7 +9,6 @@ import pytest
 
 from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
 from dsat.engines import Engine
-from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.inputs import ds_config
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -118,26 +117,6 @@ def test_a_metric_of_the_scripts_own_is_no_measurement(metric: Any) -> None:
     [(_, outcome)] = engine.poll(0)
     assert outcome.kind is OutcomeKind.INVALID
     assert "its own searcher metric" in outcome.message
-
-
-def test_an_event_of_an_unknown_trial_changes_nothing() -> None:
-    engine = engine_of(FakeMaster())
-    stranger = "00000000-0000-0000-0000-000000000000"
-    engine.validated(stranger, {OUTCOME_KEY: {}})
-    engine.exited(stranger, canceled=True)
-    engine.closed(stranger)
-    assert engine.poll(0) == [] and engine.take_operations() == []
-
-
-def test_a_canceled_trial_is_lost_and_no_other() -> None:
-    engine = engine_of(FakeMaster())
-    for number in (1, 2):
-        engine.launch(trial(number))
-    engine.exited(engine.request_id(1), canceled=True)
-    engine.closed(engine.request_id(1))
-    [(number, outcome)] = engine.poll(0)
-    assert (number, outcome.kind) == (1, OutcomeKind.CANCELED)
-    assert engine.free_slots == 1
 
 
 def test_how_long_a_trial_took_is_what_it_says_then_what_the_master_says() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from dsat.determined_cluster import job as jobs
@@ -73,25 +72,12 @@ def test_the_runner_takes_no_slot_and_keeps_what_is_the_users(tmp_path: Path) ->
     assert not {"min_validation_period", "profiling"} & config.keys()
 
 
-def test_the_users_runner_configuration_wins(tmp_path: Path) -> None:
-    changes = {"resources": {"resource_pool": "cpus"}, "max_restarts": 1, "name": "search"}
-    config = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=7, changes=changes)
-    assert config["resources"] == {"slots_per_trial": 0, "resource_pool": "cpus"}
-    assert (config["max_restarts"], config["name"]) == (1, "search")
-
-
 def test_the_job_survives_its_file_and_holds_no_secret(tmp_path: Path) -> None:
     told = job(tmp_path, max_slots=8)
     path = tmp_path / jobs.JOB_FILE
     path.write_text(told.to_text())
     assert Job.read(path) == told
     assert SECRET not in told.to_text()
-
-
-def test_slots_at_once(tmp_path: Path) -> None:
-    assert job(tmp_path).num_slots == 12
-    assert job(tmp_path, max_slots=8).num_slots == 8
-    assert job(tmp_path, max_slots=100).num_slots == 12
 
 
 def test_the_custom_experiment_is_the_users_with_another_searcher(tmp_path: Path) -> None:
@@ -131,12 +117,6 @@ def test_restarts_of_trials_are_the_users_choice(tmp_path: Path) -> None:
     assert jobs.custom_config(told, 1, {})["max_restarts"] == 2
 
 
-def test_without_a_description_the_name_stands_for_it(tmp_path: Path) -> None:
-    found = user(tmp_path, description=None)
-    told = job(tmp_path, config=jobs.without_secrets(found.config))
-    assert jobs.custom_config(told, 3, {})["description"] == "(#3) generated - my-model"
-
-
 def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -> None:
     runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
     best = {"zero_optimization": {"stage": 2}}
@@ -149,16 +129,3 @@ def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -
     assert "_use_dsat_mode" not in config["hyperparameters"]
     assert config["description"].startswith(jobs.full_run_tag(17))
     assert not jobs.full_run_tag(17).startswith(jobs.search_tag(17))
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ("PAUSED", "paused"),
-        ("STOPPING_CANCELED", "being canceled"),
-        ("ACTIVE", "active"),
-        ("ERROR", "failed"),
-    ],
-)
-def test_an_experiments_state_is_said_in_words(state: str, words: str) -> None:
-    assert jobs.state_in_words(state) == words

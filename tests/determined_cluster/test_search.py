@@ -13,11 +13,10 @@ from dsat.determined_cluster.engine import CREATE, SHUTDOWN
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.report import format as fmt
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import TrialKind
 from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
-from testing.helpers import World, failed, plan_of, ran
+from testing.helpers import World, plan_of, ran
 from tests.tuning.test_finals_phase import Buckets, finals_plan
 
 OOM_LOG = "RuntimeError: CUDA error: out of memory"
@@ -245,30 +244,6 @@ def test_a_failed_profile_ends_the_experiment_as_failed() -> None:
     assert master.posted[-1] == (SHUTDOWN, "True")
     assert search.run.stop_reason == "the profile trial failed: KeyError: 'x'"
     assert search.run.outcomes[0].detail.startswith("Traceback")
-
-
-def test_as_many_trials_run_as_there_are_slots_for() -> None:
-    _, _, running = begun(slots=3)
-    assert len(running) == 3
-
-
-def test_the_journal_is_a_runs_journal() -> None:
-    theatre = Theatre(plan_of("binary", max_trials=6))
-    search = theatre.play()
-    run = Run(theatre.saved)
-    assert run.stop_reason == search.run.stop_reason
-    assert [t.kind for t in run.trials.values()][:2] == [TrialKind.PROFILE, TrialKind.BASELINE]
-    assert all(isinstance(trial, Trial) for trial in run.trials.values())
-
-
-def test_out_of_memory_makes_the_search_smaller() -> None:
-    search, master, [request_id, _] = begun()
-    trial = search.run.trials[master.active[request_id]]
-    assert trial.kind is TrialKind.BASELINE
-    master.report(request_id, metric_of(failed("OOM", "rank 1: out of memory")))
-    drain(search, master)
-    assert outcomes(search)[trial.id].kind is OutcomeKind.OOM
-    assert outcomes(search)[trial.id].message == "rank 1: out of memory"
 
 
 def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_pauses() -> None:

@@ -113,16 +113,6 @@ def test_a_wrong_password(
 
 
 @pytest.mark.usefixtures("master")
-def test_nobody_is_logged_in(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DET_USER")
-    monkeypatch.delenv("DET_PASS")
-    assert dsat() == 2
-    assert "does not accept your credentials" in refused(capsys)
-
-
-@pytest.mark.usefixtures("master")
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://", "ftp://x:y:z"])
 def test_no_master_at_the_address(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -197,12 +187,6 @@ def test_what_is_for_this_machine_only(
     assert f"{flag}: is for trials on this machine" in refused(capsys)
 
 
-@pytest.mark.usefixtures("master")
-def test_more_slots_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dsat("--slots", 4, "--max-slots", 2) == 2
-    assert "--max-slots" in refused(capsys)
-
-
 def test_the_plan_is_shown_without_asking_anybody(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,8 +195,3 @@ def test_the_plan_is_shown_without_asking_anybody(
     out = capsys.readouterr().out
     for fact in ("random search for the best throughput", "stage 1", "to upload: "):
         assert fact in out
-
-
-def test_a_master_that_nobody_configured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dsat("--engine", "determined") == 2
-    assert "localhost:8080" in refused(capsys)

@@ -38,11 +38,6 @@ def test_out_of_memory_on_one_rank_explains_the_others() -> None:
     assert (outcome.kind, outcome.message[:6]) == (OutcomeKind.OOM, "rank 1")
 
 
-def test_otherwise_the_first_to_fail_counts() -> None:
-    messages = [line(failed("INVALID", "first")), line(failed("ERROR", "second"))]
-    assert of_log(messages, failed=True) == failed("INVALID", "first")
-
-
 def test_only_the_last_run_of_a_trial_counts() -> None:
     messages = [line(failed("OOM"), run="5.a.0"), line(failed("ERROR", "x"), run="5.a.1")]
     assert of_log(messages, failed=True).kind is OutcomeKind.ERROR
@@ -143,17 +138,6 @@ def test_a_port_that_another_trial_has_taken(lines: list[str]) -> None:
 def test_a_measurement_needs_no_advice() -> None:
     messages = [*logged("warning: Address already in use, trying the next port"), line(ran(3.0))]
     assert of_log(messages, failed=True) == ran(3.0)
-
-
-def test_the_end_of_a_long_log_is_kept() -> None:
-    outcome = of_log(logged(*(f"line {n}" for n in range(100))), failed=True)
-    assert outcome.detail.splitlines() == [f"line {n}" for n in range(80, 100)]
-
-
-def test_an_end_without_anything() -> None:
-    outcome = of_log([], failed=False)
-    assert outcome.kind is OutcomeKind.INVALID and "dsat_reporting_context" in outcome.message
-    assert of_log([], failed=True) == Outcome(OutcomeKind.ERROR, message="the trial failed")
 
 
 def test_a_torn_line_is_none() -> None:

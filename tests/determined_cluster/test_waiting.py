@@ -19,13 +19,6 @@ def test_an_answer_that_takes_long_is_not_waited_for() -> None:
     assert poll.wait(30) and poll.result() == "events"
 
 
-def test_an_error_is_that_of_whoever_asks_for_the_answer() -> None:
-    poll = LongPoll(lambda: 1 // 0)
-    assert poll.wait(30)
-    with pytest.raises(ZeroDivisionError):
-        poll.result()
-
-
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
     """Return the result of each look, and the printed lines."""
     answers, now, said = list(states), [0.0], list[str]()
@@ -52,12 +45,6 @@ def test_trials_that_wait_for_slots_are_told_of_after_a_while_and_again() -> Non
 
 def test_a_short_wait_is_no_news() -> None:
     assert watched("QUEUED", "RUNNING", "QUEUED", "PULLING", "RUNNING")[1] == []
-
-
-def test_the_stages_of_a_start_are_one_wait() -> None:
-    assert watched("QUEUED", "QUEUED", "PULLING", "PULLING", "STARTING")[1] == [
-        "the image of the trials is being pulled (since 20 s)",
-    ]
 
 
 @pytest.mark.parametrize(

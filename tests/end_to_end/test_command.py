@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -358,10 +357,8 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     background = Background(command_of("asha", "tiny", run_dir, *options, config=config))
     background.until_events(run_dir, 6)  # the third trial runs
     below = background.below()
-    begin = time.monotonic()
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
-    assert time.monotonic() - begin < 30
     assert told.status == 130
     assert told.err == ""
     run = run_of(run_dir)
