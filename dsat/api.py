@@ -1,6 +1,6 @@
-"""The Python API: what the command line does, for programs and notebooks.
+"""The Python API: the command line for programs and notebooks.
 
-Takes the same words as the command line and has the same defaults. Nothing is printed, no signal
+It takes the same words as the command line and has the same defaults. Nothing is printed, no signal
 handler is installed, nothing exits: messages go to the logger `dsat`, errors are `DsatError`s.
 """
 
@@ -53,7 +53,7 @@ Callback = Callable[[Row], object]
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found, or has found so far; `str` of it says so in words.
+    """The result of a search, or its state so far; `str` of it is the verdict.
 
     A row is a trial as a plain mapping: `name`, `kind` ("profile", "baseline" or "search"),
     `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`, `outcome`
@@ -120,7 +120,7 @@ def tune(
     search_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Result:
-    """Finds the DeepSpeed configuration with which a training script runs fastest.
+    """Find the DeepSpeed configuration with which a training script runs fastest.
 
     Blocks until the search is over; Ctrl-C (the main thread's) ends it with the best so far. Other
     threads may call it too.
@@ -137,7 +137,7 @@ def tune(
         options: the options of the command line, by their names and with their defaults.
 
     Returns:
-        What was found.
+        The result.
 
     Raises:
         UserInputError: something of the arguments or the files is wrong.
@@ -159,7 +159,7 @@ def tune(
 
 
 def load_run(path: PathLike) -> Result:
-    """What a run found, or has found so far, from the journal in its folder.
+    """Read the result of a run, or its state so far, from the journal in its folder.
 
     Args:
         path: the run's folder, or its journal.
@@ -180,9 +180,10 @@ def load_run(path: PathLike) -> Result:
 
 
 def register_search(name: str, search: type[Search]) -> None:
-    """Makes an own search known to `tune` as `method=name`.
+    """Make a search of your own known to `tune` as `method=name`.
 
     Args:
+        name: of the method.
         search: a subclass of `dsat.search.Search`.
 
     Raises:
@@ -194,9 +195,10 @@ def register_search(name: str, search: type[Search]) -> None:
 
 
 def register_engine(name: str, make_engine: EngineFactory) -> None:
-    """Makes an own engine known to `tune` as `engine=name`.
+    """Make an engine of your own known to `tune` as `engine=name`.
 
     Args:
+        name: of the engine.
         make_engine: makes a `dsat.engines.Engine` from what is tuned (`experiment`, `program`,
             `plan`, `settings`) and the folder of the run. Trials' memory is predicted by formula.
 
@@ -211,7 +213,7 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
 def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
 ) -> Estimate:
-    """Tells what memory each ZeRO stage and offloading needs, without running a trial.
+    """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
         target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
@@ -319,7 +321,7 @@ class _Calls:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    """A row with its metrics as entries of their own."""
+    """Return a row with its metrics as entries of their own."""
     found = {key: value for key, value in row.items() if key != "metrics"}
     return {**found, **{f"metrics.{key}": value for key, value in row["metrics"].items()}}
 

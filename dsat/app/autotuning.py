@@ -1,4 +1,4 @@
-"""What `dsat tune` and `dsat run` mean: the `autotuning` section of DeepSpeed's own autotuner."""
+"""Settings of `dsat tune` and `dsat run`, from the `autotuning` section."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsat.space.plan import Plan
 
 
 def read(source: Source, method: str) -> Autotuning:
-    """The section of the configuration that the script's arguments name.
+    """Read the section of the configuration that the script's arguments name.
 
     Raises:
         UserInputError: they name none, or something of the section is wrong.
@@ -34,7 +34,7 @@ def read(source: Source, method: str) -> Autotuning:
 
 
 def arg_mappings(source: Source, section: Autotuning) -> Mapping[str, str]:
-    """The script's flags that follow settings.
+    """Return the script's flags that follow settings.
 
     Raises:
         UserInputError: the script does not get such a flag.
@@ -44,9 +44,10 @@ def arg_mappings(source: Source, section: Autotuning) -> Mapping[str, str]:
 
 
 def slot_counts(source: Source, available: int) -> Sequence[int]:
-    """The numbers of slots, each of which gets a search.
+    """Return the numbers of slots, each of which gets a search.
 
     Args:
+        source: the script and its configuration.
         available: if the command names no number.
 
     Raises:
@@ -60,13 +61,14 @@ def slot_counts(source: Source, available: int) -> Sequence[int]:
 
 
 def below(section: Autotuning, folder: str) -> Autotuning:
-    """The section with its results in a folder below the one that it names."""
+    """Return the section with its results in a folder below the one that it names."""
     return replace(
         section, results_dir=section.results_dir / folder, exps_dir=section.exps_dir / folder
     )
 
 
 def settings_of(settings: Settings, section: Autotuning, experiment: Experiment) -> Settings:
+    """Return the settings of the search that a section asks for."""
     options: dict[str, Any] = {"early_stopping": section.early_stopping}
     if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
@@ -95,7 +97,7 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
 
 
 def with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
-    """The plan without micro batches whose global batch would be smaller than asked for."""
+    """Return the plan without micro batches whose global batch would be too small."""
     if plan.max_train_batch_size is not None or plan.train_batch_size is not None:
         return plan  # the global batch is filled
     step = plan.own_batch.gas * plan.slots_per_trial

@@ -198,12 +198,13 @@ def estimate(settings: EstimateSettings) -> Estimate:
 def in_all_ways(
     name: str, base: Mapping[str, Any], simulator: Simulator, settings: EstimateSettings
 ) -> Estimate:
-    """The tables of a script's model.
+    """Return the tables of a script's model.
 
     Args:
         name: of the experiment, or of the command's script.
         base: the user's DeepSpeed configuration.
         simulator: of the script.
+        settings: the user's.
 
     Raises:
         UserInputError: activations are to be recomputed, and the model cannot be told to.
@@ -237,7 +238,7 @@ def _way(
 
 
 def _source(settings: EstimateSettings) -> Source:
-    """The user's script, or the one of ours that trains the model of a configuration."""
+    """Return the user's script, or our own that trains the model of a configuration."""
     if settings.hf_config is None:
         source = sources.read(settings)
         if source.start_known and source.config_known:
@@ -277,13 +278,13 @@ def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
 
 
 def _needs_simulation(config: Mapping[str, Any]) -> bool:
-    """Whether the closed form, which is Adam's, does not know the optimizer."""
+    """Tell optimizers that the closed form, which is Adam's, does not cover."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
     return not kind.lower().endswith(("adam", "adamw"))
 
 
 def ladder(base: Mapping[str, Any]) -> list[Strategy]:
-    """The rungs that DeepSpeed accepts with the user's other settings."""
+    """Return the rungs that DeepSpeed accepts with the user's other settings."""
     return [strategy for strategy in LADDER if strategy.stage >= ds_config.least_stage(base)]
 
 
@@ -333,7 +334,7 @@ def lines(
 
 
 def configuration(base: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
-    """The user's configuration with another strategy, and the micro steps that it asks for."""
+    """Return the user's configuration with another strategy, at its own micro steps."""
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
     gas = _gas(base, slots)
     merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))

@@ -32,12 +32,17 @@ def plan_of(
     slots_per_host: int = 0,
     defaults: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """What to tune, as the user has it.
+    """Make the plan of a search.
 
     Args:
+        settings: the user's.
+        experiment: the target.
         slots: of a trial.
         args: of the script, which may hold batch sizes.
-        switches, offload_helps, slots_per_host, defaults: see `Plan`.
+        switches: see `Plan`.
+        offload_helps: see `Plan`.
+        slots_per_host: see `Plan`.
+        defaults: see `Plan`.
 
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed has not got it.
@@ -125,13 +130,14 @@ def _knobs_of(
 
 
 def _other_hparams(experiment: Experiment) -> dict[str, Any]:
-    """The hyperparameters but for the DeepSpeed configuration, which is in the plan by itself."""
+    """Return the hyperparameters without the DeepSpeed configuration, which the plan holds."""
     inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
     left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
     return {name: value for name, value in experiment.hparams.items() if name not in left_out}
 
 
 def check_micro_batches(plan: Plan) -> None:
+    """Raise UserInputError if no micro batch is left to try."""
     if plan.allowed_micro_batches:
         return
     if plan.train_batch_size is not None and not plan.micro_batches:
@@ -149,7 +155,7 @@ def check_micro_batches(plan: Plan) -> None:
 
 
 def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
-    """The script's own switches that can be searched, and how the user has them."""
+    """Return the script's own switches that can be searched, with the user's values."""
     flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
         return {}

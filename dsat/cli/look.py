@@ -1,4 +1,4 @@
-"""The commands that look at runs: they print or write files, and change no run."""
+"""The commands that show runs: they print or write files, and change no run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsat.values.trial import Trial
 
 
 def look(settings: LookSettings) -> int:
-    """Does what a command asks; returns the exit status.
+    """Run a command that shows runs, and return the exit status.
 
     Raises:
         DsatError: there is no such run or trial, or a journal is damaged.

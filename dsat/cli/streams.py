@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full or gone: nobody who stops reading ends a run."""
+"""Standard streams that may be closed, full or gone without ending a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO, Any
 
 
 def make_safe() -> None:
-    """Opens those of the three standard descriptors that are closed, and lets writing fail.
+    """Open standard descriptors that are closed, and tolerate failing writes.
 
     A descriptor that is closed would be the next file's that is opened, a journal's perhaps, and
     everything that any library prints would go there.
@@ -30,7 +30,7 @@ def make_safe() -> None:
 
 
 class _Safe:
-    """A text stream of which nobody need read: once writing fails, all goes nowhere.
+    """A text stream without a reader: once writing fails, text is discarded.
 
     Args:
         stream: where it goes until then.
@@ -60,7 +60,7 @@ class _Safe:
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
-        """What the stream holds back it would try to write again, at the latest at the end."""
+        """Send everything to nowhere, so that buffered text is not written again at exit."""
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

@@ -1,4 +1,4 @@
-"""The vocabulary of DeepSpeed's own autotuner: the `autotuning` section of its configuration.
+"""The `autotuning` section of a configuration, as DeepSpeed's own autotuner reads it.
 
 The keys are those of deepspeed/autotuning/{constants,config}.py (0.19.8), of its README and of
 https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
@@ -54,7 +54,7 @@ _KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Autotuning:
-    """What the `autotuning` section of a DeepSpeed configuration asks for.
+    """The `autotuning` section of a DeepSpeed configuration.
 
     Attributes:
         metric: one of `dsat.values.trial.METRIC_NAMES`.
@@ -69,7 +69,7 @@ class Autotuning:
         arg_mappings: setting -> the script's flag, with its leading dashes.
         results_dir, exps_dir: as written: relative to where the command is run.
         overwrite: throw earlier results away. DeepSpeed's own default is true; here it is false.
-        notes: a line for the user on each key that is accepted but means nothing here.
+        notes: a line for the user on each key that is accepted but has no effect here.
     """
 
     metric: str
@@ -92,7 +92,7 @@ class Autotuning:
 
 
 def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
-    """Reads the `autotuning` section of a DeepSpeed configuration; null counts as not given.
+    """Read the `autotuning` section of a DeepSpeed configuration; null counts as not given.
 
     Args:
         config: the DeepSpeed configuration; without the section, all is as by default.
@@ -154,7 +154,7 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
 
 
 def slots(config: Mapping[str, Any], *, where: str, available: int) -> tuple[int, ...]:
-    """The slots per trial to tune for: `autotuning.num_gpus`, a number or a list of them.
+    """Return the slots per trial to tune for: `autotuning.num_gpus`, a number or a list.
 
     Args:
         config: the DeepSpeed configuration.
@@ -241,7 +241,7 @@ class _Section:
         return known[name]
 
     def alias(self, key: str, older: str) -> tuple[str, int | None]:
-        """The setting under the name it was given, and its value; None if it was not given."""
+        """Return the name under which a setting is given, and its value or None."""
         if self.get(older) is None:
             return key, None if self.get(key) is None else self.whole(key, 0)
         value = self.whole(older, 0)
@@ -312,7 +312,7 @@ def _notes(config: Mapping[str, Any], section: _Section) -> Iterator[str]:
 
 
 def _gpus(section: _Section) -> tuple[int, ...]:
-    """The checked `num_gpus`, each once; empty if it is not given. Checks `num_nodes` too."""
+    """Return the checked `num_gpus`, each once; empty if it is not given."""
     for nodes in _numbers(section, "num_nodes"):
         if nodes != 1:
             raise UserInputError(

@@ -1,8 +1,4 @@
-"""The user's files as text and as JSON values, within bounds that no honest file comes near.
-
-A file may be a pipe that nobody writes to, an alias that stands for a billion values, a number that
-no computer counts to: what is read here can be merged, compared, written and counted with.
-"""
+"""The user's files as text and as JSON values, within bounds that no honest file reaches."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ TOO_LARGE = "holds a number that is too large"
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that the user names.
+    """Read the text of a file.
 
     Raises:
         UserInputError: there is none, it is no regular file, too large, or no UTF-8 text.
@@ -54,7 +50,7 @@ def read_text(path: Path) -> str:
 
 
 def check(data: Any) -> None:
-    """Goes through a value as JSON or yaml has it, each place that an alias stands in by itself.
+    """Check a value of JSON or yaml, with all its parts.
 
     Raises:
         ValueError: it is too large, nested too deeply, or holds what JSON does not know. The

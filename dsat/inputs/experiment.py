@@ -1,4 +1,4 @@
-"""The user's files, read and checked once, then frozen: the experiment and the DeepSpeed config."""
+"""The user's files: the experiment and its DeepSpeed configuration, read and checked once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsat.values.trial import BatchTriple
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the user wants tuned.
+    """The experiment to tune.
 
     Attributes:
         path: the experiment configuration, or what stands for it.
@@ -66,7 +66,7 @@ OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 
 
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
-    """Reads and checks the user's files.
+    """Read and check the user's files.
 
     Args:
         config: the experiment configuration, yaml or json.
@@ -126,7 +126,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
 
 
 def of_command(command: Sequence[str], name: str, folder: Path, config: Path | None) -> Experiment:
-    """An experiment that consists of a command and a DeepSpeed configuration.
+    """Return an experiment that consists of a command and a DeepSpeed configuration.
 
     Args:
         command: as it would be typed.
@@ -150,7 +150,7 @@ def of_dict(
     config: Mapping[str, Any],
     config_name: str = "deepspeed.initialize",
 ) -> Experiment:
-    """The same, of a DeepSpeed configuration that is known by its content."""
+    """Return an experiment of a command and the content of a DeepSpeed configuration."""
     ds, listed = choices.split(config, where=config_name)
     ds_config.check_values(ds, where=config_name)
     return Experiment(
@@ -172,7 +172,7 @@ def of_dict(
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A yaml or json file that holds a mapping.
+    """Read a yaml or json file that holds a mapping.
 
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
@@ -205,7 +205,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Yaml's content; what is nested too deeply is refused before it takes minutes to read.
+    """Parse yaml; deep nesting is refused before it takes minutes to read.
 
     Raises:
         RecursionError: it is.
@@ -222,8 +222,9 @@ def _parse_yaml(text: str) -> Any:
 
 
 def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a trial, from which `dsat.get_ds_config_from_hparams` makes its
-    configuration.
+    """Return the hyperparameters of a trial.
+
+    `dsat.get_ds_config_from_hparams` makes its configuration of them.
 
     Args:
         hparams: the user's own, their overrides among them.
@@ -234,7 +235,7 @@ def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
-    """A searcher operation long enough for so many optimizer steps, in the script's unit."""
+    """Return the length of a number of optimizer steps, in the unit of the script's searcher."""
     searcher = config.get("searcher")
     length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
     if isinstance(length, Mapping) and "records" in length:
@@ -256,7 +257,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _constant(value: Any, where: str) -> Any:
-    """Determined writes a constant also as `{type: const, val: x}`."""
+    """Return a constant, which Determined also writes as `{type: const, val: x}`."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "const":
         return value.get("val")
@@ -291,7 +292,7 @@ def _ds_config(
 
 
 def _check_searcher(data: Mapping[str, Any], where: str) -> None:
-    """The searcher's length is that of a full-length run: a number, or `{unit: number}`."""
+    """Check the length of a full-length run: a number, or `{unit: number}`."""
     searcher = data.get("searcher") or {}
     if not isinstance(searcher, Mapping):
         raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")

@@ -13,7 +13,7 @@ CONFIG_FILE = "config.json"
 
 
 def find(given: str) -> Path:
-    """The configuration file that a user means; downloads nothing.
+    """Find the configuration file that a user names; downloads nothing.
 
     Args:
         given: a file, a folder with a config.json, or the name of a model in the local cache of

@@ -1,4 +1,4 @@
-"""What the user asked of the commands that look at runs; their options are declared here.
+"""Settings of the commands that show runs; their options are declared here.
 
 Such a command takes a run: its folder, or the folder's name below `dsat_runs`.
 """
@@ -19,7 +19,7 @@ EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings:
-    """What the user asked of `dsat show`.
+    """Settings of `dsat show`.
 
     Attributes:
         run: None for the newest one.
@@ -43,7 +43,7 @@ class ShowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings:
-    """What the user asked of `dsat compare`: at least two runs."""
+    """Settings of `dsat compare`: at least two runs."""
 
     runs: tuple[Path, ...]
     json: bool = option("--json", shell_only=True, help="print it as JSON")
@@ -55,7 +55,7 @@ class CompareSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunsSettings:
-    """What the user asked of `dsat runs`.
+    """Settings of `dsat runs`.
 
     Attributes:
         folder: whose runs are listed; None for `dsat_runs`.
@@ -67,7 +67,7 @@ class RunsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """What the user asked of `dsat export`.
+    """Settings of `dsat export`.
 
     Attributes:
         run: None for the newest one.
@@ -90,7 +90,7 @@ class ExportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """What the user asked of `dsat watch`.
+    """Settings of `dsat watch`.
 
     Attributes:
         run: a run, or a folder with runs; None for the newest run.

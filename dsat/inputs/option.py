@@ -120,7 +120,6 @@ class Option:
     def from_python(self, value: Any) -> Any:
         """Return the setting's value for a keyword argument: text, or a value.
 
-
         Raises:
             ValueError: the value is wrong; the message says how.
         """

@@ -68,7 +68,7 @@ class _Place:
 def rewrite(
     args: Sequence[str], values: Mapping[str, Any], mappings: Mapping[str, str], *, add: bool
 ) -> tuple[str, ...]:
-    """The arguments with the flags of `mappings` set to `values`.
+    """Return the arguments with the flags of `mappings` set to `values`.
 
     `--flag value`, `--flag=value` and dashes in place of underscores are understood, and of a
     repeated flag every occurrence is changed. "auto" and None never reach the command line: such a
@@ -113,7 +113,7 @@ def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> list[s
 
 
 def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> list[str]:
-    """Switches a flag on or off: in the form in which it is there, or else as a bare flag."""
+    """Switch a flag on or off, in its own form or else as a bare flag."""
     negative = f"--no_{flag.lstrip('-')}"
     if value:  # argparse would let it win if it comes last
         gone = {place.flag for place in _places(args, negative)}
@@ -148,7 +148,7 @@ def _appended(args: list[str], *words: str) -> list[str]:
 
 
 def value_of(args: Sequence[str], flag: str) -> str | None:
-    """What a flag is set to, its last occurrence counting; "" for a bare flag."""
+    """Return the value of a flag's last occurrence; "" for a bare flag, None if there is none."""
     places = _places(args, flag)
     if not places:
         return None
@@ -161,7 +161,7 @@ def value_of(args: Sequence[str], flag: str) -> str | None:
 
 
 def is_on(args: Sequence[str], flag: str) -> bool:
-    """Whether a switch is on: there, and not given a word for false."""
+    """Tell whether a switch is there, and not given a word for false."""
     places = _places(args, flag, switch=True)
     if not places:
         return False
@@ -173,13 +173,13 @@ def is_on(args: Sequence[str], flag: str) -> bool:
 
 
 def looks_like_hf(args: Sequence[str]) -> bool:
-    """Whether the arguments are those of transformers' TrainingArguments, with DeepSpeed."""
+    """Tell the arguments of transformers' TrainingArguments with DeepSpeed from others."""
     config = value_of(args, "--deepspeed") or ""
     return config.endswith(".json") and any(_places(args, sign) for sign in _HF_SIGNS)
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """The flags that must agree with a trial: the user's own, and those of TrainingArguments.
+    """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
 
     Args:
         args: of the script.
@@ -195,7 +195,7 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 
 
 def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
-    """The user's mappings, each flag spelled as the arguments have it (dashes or underscores).
+    """Return the user's mappings, each flag spelled as in the arguments (dashes or underscores).
 
     A Hugging Face Trainer's script, which gets its configuration as `--deepspeed FILE`, knows the
     flags of TrainingArguments without being given them.
@@ -227,7 +227,7 @@ def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> 
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
-    """A setting by its name, wherever in the configuration, or by its path with dots.
+    """Return a setting by its name, wherever in the configuration, or by its path with dots.
 
     None if there is no such setting.
     """
@@ -253,7 +253,7 @@ def for_trial(
     *,
     add: bool,
 ) -> tuple[str, ...]:
-    """The arguments with which a script runs under a configuration.
+    """Return the arguments of a script under a trial's configuration.
 
     Args:
         args: the user's own.
@@ -273,7 +273,7 @@ def for_trial(
 def batch_from_args(
     config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A configuration whose batch sizes are what "auto" in it stands for.
+    """Return a configuration with batch sizes in the place of "auto".
 
     The Trainer fills in the flags of TrainingArguments or their defaults; other scripts have the
     flags of `arg_mappings`. What cannot be known stays as it is.
@@ -307,7 +307,7 @@ def _positive(text: str, flag: str) -> int:
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
-    """Where a flag is given, which is never after `--`; a switch's value is a boolean's word."""
+    """Find all places of a flag before `--`; a switch's value is a boolean's word."""
     wanted, places = _plain(flag), []
     for index in range(_end(args)):
         name, equals, _ = args[index].partition("=")

@@ -1,5 +1,7 @@
-"""The user's settings as frozen values; every option is declared here, and only here, but for those
-of a single search, which are declared beside it (`dsat.search.base.Search.options`).
+"""The user's settings as frozen values, with the declaration of every option.
+
+Options of a single search or place are declared beside it (`dsat.search.base.Search.options`,
+`dsat.engines.places.base.Provider.options`).
 
 From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
 Python API (`dsat.api`), the comparison of a run with the journal it continues
@@ -40,7 +42,7 @@ BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "for
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is tuned: an experiment (`config` and `model_dir`), or a command."""
+    """The target: an experiment (`config` and `model_dir`), or a command."""
 
     config: Path | None = None
     model_dir: Path | None = None
@@ -66,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Target):
-    """What the user asked of a search.
+    """Settings of a search.
 
     Attributes:
         method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
@@ -86,7 +88,8 @@ class Settings(Target):
         kind=at_least(2),
         default=50,
         group=Group.FIRST,
-        help="the most trials, the profile trial and your own configuration's included",
+        help="maximum number of trials, including those of the profile and of your own "
+        "configuration",
     )
     finals: int | None = option(
         "--finals",
@@ -393,7 +396,11 @@ class Settings(Target):
             raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
-        """How trials are measured; the micro batch is that of the user's own configuration."""
+        """Return how trials are measured.
+
+        Args:
+            own_micro_batch: of the user's own configuration.
+        """
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,
@@ -405,7 +412,7 @@ class Settings(Target):
 
 
 def plan_values(settings: Settings) -> dict[str, Any]:
-    """The fields of `Plan` that the user's options decide by themselves."""
+    """Return the fields of `Plan` that single options decide."""
     return {
         own.plan_field: getattr(settings, own.name)
         for own in options_of(Settings)
@@ -414,6 +421,6 @@ def plan_values(settings: Settings) -> dict[str, Any]:
 
 
 def option_of_plan_field(name: str) -> Option | None:
-    """The one option that decides a field of `Plan`, or None."""
+    """Return the one option that decides a field of `Plan`, or None."""
     found: Sequence[Option] = [own for own in options_of(Settings) if own.plan_field == name]
     return found[0] if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""What may be tried: knobs, the space they span, and the plan that says how to search it.
+"""The search space: knobs, the space they span, and the plan of the search.
 
 Pure values and functions: no I/O.
 """

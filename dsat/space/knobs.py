@@ -345,6 +345,7 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
     """Return DeepSpeed's defaults in a stage for settings of `zero_optimization`.
 
     Args:
+        stage: of ZeRO.
         later: those of knobs that came later, in place of the others; see `Knob`.
     """
     own = [k for k in KNOBS if stage in k.stages and k.is_later is later]

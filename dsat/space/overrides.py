@@ -1,4 +1,4 @@
-"""From the flat settings of a proposal to what a trial lays over the user's configuration."""
+"""Conversion of a proposal's flat settings to a trial's overrides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT_SWITCHES = (CHECKPOINTING,)
 
 
 def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-    """The DeepSpeed settings of one trial, to be laid over the user's configuration."""
+    """Return the DeepSpeed settings of a trial, to be laid over the user's configuration."""
     zero: dict[str, Any] = {}
     overrides: dict[str, Any] = batch.config()
     for key, value in settings.items():
@@ -39,14 +39,14 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
 
 
 def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The switches of the script itself that one trial sets."""
+    """Return the switches of the script itself that a trial sets."""
     return {key: settings[key] for key in SCRIPT_SWITCHES if key in settings}
 
 
 def strategy_settings(
     strategy: Strategy, config: Mapping[str, Any], nvme_path: str | None = None
 ) -> dict[str, Any]:
-    """The flat settings that turn the user's configuration into one of a strategy.
+    """Return the flat settings that turn the user's configuration into one of a strategy.
 
     Offloading that the user configured is switched off where a stage has none.
     """

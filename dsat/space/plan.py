@@ -1,4 +1,4 @@
-"""Everything that decides which trials a run makes; recorded in the journal's first line."""
+"""The plan: everything that decides a run's trials, recorded in the journal's first line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
-# What messages call the fields that no single option decides.
+# Names in messages of the fields that no single option decides.
 _LABELS = {
     "base_config": "DeepSpeed configuration",
     "own_batch": "own",
@@ -41,7 +41,7 @@ _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 @dataclass(frozen=True)
 class Plan(Recorded):
-    """What a tuner needs to know; plain values only.
+    """The plan of a run, in plain values.
 
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
@@ -120,17 +120,20 @@ class Plan(Recorded):
         return Objective(self.metric)
 
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole DeepSpeed configuration of a trial, as the engine gets it.
+        """Return the whole DeepSpeed configuration of a trial.
 
         Args:
-            overrides: what the trial lays over the user's configuration.
+            overrides: of the trial, over the user's configuration.
         """
         return ds_config.for_use(self.base_config, overrides)
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings of `zero_optimization` that stay as they are: those that the user chose by
-        hand, "auto" excepted, and did not free, and those that they fixed."""
+        """Settings of `zero_optimization` that are not searched.
+
+        They are those that the user chose by hand ("auto" excepted) and did not free, and those
+        that they fixed.
+        """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}
         chosen = [key for key, value in zero.items() if value != AUTO and key not in freed]
@@ -152,11 +155,11 @@ class Plan(Recorded):
         )
 
     def takes(self, strategy: Strategy) -> bool:
-        """Whether DeepSpeed takes the user's configuration in a strategy."""
+        """Tell whether DeepSpeed takes the user's configuration in a strategy."""
         return WHOLE_STRATEGY not in self.refused.get(strategy.name, {})
 
     def admits(self, batch: BatchTriple) -> bool:
-        """Whether batch sizes keep to what the user demanded of them."""
+        """Tell whether batch sizes keep to the user's constraints."""
         if self.train_batch_size not in (None, batch.train_batch_size):
             return False
         largest = self.max_train_batch_size
@@ -165,8 +168,10 @@ class Plan(Recorded):
         return batch.micro_batch % self.divisible_by == 0
 
     def difference(self, earlier: Plan) -> str | None:
-        """In what an earlier plan would decide differently: `FIELD was X, now Y`; None if in
-        nothing. What only ends a run may differ: the number of trials, and the finals."""
+        """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
+
+        Fields that only end a run may differ: the number of trials, and the finals.
+        """
         mine, theirs = self.to_json(), earlier.to_json()
         for name, value in mine.items():
             if name in _MAY_DIFFER or value == theirs[name]:
@@ -185,7 +190,7 @@ class Plan(Recorded):
 
 
 def _first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
-    """Where two different values differ first: the keys that lead there, and what is there."""
+    """Return the keys that lead to the first difference of two values, and both sides of it."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*was, *now]):
             if key not in was or key not in now:

@@ -1,4 +1,4 @@
-"""What may be tried: strategies, the values of their knobs, and micro batches."""
+"""The space of configurations: strategies, values of their knobs, and micro batches."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def allowed_micro_batches(
     smallest: int = 1,
     largest: int = LARGEST_MICRO_BATCH,
 ) -> Sequence[int]:
-    """All micro batches that may be tried, ascending.
+    """Return all micro batches that may be tried, ascending.
 
     Args:
         train_batch_size: if given, micro batch x gas x slots must be exactly this.
         divisible_by: micro batches must be multiples of this.
         slots: data-parallel slots of a trial.
         listed: if given, only these.
-        smallest, largest: bounds, both allowed.
+        smallest: the lower bound, allowed.
+        largest: the upper bound, allowed.
 
     Returns:
         An ascending sequence, empty when the constraints cannot be met together.
@@ -69,17 +70,17 @@ class Branch:
 
     @property
     def count(self) -> int:
-        """How many settings it has."""
+        """The number of its settings."""
         return math.prod(len(values) for _, values in self.knobs)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """By how much the number of settings grows with the next value of each knob."""
+        """The step in the number of settings from one value of a knob to the next."""
         counts = [len(values) for _, values in self.knobs]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def settings(self, index: int) -> dict[str, Any]:
-        """The settings number `index`; number 0 has the first value of every knob."""
+        """Return the settings number `index`; number 0 has the first value of every knob."""
         chosen = {"stage": self.strategy.stage, **self.base}
         for key, values in self.knobs:
             index, digit = divmod(index, len(values))
@@ -89,7 +90,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Freedom:
-    """What of the settings a search may choose.
+    """The settings that a search may choose.
 
     Attributes:
         fixed: settings of `zero_optimization` that the user chose by hand.
@@ -162,7 +163,7 @@ class Space:
         return tuple(branch.strategy for branch in self.branches)
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
-        """The batch sizes that go with a micro batch and with settings that may name gas."""
+        """Return the batch sizes of a micro batch, with settings that may name gas."""
         step = micro_batch * self.slots
         if self._train_batch_size is not None:
             gas = self._train_batch_size // step
@@ -173,7 +174,7 @@ class Space:
         return BatchTriple(step * gas, micro_batch, gas)
 
     def describe(self) -> list[str]:
-        """One line per branch: what is searched in it."""
+        """Return one line per branch with the knobs that are searched in it."""
         return [
             f"{branch.strategy.label}: "
             + (", ".join(f"{key} {_short(values)}" for key, values in branch.knobs) or "no knobs")
@@ -241,7 +242,7 @@ def _is_free(key: str, freedom: Freedom) -> bool:
 
 
 def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed makes its own Adam for an offloaded optimizer (engine.py, 0.19.8)."""
+    """Tell whether DeepSpeed makes its own Adam for an offloaded optimizer (engine.py, 0.19.8)."""
     optimizer = config.get("optimizer") or {}
     parameters = optimizer.get("params") or {}
     kind = str(optimizer.get("type", "")).lower()
@@ -249,7 +250,7 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _own_value(knob: Knob, config: Mapping[str, Any]) -> Any:
-    """What the user's configuration says of a knob; None if nothing."""
+    """Return the user's own value of a knob, or None."""
     found = ds_config.at(config, knob.path)
     first = knob.values[0]
     if isinstance(first, Mapping) and isinstance(found, Mapping):  # of a section, what is searched
@@ -258,7 +259,7 @@ def _own_value(knob: Knob, config: Mapping[str, Any]) -> Any:
 
 
 def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-    """The values, one of them or another one first, if there is one to be."""
+    """Return the values with a given one first, if it is not None."""
     if first is None:
         return tuple(values)
     return (first, *(value for value in values if value != first))
@@ -271,7 +272,7 @@ def _useful_values(
     num_params: int | None,
     roomy_bucket: int | None,
 ) -> tuple[Any, ...]:
-    """A size beyond the model is like any other beyond it: the smallest of them is enough."""
+    """Return the values worth trying: of sizes beyond the model only the smallest."""
     values = _with_first(defaults.get(knob.path), knob.usable(situation))
     if num_params is not None:
         values = _within_model(knob, values, num_params)

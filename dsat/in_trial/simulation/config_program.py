@@ -1,6 +1,6 @@
-"""The training script of a model that is known by its transformers configuration alone.
+"""A training script for a model that is known by its transformers configuration alone.
 
-Run as a user's script is, but only ever for simulations: random batches, the model's own loss.
+It runs like a user's script, but only in simulations: random batches, the model's own loss.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class LowRank(torch.nn.Module):
 
 
 def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
-    """Freezes a model and adds trained low-rank parts to some of its layers.
+    """Freeze a model and add trained low-rank parts to some of its layers.
 
     Args:
+        model: is changed.
         settings: `r`, `target` (last parts of layers' names, with + between) and `dropout`.
 
     Raises:
@@ -78,7 +79,7 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
 
 
 def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a configuration file, in the class that the file names."""
+    """Build the model of a configuration file, in the class that the file names."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
@@ -93,7 +94,7 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[int], Any]:
-    """A function that makes a batch of so many samples for the model's main input."""
+    """Return a function that makes a batch of a number of samples for the model's main input."""
     config = model.config
     text = config.get_text_config()
     main = getattr(model, "main_input_name", "input_ids")
@@ -131,12 +132,13 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The model's own loss, or, if it has none, the mean of its first output."""
+    """Return the model's own loss, or the mean of its first output if it has none."""
     loss = getattr(outputs, "loss", None)
     return outputs[0].float().mean() if loss is None else loss  # type: ignore[no-any-return]
 
 
 def main() -> None:
+    """Train on random batches."""
     import deepspeed
 
     parser = argparse.ArgumentParser()
