@@ -113,6 +113,7 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
             hint="Leave it out, or use --engine determined.",
         )
     source = sources.read(settings)
+    _check_before_running(settings, source)
     first = None
     if _may_run_first(settings, source):
         _log.info("running your command as it is: %s", _shown(settings.command))
@@ -126,6 +127,19 @@ def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepa
         if first is not None:
             first.close()
         raise
+
+
+def _check_before_running(settings: Settings, source: Source) -> None:
+    """Raise UserInputError for what is wrong whatever a run of the command shows."""
+    if not source.start_known:
+        return
+    if settings.method in (TUNE, RUN):
+        if not source.config_known:
+            autotuning.read(source, settings.method)
+        return
+    if settings.slots is not None:
+        sources.check_ranks(source.program, settings.slots)
+    script_args.checked(settings.arg_mappings, source.program.args, where="--arg-mapping")
 
 
 def _shown(command: Sequence[str]) -> str:

@@ -35,8 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(slow, "LONG_S", 60.0)  # DeepSpeed may be asked something new
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)  # it takes seconds to ask
-    for module in (local, source):  # nothing is ever run
-        monkeypatch.setattr(module, "LocalEngine", _no_engine)
+    monkeypatch.setattr(local, "LocalEngine", _no_engine)  # nothing is ever run
+    monkeypatch.setattr(source, "FirstRun", _no_engine)
     return tmp_path
 
 
