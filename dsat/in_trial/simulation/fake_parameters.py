@@ -6,7 +6,7 @@ that the script does is real: its data, its small parameters, its random numbers
 `load_state_dict` do nothing to a fake tensor, and files of weights are not read.
 
 Where a script needs a value of a fake tensor, `item()` gives one of the right type; what cannot
-work at all (`numpy()`, say) raises, and the script has to be run with real parameters.
+work at all (`numpy()`, say) raises, and the closed form answers in place of a simulation.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan", "distributed_config
 _TRANSFORMERS_LOADS_FLOAT32 = 4  # up to this version, where a script names no type
 
 
-class NeedsRealParameters(Exception):
-    """The script asks for what only real parameters can give."""
+class NotFaked(Exception):
+    """Request of the script that needs real parameters."""
 
 
 class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class FakeParameters:
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
-        without_zero_init(self._undo)
+        self._replace_zero_init()
         with contextlib.suppress(ImportError):
             self._replace(importlib.import_module("safetensors.torch"), "load_file", self._tensors)
         _when_imported("transformers.modeling_utils", self._replace_from_pretrained)
@@ -206,31 +206,22 @@ class FakeParameters:
         self._undo.callback(setattr, module.PreTrainedModel, "from_pretrained", original)
 
     def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
-        _replace(self._undo, place, name, made)
+        inherited = name not in vars(place)
+        original = getattr(place, name, None)
+        setattr(place, name, made(original))
+        if inherited:
+            self._undo.callback(delattr, place, name)
+        else:
+            self._undo.callback(setattr, place, name, original)
 
+    def _replace_zero_init(self) -> None:
+        """Make `zero.Init` do nothing: it would leave the script with empty parameters."""
+        module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
-def without_zero_init(undo: contextlib.ExitStack) -> None:
-    """Makes `zero.Init` do nothing, until `undo` is closed.
+        def nothing(*_: Any, **__: Any) -> None: ...
 
-    It partitions what is constructed within, and the script's own process would be left with empty
-    parameters, be they fake or real.
-    """
-    module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-
-    def nothing(*_: Any, **__: Any) -> None: ...
-
-    for name in ("__init__", "__enter__", "__exit__"):
-        _replace(undo, module.Init, name, lambda _: nothing)
-
-
-def _replace(undo: contextlib.ExitStack, place: Any, name: str, made: Callable[[Any], Any]) -> None:
-    inherited = name not in vars(place)
-    original = getattr(place, name, None)
-    setattr(place, name, made(original))
-    if inherited:
-        undo.callback(delattr, place, name)
-    else:
-        undo.callback(setattr, place, name, original)
+        for name in ("__init__", "__enter__", "__exit__"):
+            self._replace(module.Init, name, lambda _: nothing)
 
 
 def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -332,9 +323,9 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     """`PreTrainedModel.from_pretrained` that looks for the configuration and for no weights."""
     asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
     if asked:
-        raise NeedsRealParameters(f"from_pretrained with {asked[0]}")
+        raise NotFaked(f"from_pretrained with {asked[0]}")
     if os.path.exists(os.path.join(str(name), "adapter_config.json")):
-        raise NeedsRealParameters("from_pretrained of an adapter")
+        raise NotFaked("from_pretrained of an adapter")
     for key in _OF_LOADING:
         kwargs.pop(key, None)
     wants_info = kwargs.pop("output_loading_info", False)
@@ -351,7 +342,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
             config or name, return_unused_kwargs=True, **kwargs
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise NeedsRealParameters("a quantized model")
+        raise NotFaked("a quantized model")
     config.name_or_path = str(name)
     if implementation is not None:
         config._attn_implementation = implementation

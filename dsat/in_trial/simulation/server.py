@@ -1,25 +1,21 @@
-"""Simulates candidates with the model, the batch and the loss of a script.
+"""Simulation server: answers candidates with the model, the batch and the loss of a script.
 
-Runs in a rank process of its own, that does nothing else: the script builds its model, calls
-`deepspeed.initialize` and loads a batch as ever. Its large parameters are fake and take no memory
-(`fake_parameters`), as are all of the engine that it gets. A script that cannot work with them is
-run a second time, with real ones, if they fit the memory that a simulation may take.
+It runs in a rank process of its own. The script builds its model, calls `deepspeed.initialize` and
+loads a batch as usual. Its large parameters are fake and take no memory (`fake_parameters`). Where
+a script cannot work with them, the closed form answers.
 
-When the script calls the engine for the first time in training, the process stops and waits for
-candidates on a socket. For each it forks, as many at once as there are processors; the child undoes
-what the engine did to the model, builds DeepSpeed's engine for the candidate on fake tensors, runs
-an optimizer step by itself, and then lets the script go on: the last forward pass is the script's
-call, so the loss is whatever the script makes of the outputs, and the child ends when the script
-calls `engine.backward`, or `engine.step` after a `loss.backward()` of its own.
+At the script's first training step the process waits for candidates on a socket. It forks a child
+for each, as many at once as there are processors. The child undoes what the engine did to the
+model, builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and
+lets the script go on: the last forward pass is the script's call, so the loss is the script's own.
+The child ends when the script calls `engine.backward`, or `engine.step` after `loss.backward()`.
 
-Why so: a model, a batch and a loss function have no form in which they could be handed to another
-process without pickling the script's own classes, and a loss that is computed outside of the model
-(a cross entropy over a vocabulary, say) can be half of the activations. Forking costs milliseconds,
-keeps DeepSpeed's many globals of one candidate away from the next, and leaves the script's process
-unpatched.
+Reasons: a model, a batch and a loss function cannot be sent to another process without pickling
+the script's classes, and a loss computed outside the model can be half of the activations. Forking
+costs milliseconds and keeps DeepSpeed's globals of one candidate away from the next.
 
-A batch is recognised by its first dimension, which is why the script is run with a micro batch that
-is an unlikely size of anything else (`CAPTURED_MICRO_BATCH`).
+The first dimension of a batch identifies it, so the script runs with a micro batch that is an
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`).
 """
 
 from __future__ import annotations
@@ -53,28 +49,24 @@ from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 7
-# What a simulation may take of the memory that is available when it begins, and at most.
+# Limits of a simulation: part of the memory available at its start, and bytes.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
-_ABORTED = "aborted"  # in a candidate that is simulated a second time
-# In the SystemError that takes the place of an exception that C++ has lost.
-_LOST = "without setting an exception"
-# Exit statuses that ask for another attempt: EX_TEMPFAIL of sysexits.h, and one beyond these.
-_AGAIN, _WITH_CUDA = 75, 79
+_WITH_CUDA = 79  # exit status that asks for another attempt, beyond those of sysexits.h
 
 
 class ScriptSimulated(SystemExit):
-    """Ends the training script when nobody wants simulations any more, with exit status 0."""
+    """End of the training script, with status 0, when no simulations are wanted any more."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class SimulationServer:
-    """Waits for the script's first training step, and answers candidates from there.
+    """Answers candidates from the script's first training step on.
 
     Args:
-        address: path of the socket where whoever wants simulations listens.
-        folder: of this process's own files.
+        address: path of the client's listening socket.
+        folder: folder of this process's own files.
     """
 
     def __init__(self, address: Path, folder: Path) -> None:
@@ -83,17 +75,14 @@ class SimulationServer:
         self._files: FilesRead | None = None
         self._answer: int | None = None
         self._fakes: Any = None
-        self._undo = contextlib.ExitStack()
         self._limit_bytes = 0
-        self._told_of_cuda = False
-        self._is_traced = False
+        self._pretends_cuda = False
         self.was_used = False
 
     def install(self) -> None:
-        """Wraps `deepspeed.initialize`, limits memory and makes parameters fake.
+        """Wrap `deepspeed.initialize`, limit memory, and make parameters and process group fake.
 
-        The process group will be a fake one. Returns in a child process, and a second time in the
-        process itself if the script has to be run with real parameters.
+        Returns in a child process only.
         """
         import deepspeed
         import torch.distributed
@@ -125,37 +114,33 @@ class SimulationServer:
         self._attempt_with_fakes()
 
     def _attempt_with_fakes(self) -> None:
-        """Forks; returns in the child, with fake parameters, and here only if that was in vain.
+        """Fork, and return in the child, with fake parameters; the parent ends as the child does.
 
-        A script that cannot do without CUDA, and has none, is told in a second child that it has.
+        A script that fails for want of CUDA runs in a second child that pretends to have it.
         """
         from deepspeed.accelerator import get_accelerator
 
         from dsat.in_trial.simulation import named_cuda
-        from dsat.in_trial.simulation.fake_parameters import FakeParameters, without_zero_init
+        from dsat.in_trial.simulation.fake_parameters import FakeParameters
 
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in()
-        for self._told_of_cuda in (False, True):
+        code = 0
+        for self._pretends_cuda in (False, True):
             child = os.fork()
             if child == 0:
-                if self._told_of_cuda:
+                if self._pretends_cuda:
                     named_cuda.pretend()
                 self._fakes = FakeParameters()
                 self._fakes.install()
                 return
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
-            if code == _WITH_CUDA:
-                print("dsat: once more, as if there were CUDA", file=sys.stderr, flush=True)
-            elif code == _AGAIN:
+            if code != _WITH_CUDA:
                 break
-            else:
-                os._exit(code if code >= 0 else 128 - code)
-        if self._told_of_cuda:
-            named_cuda.pretend()
-        without_zero_init(self._undo)
-        print("dsat: once more, with real parameters", file=sys.stderr, flush=True)
+            print("dsat: repeating the script as if CUDA were available", file=sys.stderr)
+            sys.stderr.flush()
+        os._exit(code if code >= 0 else 128 - code)
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
         from dsat.in_trial.simulation import borrowed_model
@@ -173,11 +158,10 @@ class SimulationServer:
     # -- candidates
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answers candidates; only in a child it returns, with what the engine's forward gives."""
+        """Answer candidates. Returns in a child only, with the engine's outputs."""
         if self._fakes is not None:
             self._fakes.uninstall()
             self._fakes = None
-        self._undo.close()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self._address))
             model.keep_integers(args, kwargs)
@@ -197,9 +181,6 @@ class SimulationServer:
                     connection.close()
                     os.close(reader)
                     self._answer = writer
-                    self._is_traced = bool(candidate.get(_ABORTED))
-                    if self._is_traced:
-                        _tell_of_exceptions(writer)
                     return self._simulate(model, candidate, args, kwargs)
                 os.close(writer)
                 queue.add(_Child(candidate, child, reader))
@@ -214,21 +195,16 @@ class SimulationServer:
             self.failed(error)
 
     def failed(self, error: BaseException | None) -> str:
-        """Ends a child whose script, or whose simulation, failed, or an attempt with fakes.
+        """End a child whose script or simulation failed, or describe why the script failed.
 
         Returns:
-            Elsewhere, if there is something to be told of the error, what.
+            The reason, if it differs from the error's own message; otherwise an empty string.
         """
         if self._answer is not None:
             name = type(error).__name__ if error is not None else "the script ended"
             text = " ".join(str(error or "").split())
             if error is not None:
                 traceback.print_exception(error)  # into the run's log
-            if isinstance(error, SystemError):  # autograd has lost what a hook raised
-                sys.stderr.flush()
-                if self._is_traced:
-                    os._exit(0)
-                os.abort()
             self._end_of_child({"failed": f"{name}: {text}"[:500]})
         if error is None:
             return ""
@@ -236,23 +212,16 @@ class SimulationServer:
 
         if isinstance(error, SimulationUnsupported):
             return str(error)
-        if self._fakes is not None and not self._told_of_cuda and _may_want_cuda(error):
+        if self._fakes is not None and not self._pretends_cuda and _may_want_cuda(error):
             traceback.print_exception(error)
             sys.stderr.flush()
             os._exit(_WITH_CUDA)
-        fake_bytes = 0 if self._fakes is None else self._fakes.fake_bytes
-        limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
         if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
+            limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
-        if 0 < fake_bytes < self._limit_bytes:
-            traceback.print_exception(error)
-            sys.stderr.flush()
-            os._exit(_AGAIN)
-        if fake_bytes and not isinstance(error, SystemExit):
-            return (
-                f"{failures.message(error)} (with fake parameters; real ones take "
-                f"{readable(fake_bytes)}, more than {limit})"
-            )
+        has_fakes = self._fakes is not None and self._fakes.fake_bytes
+        if has_fakes and not isinstance(error, SystemExit):
+            return f"{failures.message(error)} (its large parameters were fake)"
         return ""
 
     def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:
@@ -265,11 +234,7 @@ class SimulationServer:
 
 
 def _limit_memory() -> int:
-    """Lets this process and each of its children allocate only a part of what is available.
-
-    Returns:
-        How much, in bytes.
-    """
+    """Limit the memory of this process and each of its children; return the limit in bytes."""
     limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * host_memory.available_bytes()))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = ProcessMemory.now().data_bytes + limit
@@ -281,7 +246,7 @@ def _limit_memory() -> int:
 
 
 def _may_want_cuda(error: BaseException) -> bool:
-    """Whether a script may have failed because there is no CUDA."""
+    """Return True if a script may have failed for want of CUDA."""
     from dsat.in_trial.simulation import named_cuda
 
     if named_cuda.is_there():
@@ -290,27 +255,9 @@ def _may_want_cuda(error: BaseException) -> bool:
     return not text or re.search("cuda|gpu|nvidia|bf16", text, re.IGNORECASE) is not None
 
 
-def _tell_of_exceptions(writer: int) -> None:
-    """Writes each exception that is raised from now on as an answer, a line each.
-
-    Autograd aborts the process where a hook raises and the device's backend is a Python module, or
-    loses the exception.
-    """
-
-    def trace(frame: Any, event: str, value: Any) -> Any:
-        frame.f_trace_lines = False
-        if event == "exception" and issubclass(value[0], Exception):
-            text = " ".join(f"{value[0].__name__}: {value[1]}".split())[:500]
-            if value[0] not in (StopIteration, AttributeError, KeyError, ImportError):
-                os.write(writer, json.dumps({"failed": text}).encode() + b"\n")
-        return trace
-
-    sys.settrace(trace)
-
-
 @dataclass
 class _Child:
-    """A simulation that runs."""
+    """Running simulation."""
 
     candidate: Mapping[str, Any]
     pid: int
@@ -322,9 +269,8 @@ class _Child:
     def left_s(self) -> float:
         return self.began_s + float(self.candidate["timeout_s"]) - time.monotonic()
 
-    def answer(self) -> dict[str, Any] | None:
-        """What it answered, once it has ended; None if it aborted, or lost what was raised, and
-        should say why."""
+    def answer(self) -> dict[str, Any]:
+        """Wait for the child, kill it if it is late, and return its answer."""
         if self.left_s <= 0:
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.reader)
@@ -332,24 +278,18 @@ class _Child:
         if self.left_s <= 0 and os.WIFSIGNALED(status):
             found = {"failed": f"no result after {self.candidate['timeout_s']:g} s"}
         elif self.data:
-            answers = [json.loads(line) for line in self.data.splitlines()]
-            telling = [one for one in answers if _LOST not in one.get("failed", "")]
-            if not telling and not self.candidate.get(_ABORTED):
-                return None
-            found = (telling or answers)[-1]
+            found = json.loads(self.data)
         else:
             code = os.waitstatus_to_exitcode(status)
-            if code == -signal.SIGABRT and not self.candidate.get(_ABORTED):
-                return None
             found = {"failed": f"the simulation died with status {code}"}
         return {**found, "number": self.candidate["number"]}
 
 
 class _Queue:
-    """Candidates that came and those that run, as many as there are processors.
+    """Queue of candidates, of which as many run as there are processors.
 
     Args:
-        connection: where candidates come from, a line of JSON each, and where answers go.
+        connection: source of candidates and destination of answers, one line of JSON each.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -361,7 +301,7 @@ class _Queue:
         self._open = True
 
     def to_be_begun(self) -> Iterator[Mapping[str, Any]]:
-        """Candidates, each when there is room for it, until nobody asks any more."""
+        """Yield candidates as processors become free, until the client disconnects."""
         while self._open:
             if self._waiting and len(self._running) < self._capacity:
                 yield self._waiting.popleft()
@@ -375,7 +315,7 @@ class _Queue:
         self._running[child.reader] = child
 
     def forget(self) -> None:
-        """Closes what belongs to other children; in a child."""
+        """Close the pipes of other children; called in a child."""
         for reader in self._running:
             os.close(reader)
 
@@ -403,8 +343,5 @@ class _Queue:
     def _end(self, reader: int) -> None:
         child = self._running.pop(reader)
         answer = child.answer()
-        if answer is None:
-            self._waiting.append({**child.candidate, _ABORTED: True})
-            return
         with contextlib.suppress(BrokenPipeError):  # seen when it is next read from
             self._connection.sendall(json.dumps(answer).encode() + b"\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import resource
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dsat.in_trial.simulation.fake_parameters import (
     FakeParameters,
     is_scripts,
-    without_zero_init,
 )
 
 WIDE = 2**15  # a matrix of so many rows and columns takes 4 GiB
@@ -129,19 +127,6 @@ def test_zero_init_leaves_fake_parameters_whole(fakes: FakeParameters) -> None:
         layer = torch.nn.Linear(WIDE, WIDE)
     assert layer.weight.shape == (WIDE, WIDE) and is_scripts(layer.weight)
     assert not hasattr(layer.weight, "ds_id")
-
-
-def test_zero_init_leaves_real_parameters_whole() -> None:
-    """As a script has them that cannot work with fake ones."""
-    zero: Any = importlib.import_module("deepspeed").zero
-    before = dict(vars(zero.Init))
-    with contextlib.ExitStack() as undo:
-        without_zero_init(undo)
-        with zero.Init():
-            layer = torch.nn.Linear(3, 5)
-        zero.Init(module=layer)
-    assert layer.weight.shape == (5, 3) and not hasattr(layer.weight, "ds_id")
-    assert dict(vars(zero.Init)) == before, "DeepSpeed's own engine partitions with it"
 
 
 def test_everything_is_undone() -> None:

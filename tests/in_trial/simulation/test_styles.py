@@ -78,13 +78,6 @@ def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None
     assert (compiled.peak, compiled.operations) == (written.peak, written.operations)
 
 
-def test_what_deepspeed_refuses_in_a_backward_pass_is_told(tmp_path: Path) -> None:
-    """The exception would end the process without a word."""
-    one = style("fp16, stage 0, loss.backward()")
-    with pytest.raises(SimulationUnavailable, match=r"Please use engine\.backward\(loss\)"):
-        simulated(one, tmp_path, 4)
-
-
 def test_a_script_that_calls_its_model_itself_is_told_so_at_once(tmp_path: Path) -> None:
     """Nobody would see which of its calls are those of the training loop."""
     one = replace(style("engine.backward(loss)"), variant="the model itself")
