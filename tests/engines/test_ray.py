@@ -150,10 +150,11 @@ sys.exit(3)
 
 def finished(actor: NodeActor, number: int) -> tuple[int, bytes, bytes]:
     """The exit status of a command and what it writes to its two outputs."""
-    written = {1: b"", 2: b""}
-    while not isinstance(found := actor.read(number), int):
-        written[found[0]] += found[1]
-    return found, written[1], written[2]
+    out = b"".join(iter(lambda: actor.read(number, 1), b""))
+    err = b"".join(iter(lambda: actor.read(number, 2), b""))
+    found = actor.wait(number), out, err
+    actor.forget(number)
+    return found
 
 
 def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devices(
@@ -185,22 +186,15 @@ def test_a_command_that_cannot_be_run_says_why(tmp_path: Path) -> None:
         assert err.decode().endswith(f"on {os.uname().nodename}: No such file or directory\n")
 
 
-def test_a_command_ends_with_its_input_or_by_a_signal_and_leaves_others_its_output(
-    tmp_path: Path,
-) -> None:
+def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
     actor = NodeActor(None, True)
     reads = actor.start(["/bin/cat"], "/", {})
     actor.end(reads)
     assert finished(actor, reads)[0] == 0
-    actor.write(reads, b"too late")
     sleeps = actor.start(["/bin/sh", "-c", "echo there; exec sleep 600"], "/", {})
-    assert actor.read(sleeps) == (1, b"there\n")
+    assert actor.read(sleeps, 1) == b"there\n"
     actor.terminate(sleeps)
     assert finished(actor, sleeps)[0] == 128 + 15
-    left = actor.start(["/bin/sh", "-c", "sleep 30 & echo $!"], "/", {})
-    status, out, _ = finished(actor, left)
-    os.kill(int(out), 9)
-    assert status == 0
 
 
 def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Path) -> None:
@@ -211,8 +205,8 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
         "from dsat.engines.ray.node_actor import NodeActor\n"
         "actor = NodeActor(None, True)\n"
         "number = actor.start(sys.argv[1:], '/', {})\n"
-        "assert actor.read(number)[1] == b'there\\n'\n"
-        "actor._commands[number].process.kill()\n"
+        "assert actor.read(number, 1) == b'there\\n'\n"
+        "actor._processes[number].kill()\n"
         "os._exit(0)\n"
     )
     command = [sys.executable, "-c", program, sys.executable, "-c", code, str(ended)]

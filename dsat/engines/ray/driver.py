@@ -47,8 +47,8 @@ _SETTLES_WITHIN_S = 0.5
 # Other work may be faster: then something else may be free.
 _RESERVE_LIMIT_S = 10.0
 _ACTORS_LIMIT_S = 120.0
-# Of one actor: calls that read from a command, write to it, and end it; few commands at a time.
-_THREADS = 16
+# Of one actor: three calls wait for each command, and a check of devices has one for each device.
+_THREADS = 64
 _END_LIMIT_S = 20.0
 _LOST = 255
 
@@ -260,29 +260,37 @@ class _Command:
     def _run(self, hosts: Sequence[_Host]) -> None:
         """Run the command, and answer with its exit status."""
         with self._connection:
-            _, (given, out, err), _, _ = socket.recv_fds(self._connection, 1, 3)
+            _, pipes, _, _ = socket.recv_fds(self._connection, 1, 3)
             start = json.loads(self._connection.makefile().readline())
             host = hosts[start["node"]]
-            relay: threading.Thread | None = None
             try:
                 begin = host.actor.start.remote(start["command"], start["cwd"], start["env"])
-                number = ray.get(begin)
-                relay = threading.Thread(
-                    target=self._relay_input, args=(host, number, given), daemon=True
-                )
-                relay.start()
-                status = _relay_output(host, number, {1: out, 2: err})
+                status = self._relay(host, ray.get(begin), *pipes)
             except RayError as error:
                 status, reason = _LOST, _first_line(error)
-                os.write(err, f"Ray has lost {host.name}: {reason}\n".encode())
-            for pipe in (out, err):
+                os.write(pipes[2], f"Ray has lost {host.name}: {reason}\n".encode())
+            for pipe in pipes:
                 os.close(pipe)
             with contextlib.suppress(OSError):
                 self._connection.sendall(b"%d\n" % status)
-                self._connection.shutdown(socket.SHUT_RDWR)  # which ends the relay of the input
-            if relay is not None:
+
+    def _relay(self, host: _Host, number: int, given: int, out: int, err: int) -> int:
+        """Relay all pipes of a command; return its exit status."""
+        relays = [
+            threading.Thread(target=self._relay_input, args=(host, number, given), daemon=True),
+            threading.Thread(target=_relay_output, args=(host, number, 2, err), daemon=True),
+        ]
+        for relay in relays:
+            relay.start()
+        try:
+            _relay_output(host, number, 1, out)
+            return int(ray.get(host.actor.wait.remote(number)))
+        finally:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RD)  # which ends the relay of the input
+            for relay in relays:
                 relay.join()
-            os.close(given)
+            host.actor.forget.remote(number)
 
     def _relay_input(self, host: _Host, number: int, given: int) -> None:
         """Relay the command's input, until that ends or the other end of the connection goes."""
@@ -300,16 +308,12 @@ class _Command:
                 ray.get(host.actor.terminate.remote(number))
 
 
-def _relay_output(host: _Host, number: int, pipes: Mapping[int, int]) -> int:
-    """Relay the command's output; return its exit status."""
-    while True:
-        found = ray.get(host.actor.read.remote(number))
-        if isinstance(found, int):
-            return found
-        target, data = found
-        with contextlib.suppress(BrokenPipeError):
+def _relay_output(host: _Host, number: int, target: int, pipe: int) -> None:
+    """Relay output of a command until its end, or until its node is lost."""
+    with contextlib.suppress(BrokenPipeError, RayError):
+        while data := ray.get(host.actor.read.remote(number, target)):
             while data:
-                data = data[os.write(pipes[target], data) :]
+                data = data[os.write(pipe, data) :]
 
 
 def _first_line(error: Exception) -> str:

@@ -14,9 +14,7 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 # Variables with which Ray tells a process its devices, by kind of accelerator.
 _OF_DEVICES = (
@@ -65,22 +63,6 @@ def readable(*descriptors: int, limit_s: float | None = None) -> set[int]:
     return {found for found, _ in waiting.poll(None if limit_s is None else 1000 * limit_s)}
 
 
-@dataclass
-class _Command:
-    """A running command.
-
-    Attributes:
-        ended: readable when the process has ended.
-        outputs: by target, 1 or 2.
-        writing: held while its standard input is used.
-    """
-
-    process: subprocess.Popen[bytes]
-    ended: int
-    outputs: dict[int, int]
-    writing: threading.Lock
-
-
 class NodeActor:
     """Run commands on a node; the methods are called from several threads.
 
@@ -90,7 +72,7 @@ class NodeActor:
     """
 
     def __init__(self, cores: int | None, cpu_only: bool) -> None:
-        self._commands: dict[int, _Command] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count(1)
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
         if cpu_only:
@@ -117,7 +99,8 @@ class NodeActor:
             Its number, for the other methods.
         """
         others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
-        process = subprocess.Popen(  # noqa: S603
+        number = next(self._numbers)
+        self._processes[number] = subprocess.Popen(  # noqa: S603
             [sys.executable, "-I", "-S", "-c", _PARENT, cwd, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -125,70 +108,38 @@ class NodeActor:
             bufsize=0,
             env={**others, **self._env},
         )
-        assert process.stdout is not None and process.stderr is not None
-        outputs = {1: process.stdout.fileno(), 2: process.stderr.fileno()}
-        number = next(self._numbers)
-        self._commands[number] = _Command(
-            process, os.pidfd_open(process.pid), outputs, threading.Lock()
-        )
         return number
 
     def write(self, number: int, data: bytes) -> None:
         """Write to a command's standard input; do nothing if it reads no more."""
-        if number not in self._commands:
-            return
-        command = self._commands[number]
-        stdin = command.process.stdin
+        stdin = self._processes[number].stdin
         assert stdin is not None
-        with command.writing, contextlib.suppress(BrokenPipeError):
-            while data and not stdin.closed:
+        with contextlib.suppress(BrokenPipeError):
+            while data:
                 data = data[stdin.write(data) or 0 :]
 
     def end(self, number: int) -> None:
         """End a command's standard input."""
-        if number not in self._commands:
-            return
-        command = self._commands[number]
-        assert command.process.stdin is not None
-        with command.writing:
-            command.process.stdin.close()
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        stdin.close()
+
+    def read(self, number: int, target: int) -> bytes:
+        """Return output of a command to 1 or 2, after waiting for it; nothing at its end."""
+        process = self._processes[number]
+        output = process.stdout if target == 1 else process.stderr
+        assert output is not None
+        return os.read(output.fileno(), _CHUNK)
+
+    def wait(self, number: int) -> int:
+        """Wait for a command's end; return its exit status."""
+        return self._processes[number].wait()
 
     def terminate(self, number: int) -> None:
         """Send SIGTERM, which a command ignores that ends with its standard input."""
-        if number in self._commands:
-            self._commands[number].process.terminate()
+        self._processes[number].terminate()
 
-    def read(self, number: int) -> tuple[int, bytes] | int:
-        """Return output, after waiting for it.
-
-        Returns:
-            The target, 1 or 2, and the data; or the exit status of a command that has ended.
-        """
-        command = self._commands[number]
-        ended = False
-        while True:
-            watched = [*command.outputs.values(), *([] if ended else [command.ended])]
-            # A pipe that a left-behind process holds open may never end.
-            ready = readable(*watched, limit_s=0.0 if ended else None)
-            if command.ended in ready:
-                ended = True
-                continue
-            for target, output in list(command.outputs.items()):
-                if output not in ready:
-                    continue
-                data = os.read(output, _CHUNK)
-                if data:
-                    return target, data
-                del command.outputs[target]
-            if ended and not ready:
-                return self._status_of(number)
-
-    def _status_of(self, number: int) -> int:
-        command = self._commands.pop(number)
-        os.close(command.ended)
-        process = command.process
-        with command.writing:
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
-        return process.wait()
+    def forget(self, number: int) -> None:
+        """Close the pipes of a command that has ended."""
+        with self._processes.pop(number):
+            pass
