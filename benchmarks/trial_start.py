@@ -98,7 +98,7 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
     folder.mkdir()
     with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
         os.environ.update(variables)
-        yield find_hosts("slurm").first
+        yield find_hosts("slurm").hosts
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def ray_nodes() -> Iterator[Sequence[Host]]:
     """Two nodes with a processor core each."""
     with ray_cluster.running(2) as cluster:
         hosts = find_hosts("ray", given={"ray_address": cluster.address})
-        yield hosts.first
+        yield hosts.hosts
         hosts.release()
 
 

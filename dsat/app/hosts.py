@@ -24,19 +24,19 @@ class Hosts:
     """The hosts of a run.
 
     Attributes:
-        first: equal ones; this machine comes first if it is among them.
+        hosts: equal ones; this machine comes first if it is among them.
         release: gives back everything that was reserved, after the last process there.
     """
 
-    first: tuple[Host, ...]
+    hosts: tuple[Host, ...]
     release: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def only(self, wanted: Sequence[int], without: Sequence[int]) -> Hosts:
         """Return the hosts with some of their devices alone; see `Machine.only`."""
         if not (wanted or without):
             return self
-        hosts = (replace(host, machine=host.machine.only(wanted, without)) for host in self.first)
-        return replace(self, first=tuple(hosts))
+        hosts = (replace(host, machine=host.machine.only(wanted, without)) for host in self.hosts)
+        return replace(self, hosts=tuple(hosts))
 
 
 def find_hosts(

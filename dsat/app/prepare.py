@@ -56,8 +56,8 @@ class Prepared:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Those that there are when the run begins."""
-        return self.found.first
+        """Hosts of the run."""
+        return self.found.hosts
 
     @property
     def machine(self) -> Machine:
@@ -191,7 +191,7 @@ def _prepared_on(
     was_known: bool,
 ) -> list[Prepared]:
     found = found.only(source.program.devices, source.program.not_devices)
-    hosts, machine = found.first, found.first[0].machine
+    hosts, machine = found.hosts, found.hosts[0].machine
     if was_known:
         deepspeed.check(source.experiment, source.program)
     if source.program.needs_command and len(hosts) > 1:

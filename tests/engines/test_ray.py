@@ -277,7 +277,7 @@ class TestEngineOverRay(HostsContract):
     @classmethod
     def hosts(cls, three: RayCluster) -> Iterator[Sequence[Host]]:
         with reserved(three, 2) as hosts:
-            yield hosts.first
+            yield hosts.hosts
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
             "behaviours",
             tmp_path,
             slots_per_trial=2,
-            hosts=hosts.first,
+            hosts=hosts.hosts,
         ) as bench,
     ):
         both = [bench.trial(stage=stage) for stage in (1, 2)]
