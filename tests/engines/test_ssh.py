@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import local, source
+from dsat.app import local
 from dsat.cli.main import main
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.ports import free_ports
@@ -165,8 +165,7 @@ def test_a_hostfiles_machines_are_the_hosts(
 
     monkeypatch.setattr(base, "find_machines", find_machines)
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(3))
-    for module in (local, source):
-        monkeypatch.setattr(module, "LocalEngine", None)  # nothing is ever run
+    monkeypatch.setattr(local, "LocalEngine", None)  # nothing is ever run
     script = ("train.py", "--deepspeed_config", "ds_config.json")
     command = ("deepspeed", "--hostfile", "hosts", *script)
     for options, told in (
