@@ -131,18 +131,12 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         ["accelerate"],
     ),
     "yaml is a pipe": (a_pipe_instead, ["deepspeed.yaml", "not a file"]),
-    "yaml is endless": (an_endless_file_instead, ["deepspeed.yaml", "not a file"]),
     "yaml stands for a billion values": (
         with_text("deepspeed.yaml", ALIAS_BOMB),
         ["deepspeed.yaml", "more than 100,000 values"],
     ),
     "yaml is nested": (with_text("deepspeed.yaml", "a: " + "[" * 20_000), ["nested too deeply"]),
     "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
-    "json is nested less": (
-        with_text("ds_config.json", '{"a":' * 300 + "1" + "}" * 300),
-        ["nested too deeply", "64 levels"],
-    ),
-    "thousands of digits": (with_text("ds_config.json", f'{{"a": {"9" * 5000}}}'), ["too large"]),
     "hundreds of digits": (with_text("ds_config.json", f'{{"a": {"9" * 500}}}'), ["too large"]),
     "a bucket of 1e308": (
         with_ds_config(zero_optimization={"stage": 1, "reduce_bucket_size": 1e308}),
@@ -151,14 +145,6 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "lists that multiply to millions": (
         with_ds_config(zero_optimization={"offload_param": {k: list(range(60)) for k in "abcde"}}),
         ["zero_optimization.offload_param", "multiply to 777,600,000 sections"],
-    ),
-    "a device that there is not": (
-        with_ds_config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "gpu"}}),
-        ["zero_optimization.offload_optimizer.device", "none, cpu, nvme", "'gpu'"],
-    ),
-    "a listed device that there is not": (
-        with_ds_config(zero_optimization={"offload_optimizer": [{"device": "cpu"}, {"device": 1}]}),
-        ["zero_optimization.offload_optimizer.device", "not 1"],
     ),
     "an optimizer without its section": (with_ds_config(optimizer="Adam"), ["optimizer: must be"]),
     "half a surrogate pair": (
@@ -171,63 +157,25 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     ),
     "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
     "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),
-    "no entrypoint": (with_yaml(entrypoint=None), ["deepspeed.yaml: entrypoint"]),
     "entrypoint needs a shell": (with_yaml(entrypoint="cd x && python3 train.py"), ["shell"]),
     "entrypoint's script is missing": (with_yaml(entrypoint="python3 no.py"), ["no.py"]),
     "unknown launcher": (with_yaml(entrypoint="mpirun python3 train.py"), ["mpirun"]),
-    "no hyperparameters": (with_yaml(hyperparameters=None), ["hyperparameters.deepspeed_config"]),
-    "no deepspeed_config": (
-        with_yaml(hyperparameters={"lr": 1}),
-        ["hyperparameters.deepspeed_config"],
-    ),
-    "deepspeed_config is missing": (
-        with_hparams(deepspeed_config="other.json"),
-        ["hyperparameters.deepspeed_config", "other.json"],
-    ),
-    "deepspeed_config is a number": (with_hparams(deepspeed_config=3), ["must be a path"]),
     "json does not parse": (
         with_text("ds_config.json", '{\n  "a": 1,\n'),
         ["ds_config.json", "not valid JSON", "line 3"],
     ),
-    "json is a list": (with_text("ds_config.json", "[]"), ["ds_config.json", "mapping"]),
     "another config in the entrypoint": (
         with_yaml(entrypoint="deepspeed train.py --deepspeed_config other.json"),
         ["entrypoint", "other.json", "ds_config.json"],
     ),
-    "a range among the hyperparameters": (
-        with_hparams(lr={"type": "log", "minval": -4, "maxval": -2, "base": 10}),
-        ["hyperparameters.lr", "range"],
-    ),
     "overrides are a list": (with_hparams(overwrite_deepspeed_args=[1]), ["must be a mapping"]),
-    "contradictory batch sizes": (
-        with_ds_config(train_batch_size=9, gradient_accumulation_steps=1),
-        ["ds_config.json", "contradict", "2 slots"],
-    ),
-    "no batch size": (
-        with_text("ds_config.json", "{}"),
-        ["ds_config.json", "train_micro_batch_size_per_gpu"],
-    ),
-    "a batch size of zero": (
-        with_ds_config(train_micro_batch_size_per_gpu=0),
-        ["ds_config.json", "positive integer"],
-    ),
-    "stage 4": (with_ds_config(zero_optimization={"stage": 4}), ["zero_optimization.stage"]),
-    "zero_optimization is a word": (with_ds_config(zero_optimization="most"), ["mapping"]),
     "more slots than the machine has": (
         with_yaml(resources={"slots_per_trial": 3}),
         ["3 slots", "2 cpu slots", "--slots 2"],
     ),
-    "slots are a word": (
-        with_yaml(resources={"slots_per_trial": "two"}),
-        ["resources.slots_per_trial"],
-    ),
     "the entrypoint asks for other slots": (
         with_yaml(entrypoint="deepspeed --num_gpus 4 train.py"),
         ["4 ranks", "2 slots"],
-    ),
-    "environment variable without a value": (
-        with_yaml(environment={"environment_variables": ["A"]}),
-        ["environment.environment_variables", "NAME=VALUE"],
     ),
 }
 
@@ -333,13 +281,6 @@ def autotuned(folder: Folder, section: dict[str, Any], **config: Any) -> None:
 
 TUNE = ["tune", "train.py", "--deepspeed_config", "ds_config.json"]
 BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "an unknown tuner": (
-        {"tuner_type": "bayesian"},
-        {},
-        ["ds_config.json: autotuning.tuner_type", "gridsearch", "bayesian"],
-    ),
-    "an unknown key": ({"fastt": True}, {}, ["autotuning.fastt", "Did you mean 'fast'"]),
-    "model parallelism": ({"mp_size": 2}, {}, ["autotuning.mp_size", "cannot be tuned"]),
     "a flag that the script does not get": (
         {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
         {},
@@ -351,12 +292,6 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["train_micro_batch_size_per_gpu", "positive integer", "'2'"],
     ),
     "more slots than there are": ({"num_gpus": [2, 4]}, {}, ["autotuning.num_gpus", "4 slots"]),
-    "two machines": ({"num_nodes": 2}, {}, ["autotuning.num_nodes", "one machine"]),
-    "steps that disagree": (
-        {"start_profile_step": 3, "start_step": 5},
-        {},
-        ["autotuning.start_step", "two names of one setting"],
-    ),
     "no micro batch between the bounds": (
         {"max_train_batch_size": 1},
         {},

@@ -41,32 +41,6 @@ def _all_configs(space: Space, stage: int) -> list[dict[str, object]]:
 # -- micro batches
 
 
-@pytest.mark.parametrize(
-    ("train_batch_size", "divisible_by", "slots", "expected"),
-    [
-        (24, 1, 1, [1, 2, 3, 4, 6, 8, 12, 24]),
-        (24, 1, 2, [1, 2, 3, 4, 6, 12]),
-        (24, 3, 2, [3, 6, 12]),
-        (24, 5, 1, []),
-        (25, 1, 2, []),
-        (1, 1, 2, []),
-        (1, 1, 1, [1]),
-        (36, 1, 1, [1, 2, 3, 4, 6, 9, 12, 18, 36]),
-        (36, 6, 1, [6, 12, 18, 36]),
-        (7, 1, 1, [1, 7]),
-        (8, 8, 1, [8]),
-        (8, 8, 2, []),
-    ],
-)
-def test_micro_batches_of_an_exact_batch(
-    train_batch_size: int, divisible_by: int, slots: int, expected: list[int]
-) -> None:
-    allowed = allowed_micro_batches(
-        train_batch_size=train_batch_size, divisible_by=divisible_by, slots=slots
-    )
-    assert list(allowed) == expected
-
-
 def test_micro_batches_against_trying_every_number() -> None:
     for total in range(1, 60):
         for divisible_by in range(1, 5):
@@ -177,14 +151,6 @@ def test_every_number_is_another_zero_section(stage: int, slots: int, count: int
     configs = _all_configs(_space(slots=slots), stage)
     assert len(configs) == count
     assert len({json.dumps(config, sort_keys=True) for config in configs}) == count
-
-
-def test_every_combination_of_knob_values_is_there() -> None:
-    pairs = {
-        (config["reduce_bucket_size"], config["allgather_bucket_size"])
-        for config in _all_configs(_space(), 1)
-    }
-    assert pairs == {(one, other) for one in BUCKETS for other in BUCKETS}
 
 
 def test_what_is_fixed_is_not_searched() -> None:
@@ -575,16 +541,3 @@ def test_defaults_are_deepspeeds_own() -> None:
         own = DeepSpeedZeroConfig(stage=stage)
         for key, value in (defaults(stage) | defaults(stage, later=True)).items():
             assert getattr(own, key.removeprefix("stage3_")) == value, (stage, key)
-
-
-def test_overrides_of_a_trial() -> None:
-    zero = {"stage": 2, "overlap_comm": True}
-    overrides = overrides_for(zero, BatchTriple(16, 4, 2))
-    assert overrides == {
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-    }
-    overrides["zero_optimization"]["stage"] = 3
-    assert zero["stage"] == 2
