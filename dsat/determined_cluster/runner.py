@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
 from dsat.determined_cluster.master import Master, RemoteCluster
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
-from dsat.determined_cluster.waiting import IDLE_STATES, LongPoll, StateWatch
+from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
 from dsat.report import summary
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
@@ -136,11 +137,11 @@ class Runner:
         Raises:
             Preempted: the runner is to leave.
         """
-        poll = LongPoll(ask)
+        poll = in_background(ask)
         while True:
             if self._context.preempt.should_preempt():
                 raise Preempted
-            if poll.wait(_LOOK_EVERY_S):
+            if futures.wait([poll], timeout=_LOOK_EVERY_S).done:
                 return poll.result()
             if self._watch.is_idle():  # only the next request is answered at once
                 return ask()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from dsat.determined_cluster.retry import is_away
 from dsat.report import format as fmt
@@ -22,40 +23,18 @@ _WAITING = {
 }
 
 
-class LongPoll(Generic[T]):
-    """A request that the master may take a minute to answer, made in a thread.
+def in_background(ask: Callable[[], T]) -> Future[T]:
+    """Make a request in a thread that ends with the process, even if abandoned."""
+    answer: Future[T] = Future()
 
-    An abandoned one ends with the process.
-
-    Args:
-        ask: makes the request.
-    """
-
-    def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask = ask
-        self._over = threading.Event()
-        self._answers: list[T] = []
-        self._error: Exception | None = None
-        threading.Thread(target=self._run, name="long-poll", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the answer came within so many seconds."""
-        return self._over.wait(timeout_s)
-
-    def result(self) -> T:
-        """Return the answer, or raise the request's exception."""
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-        return self._answers[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._answers.append(self._ask())
-        except Exception as error:  # raised again where the answer is asked for
-            self._error = error
-        finally:
-            self._over.set()
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="long-poll", daemon=True).start()
+    return answer
 
 
 class StateWatch:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import yaml
 
-from dsat.app import local, source
+from dsat.app import local, simulation_engine
 from dsat.cli import main, output
 from dsat.engines.places import local as this_machine
 from dsat.inputs.option import options_of
@@ -105,7 +105,7 @@ def _a_folder() -> Iterator[Path]:
         for path in (PROGRAMS / "tiny").iterdir():
             if path.is_file():
                 shutil.copy(path, folder)
-        for module in (local, source):
+        for module in (local, simulation_engine):
             stack.enter_context(mock.patch.object(module, "LocalEngine", _no_engine))
         stack.enter_context(
             mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2))
@@ -125,12 +125,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
     damaged = rng.choice(("config", "config", "experiment", "argv"))
     config = json.dumps(_CONFIG).encode()
     if damaged == "config":
-        config = mutations.pick(
-            rng,
-            lambda: mutations.as_json(mutations.of_values(rng, _CONFIG)).encode(),
-            lambda: mutations.as_json(mutations.of_values(rng, _CONFIG)).encode(),
-            lambda: mutations.of_text(rng, json.dumps(_CONFIG, indent=1)),
-        )
+        config = _damaged(rng, _CONFIG, json.dumps(_CONFIG, indent=1))
     (folder / "ds_config.json").write_bytes(config)
     inline = rng.random() < 0.3
     if inline:
@@ -138,11 +133,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
         experiment = {**experiment, "hyperparameters": hparams}
     text = yaml.safe_dump(experiment).encode()
     if damaged == "experiment":
-        text = mutations.pick(
-            rng,
-            lambda: mutations.as_json(mutations.of_values(rng, experiment)).encode(),
-            lambda: mutations.of_text(rng, yaml.safe_dump(experiment)),
-        )
+        text = _damaged(rng, experiment, yaml.safe_dump(experiment))
     (folder / "deepspeed.yaml").write_bytes(text)
     script = ["train.py", "--deepspeed_config", "ds_config.json", "--batch", "4"]
     method = rng.choice(_METHODS)
@@ -152,6 +143,12 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
     if damaged == "experiment" or rng.random() < 0.5:
         return [method, *options, "--dry-run", "deepspeed.yaml", "."]
     return [method, *options, "--dry-run", "--", *script]
+
+
+def _damaged(rng: random.Random, document: Any, text: str) -> bytes:
+    if rng.random() < 0.4:
+        return mutations.of_text(rng, text)
+    return json.dumps(mutations.of_values(rng, document)).encode()
 
 
 def _options(rng: random.Random, method: str) -> list[str]:

@@ -86,5 +86,5 @@ def _damaged(rng: random.Random, events: list[dict[str, Any]]) -> bytes:
     elif kind == 6:
         other = rng.randrange(len(events))
         events[at], events[other] = events[other], events[at]
-    text = "".join(f"{mutations.as_json(event)}\n" for event in events)
+    text = "".join(f"{json.dumps(event)}\n" for event in events)
     return mutations.of_text(rng, text) if kind == 7 else text.encode()

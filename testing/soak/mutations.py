@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 # What has broken programs before.
@@ -93,13 +91,3 @@ def of_text(rng: random.Random, text: str) -> bytes:
                 (b"\n", b"\t", b"\r\n", b"#", b'"', b"'", b"!!python/object")
             )
     return bytes(content)
-
-
-def as_json(document: Any) -> str:
-    """JSON, or what JSON writers make of what JSON has not."""
-    return json.dumps(document, ensure_ascii=True)
-
-
-def pick(rng: random.Random, *ways: Callable[[], bytes]) -> bytes:
-    """Return the result of one of several ways."""
-    return rng.choice(ways)()
