@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -280,17 +281,24 @@ class _Everyone:
             observer.waited(run)
 
 
+_PAGE_EVERY_S = 30.0
+
+
 class _KeepsFiles:
-    """Writes the result's files anew with every new best, and the status with every trial."""
+    """Keep result files up to date: at a new best, and the report at most every 30 s."""
 
     def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
         self._ready = ready
         self._folder = folder
         self._status = status
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        if trial is run.best:
-            write_files(self._ready, run, self._folder)
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best or is_due:
+            write_files(self._ready, run, self._folder, with_page=is_due)
 
     def started(self, run: Run, trial: Trial) -> None:
         self._status().write(self._folder)
@@ -302,11 +310,12 @@ class _KeepsFiles:
         pass
 
 
-def write_files(ready: Prepared, run: Run, folder: Path) -> None:
-    """What was found so far, for use and for people."""
+def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
+    """Write the results so far, for use and for people."""
     line = without_secrets(train_command.line(ready, run, folder))
     summary.write_files(run, folder, line)
-    page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
+    if with_page:
+        page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
     if ready.native is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""

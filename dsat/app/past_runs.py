@@ -38,15 +38,17 @@ class PastRun:
 
     @property
     def state(self) -> str:
-        """`goes on`, `interrupted` or `over`."""
+        """`goes on`, `interrupted`, `over` or `failed`."""
         return state_of(self.run, goes_on=self.goes_on)
 
 
 def state_of(run: Run, *, goes_on: bool) -> str:
-    """`goes on`, `interrupted` or `over`."""
+    """`goes on`, `interrupted`, `over` or `failed`."""
     if goes_on:
         return "goes on"
-    return "interrupted" if run.stop_reason is None else "over"
+    if run.stop_reason is None:
+        return "interrupted"
+    return "over" if run.best is not None else "failed"
 
 
 def folders(above: Path | None = None) -> list[Path]:

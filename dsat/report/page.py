@@ -1,7 +1,7 @@
-"""`report.html`: all that a run found, in one file that opens anywhere without a network.
+"""`report.html`: the results of a run in one file that opens anywhere without a network.
 
 Plots need vl-convert (`pip install 'dsat[report]'`), which holds Vega as one script; without it the
-page has the same texts and tables, and simple drawings.
+page has the same texts and tables.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 from dsat.report import format as fmt
-from dsat.report import memory_parts, page_rows, plots, simple_plots, summary
+from dsat.report import memory_parts, page_rows, plots, summary
 from dsat.report.speed_model import Predicted, SpeedModel
-from dsat.report.verdict import gains, verdict
+from dsat.report.verdict import gains, headline, verdict
 from dsat.search.threads import in_one_thread
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
@@ -31,7 +31,7 @@ _VEGA_LITE = "6.1"
 
 
 def write_page(run: Run, folder: Path, trials: Path, train_line: str) -> None:
-    """Writes the page into a run's folder.
+    """Write the page into a run's folder.
 
     Args:
         run: what to show.
@@ -44,7 +44,7 @@ def write_page(run: Run, folder: Path, trials: Path, train_line: str) -> None:
 
 
 def html(run: Run, folders: str, train_line: str) -> str:
-    """The page's text.
+    """Return the page's text.
 
     Args:
         run: what to show.
@@ -55,7 +55,7 @@ def html(run: Run, folders: str, train_line: str) -> str:
 
 
 def render(which: str, /, **values: Any) -> str:
-    """A template with its values, and with the style and Vega that all of them have."""
+    """Render a template with its values, the style and Vega."""
     common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
     text: str = _compiled(which).render({**common, **values})
     return text
@@ -78,7 +78,7 @@ def _compiled(which: str) -> Any:
 
 
 def _address(path: str) -> str:
-    """A path as a link has it, whatever bytes its names are."""
+    """Return a path as a link; its names may be any bytes."""
     try:
         return quote(os.fsencode(path))
     except UnicodeEncodeError:  # no file system has this one
@@ -87,7 +87,7 @@ def _address(path: str) -> str:
 
 @in_one_thread
 def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[str, Any]:
-    """What the page's templates show of a run.
+    """Return the values of the page's templates.
 
     Args:
         run, folders, train_line: as for `html`.
@@ -101,6 +101,7 @@ def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[s
         "name": str(run.info.get("name", "dsat")),
         "method": run.plan.method,
         "is_over": run.stop_reason is not None,
+        "headline": headline(run),
         "verdict": verdict(run) if run.outcomes else ["No trial has ended."],
         "facts": summary.facts(run),
         "info": {key: str(value) for key, value in run.info.items()},
@@ -113,7 +114,6 @@ def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[s
         "trials": rows,
         "notes": list(page_rows.notes(run)),
         "plots": _plots(run, rows, model),
-        "drawings": [] if _vega() else simple_plots.drawings(rows, run.plan.metric),
         "query": query,
     }
 
@@ -195,7 +195,7 @@ def _by_model(
 
 
 def _rank(rows: Sequence[dict[str, Any]], *, smaller_is_better: bool) -> None:
-    """Gives each trial that ran its place, 0 for the best."""
+    """Give each trial that ran its rank, 0 for the best."""
     ran = [row for row in rows if row.get("value") is not None]
     ran.sort(key=lambda row: row["value"], reverse=not smaller_is_better)
     for place, row in enumerate(ran):

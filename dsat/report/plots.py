@@ -17,6 +17,7 @@ _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down
 _TIMES = ("forward", "backward", "step", "other")
 _OUT_OF_MEMORY = ("OOM", "HOST_OOM")
 _RUNS = "OK"
+_SHORT = {"format": "~s"}  # 15G instead of 15,000,000,000
 
 
 def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
@@ -37,7 +38,12 @@ def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
         "title": "micro batch (samples per slot)",
         "scale": {"type": "log", "base": 2},
     }
-    y = {"field": "value", "type": "quantitative", "title": f"{metric} ({unit})"}
+    y = {
+        "field": "value",
+        "type": "quantitative",
+        "title": f"{metric} ({unit})",
+        "axis": _SHORT,
+    }
     colour = _by_strategy([*ran, *lost, *band])
     upper: list[Spec] = [
         _layer(
@@ -86,8 +92,18 @@ def best_so_far(rows: Rows, metric: str, unit: str, over: str) -> Spec:
     """The best value so far `over` "trials" or "minutes"."""
     titles = {"trials": "trials that ended", "minutes": "minutes"}
     encoding = {
-        "x": {"field": over, "type": "quantitative", "title": titles[over]},
-        "y": {"field": "best", "type": "quantitative", "title": f"best {metric} ({unit})"},
+        "x": {
+            "field": over,
+            "type": "quantitative",
+            "title": titles[over],
+            "axis": {"tickMinStep": 1},
+        },
+        "y": {
+            "field": "best",
+            "type": "quantitative",
+            "title": f"best {metric} ({unit})",
+            "axis": _SHORT,
+        },
         "tooltip": _tips("name", over, "best"),
     }
     mark = {"type": "line", "interpolate": "step-after", "point": True, "color": COLOURS[0]}
@@ -170,6 +186,7 @@ def finals(rows: Rows, metric: str, unit: str) -> Spec:
         "field": "value",
         "type": "quantitative",
         "title": f"{metric} ({unit})",
+        "axis": _SHORT,
         "scale": {"zero": False},
     }
     names = list(dict.fromkeys(str(row["which"]) for row in rows))

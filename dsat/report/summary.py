@@ -140,7 +140,7 @@ def facts(run: Run) -> list[str]:
     if "machine" in run.info:
         lines.append(f"machine: {run.info['machine']}")
     lines.append(f"wall time: {fmt.duration(run.running_s)}")
-    lines.append(f"ended: {run.stop_reason or 'interrupted'}")
+    lines.append(f"stopped: {run.stop_reason or 'interrupted'}")
     return lines + _memory_facts(run)
 
 
@@ -157,7 +157,9 @@ def _memory_facts(run: Run) -> list[str]:
             f"{fmt.percent(errors[-1])} over {len(errors)} trials that ran"
         )
     if run.skipped:
-        lines.append(f"not launched: {len(run.skipped)} that were predicted not to fit")
+        count = len(run.skipped)
+        plural = "" if count == 1 else "s"
+        lines.append(f"skipped: {count} configuration{plural} predicted to run out of memory")
     return lines
 
 

@@ -63,7 +63,7 @@ def of_trials(run: Run) -> list[RenderableType]:
                 "" if outcome is None else fmt.duration(outcome.duration_s),
             )
         )
-    return [_table(summary.TRIAL_HEADINGS, rows)]
+    return [_table(summary.TRIAL_HEADINGS, rows)] if rows else [_line("no trial has begun")]
 
 
 def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
@@ -78,7 +78,10 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
     outcome = run.outcomes.get(trial.id)
     batch = trial.batch
     found: list[RenderableType] = [
-        _line(f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO {trial.strategy[1:]}"),
+        _line(
+            f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO stage "
+            f"{trial.strategy[1:].replace('_', ' ')}"
+        ),
         _line(
             f"micro batch {batch.micro_batch} x accumulation {batch.gas} x "
             f"{run.plan.slots_per_trial} slots = global batch {batch.train_batch_size}"

@@ -1,7 +1,7 @@
-"""What came of a run, in sentences: what to train with, what that gains, and how sure it is.
+"""Verdict of a run in sentences: the recommended configuration, its gain, how certain it is.
 
-Gains come from the finals alone. What the search measured of its best is flattered by the search's
-having chosen it; where no finals ran, that is said.
+Confirmed gains come from the finals. The search's measurement of its best is biased upward by
+selection; where no finals ran, the verdict says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEEP = "keep your own configuration"
 
 
 def verdict(run: Run) -> list[str]:
-    """The sentences on the recommended configuration, against the user's own."""
+    """Return sentences that compare the recommended configuration with the user's own."""
     assert run.plan is not None
     best, outcome = run.best, run.best_outcome
     if best is None or outcome is None:
@@ -37,16 +37,32 @@ def verdict(run: Run) -> list[str]:
     return lines + memory_warning(run) + learning_rate_advice(run)
 
 
+def headline(run: Run) -> str:
+    """Return one line: the confirmed gain, or what the run leads to without one."""
+    found = gain(run)
+    if found is not None:
+        if run.best is run.baseline:
+            return "Keep your own configuration"
+        return f"{say_gain(found)} your own configuration"
+    if run.best is None:
+        return "No configuration ran" if run.outcomes else "No trial has ended"
+    if run.best is run.baseline:
+        return "Your own configuration is the best so far"
+    own = None if run.baseline is None else run.value(run.baseline)
+    if own is None or run.best_value is None or run.plan is None:
+        return f"Best so far: {run.best.name}"
+    return f"{run.plan.objective.gain(run.best_value, own):.2f}x your own, unconfirmed"
+
+
 def _of_samples(run: Run, best: Outcome) -> list[str]:
-    """Where samples could not be counted, or are not the configuration's: of the best, and of the
-    user's own, with which it is compared."""
+    """Return warnings about the counting of samples, of the best and of the user's own."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     told = dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)])
     return [f"{text[0].upper()}{text[1:]}." for text in told if samples.is_about(text)]
 
 
 def _tokens(run: Run) -> str:
-    """The tokens per second of the best, unless they are the metric or there are none."""
+    """Return the best's tokens per second, or nothing where they are the metric or missing."""
     assert run.plan is not None
     outcome, name = run.best_outcome, "tokens_per_second"
     if run.plan.metric == name or outcome is None or outcome.metrics is None:
@@ -56,25 +72,26 @@ def _tokens(run: Run) -> str:
 
 
 def gain(run: Run) -> Gain | None:
-    """How many times better the best is than the user's own, as the finals have it; None without
-    them. If they recommend the user's own, it is of what they compared with it."""
+    """Return the confirmed gain of the finals' pick over the user's own; None without finals."""
     if run.finals is None or not run.finals.over or run.finals.comparison is None:
         return None
     return run.finals.comparison.gain
 
 
 def gains(run: Run) -> list[tuple[str, str]]:
-    """The gain over all, and beside it the gain at the user's own global batch: what of, and how
-    much with its interval. Empty without finals."""
+    """Return labels and texts of the gain and of the gain at the user's own global batch size.
+
+    Empty without finals.
+    """
     found = gain(run)
     if found is None or run.finals is None or run.finals.pick is None or run.plan is None:
         return []
     pick, own = run.trials[run.finals.pick.trial_id], run.plan.own_batch.train_batch_size
     same = run.finals.same_batch_gain
-    rows = [(f"with a global batch of {pick.batch.train_batch_size}", say_gain(found))]
+    rows = [(f"with a global batch size of {pick.batch.train_batch_size}", say_gain(found))]
     if pick.batch.train_batch_size != own:
         said = "not measured" if same is None else say_gain(same)
-        rows.append((f"at your own global batch of {own}", said))
+        rows.append((f"at your global batch size of {own}", said))
     return rows
 
 
@@ -88,8 +105,8 @@ def say_gain(found: Gain) -> str:
 def _of_finals(run: Run, finals: Finals) -> list[str]:
     assert run.plan is not None
     wrong = [
-        f"{run.trials[trial_id].name} trains otherwise than your own configuration on the same "
-        f"data, so it cannot win: {why}."
+        f"{run.trials[trial_id].name} trains differently from your own configuration on the "
+        f"same data and is excluded: {why}."
         for trial_id, why in run.disqualified.items()
     ]
     return wrong + _of_the_pick(run, finals)
@@ -99,23 +116,20 @@ def _of_the_pick(run: Run, finals: Finals) -> list[str]:
     assert run.plan is not None
     if finals.pick is None:
         return [
-            f"None of the leaders of the search stood its ground when it was run again: {_KEEP}.",
+            f"None of the leading configurations was confirmed on a re-run: {_KEEP}.",
         ]
     pick, comparison = run.trials[finals.pick.trial_id], finals.comparison
     if comparison is None:
-        return [
-            "It could not be compared with your own configuration, which failed when it was run "
-            "again."
-        ]
+        return ["The gain was not confirmed: your own configuration failed when it was run again."]
     said = say_gain(comparison.gain)
     evidence = f"95 % interval of {len(finals.pairs)} pairs of runs in turns"
     if finals.is_worth_it:
-        lines = [f"It is {said} your own configuration; {evidence}."]
+        lines = [f"Gain: {said} your own configuration; {evidence}."]
     elif finals.is_better:
         lines = [
-            f"{pick.name} is {said} your own configuration ({evidence}), which a global batch of "
-            f"{pick.batch.train_batch_size} instead of {run.plan.own_batch.train_batch_size} is "
-            f"not worth (--indifference {run.plan.indifference:.3g}): {_KEEP}."
+            f"The gain of {said} ({pick.name}; {evidence}) does not justify a global batch of "
+            f"{pick.batch.train_batch_size} instead of {run.plan.own_batch.train_batch_size}: "
+            f"{_KEEP}."
         ]
     else:
         lines = [
@@ -124,30 +138,27 @@ def _of_the_pick(run: Run, finals: Finals) -> list[str]:
         ]
     if run.best is pick and not finals.is_worth_it:
         lines = [
-            f"No significant difference to your own configuration, which does not keep to the "
-            f"batch sizes that you demanded: {said} it; {evidence}."
+            f"No significant difference: {said} your own configuration; {evidence}. Your own is "
+            "outside the batch sizes that you asked for."
         ]
-    lines.append(
-        f"Run again, a configuration differed from itself by {fmt.percent(comparison.noise)} "
-        "(standard deviation)."
-    )
+    lines.append(f"Run-to-run variation: {fmt.percent(comparison.noise)} (standard deviation).")
     if run.best is pick:
         finding = run.compare_training(pick)
         lines.append(
-            "It trains like your own configuration: on the same data the losses agree."
+            "Training equivalence: on the same data its losses agree with your own configuration's."
             if finding.agreement is Agreement.SAME
-            else f"Whether it trains like your own could not be compared: {finding.reason}."
+            else f"Training equivalence was not checked: {finding.reason}."
         )
     return lines + _at_the_same_batch(run, pick)
 
 
 def _at_the_same_batch(run: Run, pick: Trial) -> list[str]:
-    """What the gain is without a larger or smaller global batch."""
+    """Return the gain at the user's own global batch size."""
     assert run.plan is not None
     own = run.plan.own_batch.train_batch_size
     if pick.batch.train_batch_size == own:
         return []
-    head = f"At your own global batch of {own}"
+    head = f"At your global batch size of {own}"
     other = f"{pick.name} has a global batch of {pick.batch.train_batch_size}"
     finals = run.finals
     if finals is not None and finals.over:
@@ -155,7 +166,9 @@ def _at_the_same_batch(run: Run, pick: Trial) -> list[str]:
         if found is not None and trial is not None:
             return [f"{head} the gain is {say_gain(found)}, with {trial.name} ({other})."]
         if pick.id not in finals.with_same_batch:
-            return [f"{head} it would be your own configuration: all the gain is the batch's."]
+            return [
+                f"{head} nothing faster was found: the whole gain comes from the other batch size."
+            ]
     return [f"{head} {_searched_at_the_same_batch(run)} ({other})."]
 
 
@@ -177,7 +190,7 @@ def _searched_at_the_same_batch(run: Run) -> str:
 
 
 def _of_search(run: Run, best: Trial) -> list[str]:
-    """Without finals."""
+    """Return the sentences of a run without finished finals."""
     assert run.plan is not None
     baseline, first = run.baseline, next(iter(run.trials.values()))
     if baseline in (None, first) and run.outcomes[first.id].kind.is_out_of_memory:
@@ -192,14 +205,14 @@ def _of_search(run: Run, best: Trial) -> list[str]:
     if own_value is None or value is None:
         return [f"Your own configuration did not run: {own}."]
     if baseline is best and not any(t.kind is TrialKind.SEARCH for t in _ended(run)):
-        return ["That is your own configuration: nothing else was measured yet."]
+        return ["This is your own configuration: nothing else was measured yet."]
     if baseline is best:
-        return ["That is your own configuration: nothing faster was found."]
+        return ["This is your own configuration: nothing faster was found."]
     ratio = run.plan.objective.gain(value, own_value)
     why = "the finals are not over" if run.finals is not None else "no finals were run"
     return [
-        f"Your own configuration: {baseline.name}, {own}. The best is {ratio:.2f} times as good by "
-        f"what the search measured, which flatters its best; {why} to confirm it.",
+        f"Gain: {ratio:.2f}x your own configuration ({own}), unconfirmed: measured once by the "
+        f"search, which overstates its best, and {why}.",
         *_at_the_same_batch(run, best),
     ]
 
@@ -209,7 +222,7 @@ def _ended(run: Run) -> list[Trial]:
 
 
 def learning_rate_advice(run: Run) -> list[str]:
-    """What to do about the learning rate if the best global batch is another than the user's.
+    """Advise on the learning rate if the best global batch size differs from the user's.
 
     Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
     for SGD (Goyal et al., arXiv:1706.02677).
@@ -238,8 +251,7 @@ def learning_rate_advice(run: Run) -> list[str]:
 
 
 def knee(run: Run) -> list[tuple[int, float, float]]:
-    """The best value of each micro batch that ran: micro batch, value, and which part of the best
-    of all that is. Where the last column stops rising is the knee."""
+    """Return micro batch, best value, and its fraction of the overall best, for each that ran."""
     assert run.plan is not None
     objective = run.plan.objective
     best: dict[int, float] = {}
@@ -256,7 +268,7 @@ def knee(run: Run) -> list[tuple[int, float, float]]:
 
 
 def knee_row(rows: list[tuple[int, float, float]], indifference: float) -> int | None:
-    """The smallest micro batch within the indifference of the best; None with fewer than three."""
+    """Return the smallest micro batch within the indifference; None with fewer than three."""
     if len(rows) < 3:
         return None
     return next((size for size, _, part in rows if part * (1 + indifference) >= 1), None)

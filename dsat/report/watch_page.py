@@ -96,7 +96,12 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
     }
 
 
-_IS = {"goes on": "goes on", "interrupted": "was interrupted", "over": "is over"}
+_IS = {
+    "goes on": "goes on",
+    "interrupted": "was interrupted",
+    "over": "is over",
+    "failed": "failed",
+}
 
 
 def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: str) -> str:

@@ -59,7 +59,7 @@ def compare(
         same_batch: both have the same global batch.
     """
     if not same_batch:
-        return _unknown("another global batch: its steps see other samples")
+        return _unknown("the global batch size differs")
     curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
     its = _losses(other)
     if len(curves) < 2:

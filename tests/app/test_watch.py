@@ -186,7 +186,7 @@ def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mo
     [(html, status)] = seen
     assert "All trials" in html and status == 202
     told = out.getvalue()
-    assert "ssh -L" in told and "ended: it was asked to stop" in told
+    assert "ssh -L" in told and "stopped: it was asked to stop" in told
     events = (tmp_path / "dsat_runs").glob("*/journal.jsonl")
     kinds = [json.loads(line)["event"] for line in next(events).read_text().splitlines()]
     assert kinds[-2:] == ["stop_asked", "stopped"]

@@ -41,6 +41,17 @@ function wireTable() {
   });
 }
 
+// The button that copies the command; hidden where the browser has no clipboard.
+function wireCopy() {
+  const button = document.getElementById("copy");
+  if (!button || !navigator.clipboard) { return; }
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(document.getElementById("train").textContent);
+    button.textContent = "Copied";
+  });
+}
+
 // Plots, drawn again when the colours of the system change.
 let specs = JSON.parse(document.getElementById("specs")?.textContent ?? "[]");
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -66,6 +77,7 @@ function drawPlots(given) {
 }
 
 wireTable();
+wireCopy();
 if (specs.length) {
   draw().then(() => { document.body.dataset.drawn = "yes"; });
 }

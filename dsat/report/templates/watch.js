@@ -24,6 +24,7 @@ async function load(wanted) {
     const focused = document.activeElement?.id;
     main.innerHTML = state.html;  // made by a template that escapes whatever is not its own
     wireTable();
+    wireCopy();
     const filter = document.getElementById("filter");
     if (filter && words) { filter.value = words; filter.dispatchEvent(new Event("input")); }
     if (focused) { document.getElementById(focused)?.focus(); }
