@@ -145,7 +145,7 @@ def _of_the_pick(run: Run, finals: Finals) -> list[str]:
     if run.best is pick:
         finding = run.compare_training(pick)
         lines.append(
-            "Training equivalence: on the same data its losses agree with your own configuration's."
+            "It trains like your own configuration: on the same data the losses agree."
             if finding.agreement is Agreement.SAME
             else f"Training equivalence was not checked: {finding.reason}."
         )
