@@ -6,8 +6,8 @@ PY := $(VENV)/bin/python
 # DeepSpeed compiles its operators once, not once per trial.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
-# A limit that makes memory matter on any machine, and a search that ends in a few minutes.
-DEMO_OPTIONS ?= --slot-memory 768MiB --max-trials 14 --max-profile-steps 8 --metric throughput
+# A search at the same global batch size that ends within two minutes.
+DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
 .PHONY: setup demo lint quick browser test nightly test-cluster docs pictures compat bench real-scripts soak clean
 
@@ -31,9 +31,10 @@ $(VENV)/.demo: pyproject.toml $(VENV)/bin/uv
 	$(INSTALL) --quiet --editable '.[report]'
 	touch $@
 
-demo: setup
-	$(PY) -m dsat asha examples/core_api/deepspeed.yaml examples/core_api \
-		--zero-stages 0 1 2 3 $(DEMO_OPTIONS)
+# A small model, trained with a micro batch of 1 and accumulation, as after an out of memory.
+demo: $(VENV)/.demo
+	cd examples/plain && $(CURDIR)/$(PY) -m dsat model --slots 1 $(DEMO_OPTIONS) -- train.py \
+		--deepspeed --deepspeed_config ds_config_accumulating.json --width 128 --length 32
 
 lint: setup
 	$(VENV)/bin/ruff check .
