@@ -105,7 +105,7 @@ class LocalSearch:
 
     @property
     def trials(self) -> Path:
-        """Where the trials have their folders."""
+        """Folder of the trials' folders."""
         return run_folders.of_trials(self.ready, self.folder)
 
     def _keeper(self) -> _KeepsFiles:
@@ -183,7 +183,7 @@ class LocalSearch:
         )
 
     def _has_work(self) -> bool:
-        """Whether anything is to be run; if not, what is known is only shown again."""
+        """Return whether anything is to be run; if not, known results are shown again."""
         if not self._tuner.finished:
             return True
         self._tuner.stop()
@@ -191,12 +191,12 @@ class LocalSearch:
 
     @property
     def profiled(self) -> bool:
-        """Whether the search could begin."""
+        """Return whether the search could begin."""
         return not self._tuner.failed
 
     @property
     def failure(self) -> DsatError | None:
-        """Why nothing was found; None if something was, or if it was interrupted before."""
+        """Error if nothing was found; None if something was, or if the run was interrupted."""
         if not self.profiled or (self.run.best is None and not self.interrupted):
             return _failure(self.run, self.trials)
         return None
@@ -245,7 +245,7 @@ class _Logs:
 
 
 def _notes(ready: Prepared) -> list[str]:
-    """What a person should know before the run begins."""
+    """Return notes to show before the run begins."""
     plan, found = ready.plan, []
     any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
     if plan.objective.smaller_is_better and any_batch:
@@ -367,7 +367,7 @@ def local_engine(
 
 
 def needs_fresh_processes(run: Run) -> bool:
-    """Whether it was found before the run was interrupted that only fresh processes work."""
+    """Return whether an earlier trial has shown that only fresh processes work."""
     return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
 
 

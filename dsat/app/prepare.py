@@ -66,7 +66,7 @@ class Prepared:
 
     @property
     def num_slots(self) -> int:
-        """Of these hosts."""
+        """Number of slots of these hosts."""
         return self.machine.num_slots * len(self.hosts)
 
     @property
@@ -82,7 +82,7 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[list[Prepared]]:
-    """What `prepare` returns; what was reserved of hosts is given back afterwards."""
+    """Prepare runs; end the first run and release the hosts afterwards."""
     runs = prepare(settings, argv)
     try:
         yield runs

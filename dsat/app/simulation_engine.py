@@ -38,7 +38,7 @@ class SimulationEngine:
 
     @property
     def start(self) -> dict[str, Any]:
-        """All that tells this way of starting the script from any other, as JSON."""
+        """Key of this way to start the script, as JSON."""
         experiment = self._source.experiment
         return {
             "program": asdict(self._source.program),

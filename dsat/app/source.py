@@ -1,4 +1,4 @@
-"""What the user wants run: an experiment or a command, read from its files and checked."""
+"""The experiment or command to tune, read from its files and checked."""
 
 from __future__ import annotations
 
@@ -191,6 +191,8 @@ def read_experiment(target: Target) -> Experiment:
 
 
 def check_ranks(program: Entrypoint, slots: int) -> None:
+    """Raise UserInputError if the entrypoint starts another number of ranks."""
+    """Raise UserInputError if the entrypoint starts another number of ranks."""
     if program.slots not in (None, slots):
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {slots} slots",
@@ -200,6 +202,8 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
 
 
 def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
+    """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
+    """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
     given, known = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
     if given is None or not isinstance(known, str):
         return
@@ -273,7 +277,7 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
 
 
 def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
-    """What a command runs, with the configuration that its training was given."""
+    """Return the source of a recorded command, with the configuration of its training."""
     first = min(ranks, key=lambda rank: rank.rank)
     folder, name = Path(first.cwd), _name(program)
     words = list(program.started_by)
@@ -303,7 +307,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
 
 
 def _recognised(program: Entrypoint) -> str:
-    """What was seen of a command, for people."""
+    """Describe the ranks of a recorded command."""
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (

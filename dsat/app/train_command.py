@@ -1,4 +1,4 @@
-"""How to train with the configuration that was found."""
+"""Commands that train with the best configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsat.values.text import without_secrets
 
 
 def program_of(ready: Prepared, run: Run) -> Entrypoint:
-    """What trials run, with what the profile trial has shown of it."""
+    """Return the program of the trials, with what earlier trials have shown of it."""
     program = ready.program
     if any(COMMAND_AGAIN in outcome.warnings for outcome in run.outcomes.values()):
         return replace(program, needs_command="they failed, started by dsat, in an earlier trial")
@@ -78,7 +78,7 @@ def _again(seen: Entrypoint, wanted: Entrypoint) -> list[str] | None:
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
-    """What a trial had and a command does not have by itself, as words in front of the command.
+    """Return the words in front of a command that give it a trial's conditions.
 
     On processor cores: one thread for each rank, no other cores than those of its slots, and with a
     limit on memory the settings of malloc that make the limit hold.
@@ -116,7 +116,7 @@ def _variables(ready: Prepared, run: Run) -> dict[str, str]:
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
-    """What to type in the model's folder to train with the best configuration, as in the trials.
+    """Return the command that trains with the best configuration in the model's folder.
 
     Args:
         config: the file that holds it.
@@ -140,7 +140,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
 
 
 def line(ready: Prepared, run: Run, folder: Path) -> str:
-    """What to type anywhere to train with the best configuration."""
+    """Return the command that trains with the best configuration from any folder."""
     command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         program = program_of(ready, run)

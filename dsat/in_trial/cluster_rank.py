@@ -45,7 +45,7 @@ _attached: Task | None = None
 
 
 def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
-    """What a trial's hyperparameters hold under `DSAT_TRIAL_KEY`.
+    """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`.
 
     Args:
         runner_id: of the search runner's experiment.
@@ -248,5 +248,5 @@ def _slots_of_this_host() -> int:
 
 
 def _allocation() -> str:
-    """Which run of the trial this is: the master may start it again."""
+    """Return the ID of this allocation: the master may start the trial again."""
     return os.environ.get("DET_ALLOCATION_ID", "")

@@ -1,4 +1,4 @@
-"""What every Python process of a command runs first that a trial runs again.
+"""Hook that every Python process of the user's command runs first.
 
 A copy of this file lies as `sitecustomize.py` in a folder in front of `PYTHONPATH`. Nothing happens
 but that the script gets the arguments of the trial, unless the process imports DeepSpeed: then
@@ -52,7 +52,7 @@ def _change_for_trial(folder: str) -> None:
 
 
 def _rank_of_trial(folder: str) -> _Adapters:
-    """What makes a process a rank, once it imports what ranks import, whichever comes first."""
+    """Return adapters that make a process a rank at its first relevant import."""
 
     def begin(module: ModuleType) -> None:
         from dsat.in_trial import command_rank

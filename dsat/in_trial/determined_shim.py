@@ -32,7 +32,7 @@ _SUPPORTED = ((0, 28), (0, 37))  # first and last
 
 @dataclass(frozen=True)
 class LocalTask:
-    """What a script can ask about itself.
+    """Answers to a script's questions about its task.
 
     Attributes:
         trial_id, slots: of the trial.
@@ -187,7 +187,7 @@ def _init(
 
 
 class _Reports:
-    """What the script reports, appended to a file by the chief."""
+    """Reports of the script, appended to a file by the chief."""
 
     def __init__(self, path: Path, is_chief: bool) -> None:
         self._path = path
@@ -283,7 +283,7 @@ def _listen(context: Any, ports: Sequence[int], address: str) -> None:
 
 
 def adapt_trial_classes(*, on_cpu: bool) -> None:
-    """What determined's Trial classes need beyond a task.
+    """Adapt what determined's Trial classes need beyond a task.
 
     DeepSpeedTrial insists on a GPU, although its context works on a CPU device as well. Checkpoints
     get no copy of the model folder, which a container has at a fixed place.

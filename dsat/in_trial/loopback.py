@@ -1,4 +1,4 @@
-"""Where ranks listen: on loopback if all are on one host, else where the others reach them."""
+"""Addresses of ranks: loopback on one host, else reachable from the other hosts."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def interface_to(address: str) -> str:
 
 
 def is_loopback(host: Any) -> bool:
+    """Return whether an address is of the loopback interface."""
+    """Return whether an address is of the loopback interface."""
     try:
         return ipaddress.ip_address(str(host)).is_loopback
     except ValueError:

@@ -67,7 +67,7 @@ _SET_BY_LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What every rank of a trial needs to know; in `trial.json`.
+    """Specification of a trial's ranks; in `trial.json`.
 
     Attributes:
         trial: the trial as in the journal, for people.
@@ -99,7 +99,7 @@ class RankSpec:
 
 
 def result_file(rank: int) -> str:
-    """Where a rank writes how it ended, if it did not run to the end of the measurement."""
+    """Return the file in which a rank reports its failure."""
     return f"rank{rank}.json"
 
 
@@ -368,7 +368,7 @@ class Doing:
         self.said = ""
 
     def say(self, text: str) -> None:
-        """What is done from now on; empty for nothing worth telling."""
+        """Set the current activity; empty for none."""
         self.said = text
         if self._path is None:
             return

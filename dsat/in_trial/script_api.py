@@ -1,4 +1,4 @@
-"""What a training script calls. Importing this imports nothing heavy."""
+"""Functions for training scripts. Importing this imports nothing heavy."""
 
 from __future__ import annotations
 

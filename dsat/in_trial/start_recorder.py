@@ -40,7 +40,7 @@ _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
 
 
 class _Recorder:
-    """What this process will tell of its start."""
+    """Recorder of the start of this process."""
 
     def __init__(self, folder: str, hook: str, *, goes_on: bool) -> None:
         self._folder = folder
@@ -158,7 +158,7 @@ def _without(hook: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """What this process knows of its rank, and of how many there are; 0 of 1 if nothing."""
+    """Return the rank and the number of ranks; 0 and 1 without a launcher."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -164,7 +164,7 @@ class Entrypoint:
         return position if is_file else None
 
     def _value_position(self, option: str) -> int | None:
-        """Which argument holds an option's value, if the option is there and has one."""
+        """Return the index of the argument with an option's value; None if there is none."""
         for index, arg in enumerate(self.args):
             flag, equals, value = arg.partition("=")
             if flag != option:
@@ -221,7 +221,7 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 
 
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
-    """Whether the script makes a parser of TrainingArguments, or of a class made of them.
+    """Return whether the script makes a parser of TrainingArguments or a subclass.
 
     Another parser would refuse a flag that the user did not give.
     """
@@ -232,7 +232,7 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
-    """Whether a command is a script without a launcher that starts its ranks' processes itself.
+    """Return whether a command is a script that starts its ranks' processes itself.
 
     One that asks for its rank may also be run by a launcher, and then starts none.
 
@@ -308,7 +308,7 @@ def _has_version(version: str) -> bool:
 
 
 def of_interpreter(words: Sequence[str]) -> Entrypoint:
-    """What a Python interpreter runs that is given these words, whatever that is."""
+    """Return the program that a Python interpreter runs when given these words."""
     options, rest = _interpreter_options(list(words))
     if rest[0] == "-m":
         return Entrypoint(module=rest[1], args=tuple(rest[2:]), python_options=tuple(options))

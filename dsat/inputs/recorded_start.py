@@ -36,7 +36,7 @@ _PREFIXES_OF_A_START = tuple(
 
 @dataclass(frozen=True)
 class RankStart:
-    """How one process of a command was started that called `deepspeed.initialize`.
+    """Start of one process of a command that called `deepspeed.initialize`.
 
     Attributes:
         rank, size: as its launcher told it; 0 of 1 without a launcher.
@@ -151,7 +151,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 
 def _why_not_by_themselves(first: RankStart) -> str:
-    """Why a process cannot be started without the command that has started it; empty if it can."""
+    """Return the reason why a process needs its command to start it; empty if it does not."""
     words = list(first.command[1:])
     if first.forked or _SPAWNED in words:
         return "another Python process makes them (multiprocessing)"
@@ -177,7 +177,7 @@ def _as_seen(first: RankStart) -> Entrypoint:
 
 
 def _options_end(words: Sequence[str]) -> int:
-    """Where the interpreter's own options end."""
+    """Return the index at which the interpreter's own options end."""
     end = 0
     while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
         end += 2 if words[end] in ("-W", "-X") else 1
@@ -185,7 +185,7 @@ def _options_end(words: Sequence[str]) -> int:
 
 
 def _is_mine(rank: RankStart) -> bool:
-    """Whether the process has the packages that dsat has itself."""
+    """Return whether the process has the packages that dsat has itself."""
     mine = (sys.prefix, tuple(sys.version_info[:2]))
     return (rank.prefix, rank.version) == mine
 

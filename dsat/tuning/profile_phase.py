@@ -40,17 +40,17 @@ class ProfilePhase(Phase):
 
     @property
     def climbed(self) -> bool:
-        """Whether the user's own strategy does not fit, or DeepSpeed refuses it."""
+        """Return whether the user's own strategy does not fit, or DeepSpeed refuses it."""
         return self._rung >= 0 or bool(self._sharded)
 
     @property
     def over(self) -> bool:
-        """Whether the model is profiled."""
+        """Return whether the model is profiled."""
         return self.profile is not None
 
     @property
     def space(self) -> Space:
-        """What is to be searched, once the model is profiled."""
+        """Search space, once the model is profiled."""
         assert self.profile is not None
         only = () if self._rung >= 0 else self._sharded
         return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
@@ -122,7 +122,7 @@ class ProfilePhase(Phase):
         self.failure = outcome.said_of(name_of_trial(trial))
 
     def _is_refused(self, outcome: Outcome) -> bool:
-        """Whether DeepSpeed itself failed at stage 0.
+        """Return whether DeepSpeed itself failed at stage 0.
 
         Some calls are forbidden there that the other stages allow: `loss.backward()` in the place
         of the engine's own.
@@ -157,6 +157,6 @@ def name_of_trial(trial: Trial) -> str:
 
 
 def _is_deepspeeds(traceback: str) -> bool:
-    """Whether it was raised in DeepSpeed's own code."""
+    """Return whether it was raised in DeepSpeed's own code."""
     frames = [line for line in traceback.splitlines() if line.startswith('  File "')]
     return bool(frames) and "/deepspeed/" in frames[-1]

@@ -63,7 +63,7 @@ class CommandLaunch(Launch):
         return cls(**{f.name: getattr(launch, f.name) for f in fields(launch)}, seen=seen)
 
     def requests(self, cwd: Path) -> dict[int, dict[str, Any]]:
-        """What the supervisor is asked for; the command has a folder of its own to start in."""
+        """Return the request to the supervisor; the command starts in its own folder."""
         [share] = self.shares
         command = list(self.program.started_by)
         cores = self._cores(share, 0) if self._machine.is_cpu else []
@@ -122,7 +122,7 @@ class CommandLaunch(Launch):
         return env
 
     def _changes(self) -> dict[str, Any]:
-        """What the script's processes are given in place of what they were seen to have."""
+        """Return the arguments and variables that replace those of the first run."""
         seen, wanted = self.seen, self.program
         names = [n for n, value in seen.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if seen.env.get(n) != value}

@@ -66,7 +66,7 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """How trials are run and measured.
+    """Options of running and measuring trials.
 
     Attributes:
         trial: what holds for the trials of any engine.
@@ -155,7 +155,7 @@ class LocalEngine:
 
     @property
     def needs_command(self) -> str:
-        """Why each trial runs the user's command again; empty if they do not."""
+        """Reason for which each trial runs the user's command again; empty if none does."""
         return self._program.needs_command
 
     def launch(self, trial: Trial) -> None:
@@ -211,7 +211,7 @@ class LocalEngine:
         return folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
-        """Whether what `start_simulation_server` started goes on, or is yet to begin."""
+        """Return whether the simulation server runs, or is yet to begin."""
         if not self._closed:
             self._untold += self._ended(0.0)
         waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
@@ -366,7 +366,7 @@ class LocalEngine:
             self._supervisors.send(host, request)
 
     def _needs_view(self, start: Start, *, alone: bool) -> bool:
-        """Whether a trial is not to meet what others write into the working folder."""
+        """Return whether a trial needs its own view of the working folder."""
         is_one_of_many = start.trial.kind is TrialKind.SEARCH and start.meter is not None
         beside = is_one_of_many and self._options.at_once > 1 and not alone
         return beside and self._working.is_written_to

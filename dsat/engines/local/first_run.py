@@ -205,7 +205,7 @@ class FirstRun:
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
-        """Whether the command trains with the batch sizes of a trial."""
+        """Return whether the command trains with the batch sizes of a trial."""
         config = self._recorded[0].config or {} if self._recorded else {}
         return trial.kind is TrialKind.BASELINE and all(
             config[key] == value

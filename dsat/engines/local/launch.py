@@ -1,4 +1,4 @@
-"""What one trial's processes are started with: their task, their environment, their command."""
+"""Task, environment and command of a trial's processes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Launch:
     linger_s: float | None
 
     def spec(self) -> RankSpec:
-        """What every rank needs to know."""
+        """Return the specification that every rank reads."""
         hparams = trial_hparams(self.experiment.hparams, self.trial.overrides)
         # What else is there may hold credentials, which no file of ours should.
         config = {k: v for k, v in self.experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
@@ -145,7 +145,7 @@ class Launch:
         return env
 
     def requests(self, cwd: Path) -> dict[int, dict[str, Any]]:
-        """What the supervisors of hosts are asked for, to be run in the folder `cwd`; by host."""
+        """Return the requests to the supervisors by host, to be run in the folder `cwd`."""
         return {
             share.index: self._request(cross_rank, share, cwd)
             for cross_rank, share in enumerate(self.shares)
@@ -218,7 +218,7 @@ class Launch:
 
     @property
     def _addresses(self) -> list[str]:
-        """Where ranks of other hosts find those of each; loopback if there are no others."""
+        """Addresses of the hosts; loopback if there is one."""
         if len(self.shares) == 1:
             return [ADDRESS]
         return [share.host.address for share in self.shares]
@@ -257,7 +257,7 @@ class Launch:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Where the ranks of a trial's host print to: two hosts cannot append to the same file."""
+    """Return the log files of a host's ranks: two hosts cannot append to the same file."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 
@@ -303,7 +303,7 @@ def settings_of_ranks(
 
 
 def allocator_is_set(env: Mapping[str, str]) -> bool:
-    """Whether the user has chosen settings of torch's allocator."""
+    """Return whether the user has chosen settings of torch's allocator."""
     return bool(_ALLOCATOR_VARIABLES & env.keys())
 
 
@@ -334,13 +334,13 @@ def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed configuration keeps anything in the host's memory or on a disk."""
+    """Return whether a DeepSpeed configuration offloads anything."""
     strategy = of_config(config)
     return (strategy.offload_optimizer, strategy.offload_param) != (NONE, NONE)
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:
-    """Where trials run: the model folder, or one that shows it together with the includes."""
+    """Return the model folder, or one that shows it together with the includes."""
     if not experiment.includes:
         return experiment.model_dir
     together = folder / "context"
@@ -353,7 +353,7 @@ def working_folder(experiment: Experiment, folder: Path) -> Path:
 
 
 def _max_length(config: Mapping[str, Any]) -> int:
-    """Of a full-length run: `searcher.max_length`, a number or `{unit: number}`."""
+    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
     searcher = config.get("searcher")
     length = searcher.get("max_length", 1) if isinstance(searcher, Mapping) else 1
     if isinstance(length, Mapping):

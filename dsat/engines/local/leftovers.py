@@ -1,4 +1,4 @@
-"""What a trial that is killed would leave to the next one, outside of its own folder."""
+"""Leftovers of killed trials outside of their own folders."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def make(folders: list[Path]) -> None:
 
 
 def remove(folders: list[Path]) -> None:
+    """Remove swap folders."""
+    """Remove swap folders."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -80,7 +82,7 @@ def remove_compiler_locks(env: Mapping[str, str], *, since_s: float = math.inf) 
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a living process holds a lock, which torch keeps open while it compiles."""
+    """Return whether a living process holds a lock, which torch keeps open while it compiles."""
     target = os.path.realpath(path)
     for descriptors in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
@@ -90,7 +92,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _may_be_shared(folder: Path) -> bool:
-    """Whether other hosts may have a folder too: if it is on none of the usual local disks."""
+    """Return whether other hosts may share a folder: it is on none of the usual local disks."""
     import psutil
 
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}

@@ -1,4 +1,4 @@
-"""What a run has started, written down, so that whoever comes after a kill can end it.
+"""Record of the processes of a run, so that they can be ended after a kill.
 
 The supervisor leads a session, and all that the trials of a run start is in it unless it went out
 of its way to leave. Sessions and ports are in a file of the run's folder.
@@ -97,8 +97,10 @@ class ProcessRecord:
         }
 
     def _is_ours(self, process: psutil.Process, sessions: Mapping[int, float]) -> bool:
-        """Whether a process belongs to the run: by its session or process group, by its
-        environment, or by where it prints."""
+        """Return whether a process belongs to the run.
+
+        Its session or process group, its environment or its output files show it.
+        """
         try:
             if process.status() == psutil.STATUS_ZOMBIE or process.uids().real != os.getuid():
                 return False
@@ -124,7 +126,7 @@ class ProcessRecord:
             os.close(descriptor)
 
     def _read(self) -> list[dict[str, Any]]:
-        """What was recorded, but for lines that a kill has torn."""
+        """Return the recorded entries without lines that a kill has torn."""
         try:
             lines = self._path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -139,7 +141,7 @@ class ProcessRecord:
 
 
 def where() -> dict[str, str]:
-    """Where numbers of processes mean the same: this boot of this host, or of this container."""
+    """Return the scope of process IDs: this boot of this host or container."""
     found = {}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -154,7 +156,7 @@ def _is_below(process: psutil.Process, pids: Collection[int]) -> bool:
 
 
 def _is_same(entry: Mapping[str, Any]) -> bool:
-    """Whether a session is the one that was recorded: its number is not yet another process's."""
+    """Return whether a session ID still belongs to the recorded session."""
     session, started = entry.get("session"), entry.get("started")
     if not isinstance(session, int) or not isinstance(started, (int, float)):
         return False

@@ -1,4 +1,4 @@
-"""Which trials that failed are run again: those that failed for no fault of their configuration."""
+"""Retries of trials that failed for no fault of their configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
 
 class Again(enum.Enum):
-    """How a trial that failed is run again."""
+    """Ways to run a failed trial again."""
 
     FRESH = "in fresh processes"
     AS_BEFORE = "as before"
@@ -74,7 +74,7 @@ class Retries:
         self.cold = bool(cannot_fork)
 
     def decide(self, running: Running, outcome: Outcome, *, broken: bool) -> Again | None:
-        """How a trial is to be run again; None if its outcome stands.
+        """Return how a trial is to be run again; None if its outcome stands.
 
         Args:
             running: the trial, which has ended.
@@ -119,7 +119,7 @@ class Retries:
             self.cold = self._fell_back = False
 
     def _may_be_the_fork(self, running: Running, outcome: Outcome) -> bool:
-        """Whether a trial failed that a fresh process might run.
+        """Return whether a fresh process might run a trial that failed.
 
         Any error of the very first trial is tried again so, because some libraries cannot be
         forked; later on, only what CUDA says about forks.
@@ -135,8 +135,7 @@ class Retries:
         )
 
     def _may_be_the_start(self, running: Running, outcome: Outcome) -> bool:
-        """Whether the script lacks something that the command which starts it would provide: it
-        fails where the command did not when it was run."""
+        """Return whether the ranks failed where the user's command did not."""
         ended = running.canceled or running.timed_out or running.by_command
         failed = outcome.kind is OutcomeKind.ERROR and outcome.before_engine
         return self._has_command and self._is_first(running) and failed and not ended
@@ -154,7 +153,7 @@ class Retries:
         return None if stays else Again.ELSEWHERE
 
     def _deserves_another_start(self, running: Running, outcome: Outcome, *, broken: bool) -> bool:
-        """Whether a trial failed for what its surroundings did.
+        """Return whether a trial failed because of its surroundings.
 
         The device is broken, or another program took a port between its choice and its use, which
         is tried again once.
@@ -169,7 +168,7 @@ class Retries:
 
 
 def _may_be_the_others(running: Running, outcome: Outcome) -> bool:
-    """Whether a trial failed that might run if no other did, or in the real working folder."""
+    """Return whether a failed trial might run alone, or in the real working folder."""
     mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
     return (
         mine

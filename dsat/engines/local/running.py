@@ -54,7 +54,7 @@ class Running:
 
     @property
     def hosts_going_on(self) -> set[int]:
-        """Where ranks of it run."""
+        """Hosts on which its ranks run."""
         return self.hosts - self.ended.keys()
 
     @property
@@ -73,14 +73,13 @@ class Running:
         return found
 
     def by_rank(self, what: str) -> list[Any]:
-        """What was said of each rank's end: its exit status (`statuses`), or whether the supervisor
-        killed it (`killed`)."""
+        """Return what supervisors reported of each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What has been asked for; it may have to wait for slots."""
+    """A requested start; it may have to wait for slots."""
 
     trial: Trial
     folder: Path

@@ -1,4 +1,4 @@
-"""What came of a trial, from what its ranks left behind."""
+"""Outcome of a trial, from the files that its ranks left."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def command_failed(folder: Path, status: int, duration_s: float, *, ranks: int) 
 
 
 def told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
-    """What the ranks wrote about their failures, the first to fail first."""
+    """Return the failures that ranks reported, the first to fail first."""
     found = []
     for rank in range(ranks):
         path = folder / result_file(rank)

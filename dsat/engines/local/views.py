@@ -45,7 +45,7 @@ _State = dict[str, _Seen]  # by the path from the working folder
 
 
 class WorkingFolder:
-    """Where trials run.
+    """The folder that trials run in.
 
     Args:
         real: the user's own folder.
@@ -85,7 +85,7 @@ class WorkingFolder:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether trials side by side may meet what others write, and a view prevents it."""
+        """Return whether concurrent trials need views, because the script writes here."""
         return bool(self._written) and self._is_needed
 
     def give_up_views(self) -> None:
@@ -120,7 +120,7 @@ class WorkingFolder:
         return any(each.startswith(path + os.sep) for each in self._written)
 
     def _state(self) -> _State | None:
-        """What there is; None if it is too much to look at."""
+        """Return the state of all files; None if there are too many."""
         state: _State = {}
         folders = [(str(self.real), _HERE)]
         while folders:
