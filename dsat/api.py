@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +176,7 @@ def load_run(path: PathLike) -> Result:
     run = Run(read_events(folder / FILE_NAME))
     if run.plan is None:
         raise UserInputError("holds a run that has not begun", where=str(path))
-    return _result(run, folder)
+    return _result(_told(run, folder), run_dir=folder)
 
 
 def register_search(name: str, search: type[Search]) -> None:
@@ -237,22 +237,12 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     if submitted.state is not None and not submitted.found:
         raise SearchFailed(f"{submitted.why_not}; see {submitted.url}")
     told = submitted.result
-    return Result(
-        submitted.run_dir,
-        settings.metric,
-        best=told.get("best"),
-        best_value=told.get("best_value"),
-        best_config=told.get("best_ds_config"),
-        baseline=told.get("baseline"),
-        gain=told.get("gain"),
-        trials=tuple(told.get("trials", ())),
-        warnings=tuple(told.get("warnings", ())),
-        stop_reason=told.get("stop_reason"),
+    return _result(
+        {"metric": settings.metric, **told},
+        run_dir=submitted.run_dir,
         interrupted=submitted.interrupted,
-        wall_s=told.get("wall_s", 0.0),
         experiment_id=submitted.experiment_id,
         url=submitted.url,
-        verdict="\n".join(told.get("verdict", ())),
     )
 
 
@@ -278,24 +268,30 @@ def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Resul
     if best.run.best is not None:
         line = train_command.line(best.ready, best.run, best.folder)
     interrupted = any(search.interrupted for search in done)
-    return replace(_result(best.run, best.folder), train_command=line, interrupted=interrupted)
+    told = _told(best.run, best.folder)
+    return _result(told, run_dir=best.folder, train_command=line, interrupted=interrupted)
 
 
-def _result(run: Run, folder: Path) -> Result:
-    told = summary.to_json(run, folder)
+def _told(run: Run, folder: Path) -> dict[str, Any]:
+    known = {"best_value": run.best_value, "verdict": verdict(run)}
+    return {**summary.to_json(run, folder), **known}
+
+
+def _result(told: Mapping[str, Any], **known: Any) -> Result:
+    """Return the result that a summary tells; it may have only a part of its fields."""
     return Result(
-        run_dir=folder,
         metric=told["metric"],
-        best=told["best"],
-        best_value=run.best_value,
-        best_config=told["best_ds_config"],
-        baseline=told["baseline"],
-        gain=told["gain"],
-        trials=tuple(told["trials"]),
-        warnings=tuple(told["warnings"]),
-        stop_reason=told["stop_reason"],
-        wall_s=told["wall_s"],
-        verdict="\n".join(verdict(run)),
+        best=told.get("best"),
+        best_value=told.get("best_value"),
+        best_config=told.get("best_ds_config"),
+        baseline=told.get("baseline"),
+        gain=told.get("gain"),
+        trials=tuple(told.get("trials", ())),
+        warnings=tuple(told.get("warnings", ())),
+        stop_reason=told.get("stop_reason"),
+        wall_s=told.get("wall_s", 0.0),
+        verdict="\n".join(told.get("verdict", ())),
+        **known,
     )
 
 

@@ -27,10 +27,7 @@ def plan_of(
     slots: int,
     *,
     args: Sequence[str],
-    switches: Mapping[str, bool],
-    offload_helps: bool,
-    slots_per_host: int = 0,
-    defaults: Mapping[str, Any] | None = None,
+    **known: Any,
 ) -> Plan:
     """Make the plan of a search.
 
@@ -39,10 +36,8 @@ def plan_of(
         experiment: the target.
         slots: of a trial.
         args: of the script, which may hold batch sizes.
-        switches: see `Plan`.
-        offload_helps: see `Plan`.
-        slots_per_host: see `Plan`.
-        defaults: see `Plan`.
+        known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
+            `offload_helps`, `slots_per_host` and `defaults`.
 
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed has not got it.
@@ -56,7 +51,7 @@ def plan_of(
     if settings.train_batch_size is not None or settings.max_train_batch_size is not None:
         listed.pop(GAS, None)
     decided = plan_values(settings)
-    decided["tune"], decided["fix"] = _knobs_of(settings, defaults or {})
+    decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -76,28 +71,23 @@ def plan_of(
         search_options=settings.search_options,
         micro_batches=micro_batches,
         choices=listed,
-        switches=switches,
-        offload_helps=offload_helps,
-        slots_per_host=slots_per_host,
-        defaults=defaults or {},
-        measured={
-            # A digest, because an entrypoint or a hyperparameter may be a credential.
-            "program": ds_config.fingerprint(
-                {
-                    "entrypoint": experiment.entrypoint,
-                    "hparams": _other_hparams(experiment),
-                    "arg_mappings": dict(experiment.arg_mappings),
-                }
-            ),
-            "steps": [
-                settings.start_profile_step,
-                settings.end_profile_step,
-                settings.max_profile_steps,
-            ],
-        },
+        measured=_measured(settings, experiment),
+        **known,
     )
     check_micro_batches(plan)
     return plan
+
+
+def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
+    """Return what is run and how it is measured, which a resumed run must share."""
+    program = {
+        "entrypoint": experiment.entrypoint,
+        "hparams": _other_hparams(experiment),
+        "arg_mappings": dict(experiment.arg_mappings),
+    }
+    steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
+    # A digest, because an entrypoint or a hyperparameter may be a credential.
+    return {"program": ds_config.fingerprint(program), "steps": steps}
 
 
 def _begins_with_ramp(settings: Settings) -> bool:
