@@ -45,9 +45,6 @@ class Accounts:
         self._tasks[token] = name
         return token
 
-    def end_session(self, token: str) -> None:
-        self._sessions.pop(token, None)
-
     def end_all_sessions(self) -> None:
         """Makes every user's cached token invalid, as after a week."""
         self._sessions.clear()

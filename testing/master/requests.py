@@ -22,7 +22,6 @@ class Request:
 
     Attributes:
         user: Who sent it; empty where no token is needed.
-        token: As it was sent.
         parts: What the path's placeholders stand for.
     """
 
@@ -31,7 +30,6 @@ class Request:
     params: Mapping[str, list[str]]
     body: Json
     user: str
-    token: str
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def id(self, name: str = "id") -> int:
@@ -39,9 +37,6 @@ class Request:
 
     def param(self, name: str, default: str = "") -> str:
         return self.params.get(name, [default])[0]
-
-    def flag(self, name: str) -> bool:
-        return self.param(name) == "true"
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Stream:
     rows: Iterator[Json]
 
 
-Answer = Json | Stream | bytes
+Answer = Json | Stream
 
 
 class Master:

@@ -177,7 +177,6 @@ class _Handler(BaseHTTPRequestHandler):
                 params=parse_qs(query),
                 body=_json(body),
                 user=user,
-                token=headers.get("authorization", "").removeprefix("Bearer "),
                 parts=parts,
             )
             answer = route.handler(master, request)
@@ -189,20 +188,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, Stream):
             self._send_stream(answer)
-        elif isinstance(answer, bytes):
-            self._send_bytes(answer, 200, "application/gzip")
         else:
             self._send_json(answer, 200)
 
     def _send_json(self, body: Mapping[str, Any], status: int) -> None:
-        self._send_bytes(json.dumps(body).encode(), status, "application/json")
-
-    def _send_bytes(self, body: bytes, status: int, kind: str) -> None:
+        content = json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(content)
         self.wfile.flush()
 
     def _send_stream(self, stream: Stream) -> None:
