@@ -16,7 +16,7 @@ from dsat.app.hosts import describe
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
-from dsat.engines.local.first_run import AdoptingEngine
+from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
 from dsat.engines.local.running import FULL_RUN_ID

@@ -192,7 +192,6 @@ def read_experiment(target: Target) -> Experiment:
 
 def check_ranks(program: Entrypoint, slots: int) -> None:
     """Raise UserInputError if the entrypoint starts another number of ranks."""
-    """Raise UserInputError if the entrypoint starts another number of ranks."""
     if program.slots not in (None, slots):
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {slots} slots",
@@ -202,7 +201,6 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
 
 
 def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
-    """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
     """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
     given, known = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
     if given is None or not isinstance(known, str):

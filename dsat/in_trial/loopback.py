@@ -65,7 +65,6 @@ def interface_to(address: str) -> str:
 
 def is_loopback(host: Any) -> bool:
     """Return whether an address is of the loopback interface."""
-    """Return whether an address is of the loopback interface."""
     try:
         return ipaddress.ip_address(str(host)).is_loopback
     except ValueError:

@@ -48,7 +48,6 @@ def make(folders: list[Path]) -> None:
 
 def remove(folders: list[Path]) -> None:
     """Remove swap folders."""
-    """Remove swap folders."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
