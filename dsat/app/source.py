@@ -19,7 +19,7 @@ from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.recorded_start import RankStart
-from dsat.inputs.settings import Target
+from dsat.inputs.target import Target
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import LORA, MEMORY_SIZE, WORD, at_least, option
-from dsat.inputs.settings import Target
+from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
 _GIB = 2**30

@@ -29,6 +29,7 @@ from dsat.inputs.option import (
     option,
     options_of,
 )
+from dsat.inputs.target import Target
 from dsat.inputs.value_lists import STAGES
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.trial import TrialOptions
@@ -38,32 +39,6 @@ TUNE, RUN = "tune", "run"
 
 DEFAULT_STAGES = (1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The target: an experiment (`config` and `model_dir`), or a command."""
-
-    config: Path | None = None
-    model_dir: Path | None = None
-    command: tuple[str, ...] = ()
-    ds_config: Path | None = option(
-        "--ds-config",
-        kind=PATH,
-        metavar="FILE",
-        group=Group.TARGET,
-        help="DeepSpeed configuration of the command after --; by default the one that its "
-        "arguments name, or else what the script passes to deepspeed.initialize",
-    )
-    include: tuple[Path, ...] = option(
-        "-i",
-        "--include",
-        kind=PATH,
-        many=True,
-        default=(),
-        group=Group.TARGET,
-        help="further files and folders that the script needs beside it",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +115,7 @@ class Settings(Target):
         plan_field="zero_stages",
         label="ZeRO stages",
         group=Group.FIRST,
-        help="the ZeRO stages to search, out of 0 1 2 3 (default: "
-        + " ".join(map(str, DEFAULT_STAGES))
-        + ", or those that your configuration lists)",
+        help="the ZeRO stages to search (default: 1 2 3, or those that your configuration lists)",
     )
     tune: tuple[str, ...] = option(
         "--tune",
