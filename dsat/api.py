@@ -24,7 +24,7 @@ from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.memory.forecast import Forecast
-from dsat.report import summary
+from dsat.report.run_view import RunView, TrialView
 from dsat.report.verdict import verdict
 from dsat.search import SEARCHES, Search
 from dsat.tuning.journal import FILE_NAME, read_events
@@ -274,7 +274,7 @@ def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Resul
 
 def _told(run: Run, folder: Path) -> dict[str, Any]:
     known = {"best_value": run.best_value, "verdict": verdict(run)}
-    return {**summary.to_json(run, folder), **known}
+    return {**RunView.of(run).to_json(folder), **known}
 
 
 def _result(told: Mapping[str, Any], **known: Any) -> Result:
@@ -302,7 +302,7 @@ class _Calls:
         self._callbacks = callbacks
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        row = summary.trial_row(run, trial)
+        row = TrialView.of(run, trial).to_json()
         for callback in self._callbacks:
             callback(row)
 

@@ -17,8 +17,8 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LookSettings
 from dsat.inputs.settings import Settings
-from dsat.report import summary
 from dsat.report.live_view import LiveView
+from dsat.report.run_view import RunView
 from dsat.report.verdict import verdict
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
@@ -94,7 +94,7 @@ def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
             with view:
                 search.search(view)
         if ready.settings.json:
-            output.print_json(summary.to_json(search.run, search.folder))
+            output.print_json(RunView.of(search.run).to_json(search.folder))
         if search.profiled:
             view.show_result(search.run)
             output.say_where_to(search, view)

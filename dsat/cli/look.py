@@ -19,7 +19,8 @@ from dsat.inputs.look_settings import (
     ShowSettings,
     WatchSettings,
 )
-from dsat.report import exports, summary, terminal
+from dsat.report import exports, terminal
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.trial import Trial
 
@@ -52,10 +53,10 @@ def _show(settings: ShowSettings) -> None:
         told: Any = terminal.trial_to_json(run, trial, folder)
         shown = terminal.of_trial(run, trial, folder)
     elif settings.trials:
-        told = [summary.trial_row(run, trial) for trial in run.trials.values()]
+        told = [view.to_json() for view in RunView.of(run).trials]
         shown = terminal.of_trials(run)
     else:
-        told = {**summary.to_json(run, past.folder), "state": past.state}
+        told = {**RunView.of(run).to_json(past.folder), "state": past.state}
         shown = terminal.of_run(run, past.folder, past.state)
     _print(told if settings.json else None, shown)
 
@@ -75,7 +76,8 @@ def _list(settings: RunsSettings) -> None:
     for message in unread:
         print(f"dsat: {message}", file=sys.stderr)
     told = [
-        {**summary.to_json(past.run, past.folder), "state": past.state, "changed_s": past.changed_s}
+        RunView.of(past.run).to_json(past.folder)
+        | {"state": past.state, "changed_s": past.changed_s}
         for past in found
     ]
     rows = [(str(past.folder), past.state, past.changed_s, past.run) for past in found]

@@ -17,6 +17,7 @@ from typing import Any
 
 from dsat.report import format as fmt
 from dsat.report import summary
+from dsat.report.run_view import RunView
 from dsat.report.verdict import gain, say_gain, verdict
 from dsat.tuning.run import Run
 from dsat.values.text import printable, values_without_secrets
@@ -33,7 +34,7 @@ def of_run(run: Run, *, over: bool) -> dict[str, Any]:
 
     `over` says whether the search came to its own end.
     """
-    told = summary.to_json(run, Path())
+    told = RunView.of(run).to_json(Path())
     del told["run_dir"]  # it ends with the container
     told.update(over=over, best_value=run.best_value, verdict=verdict(run))
     found: dict[str, Any] = values_without_secrets(told)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import UserInputError
-from dsat.report import summary
 from dsat.report.page_rows import flat
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -26,12 +26,11 @@ def rows(run: Run) -> list[dict[str, Any]]:
     """A flat row for each trial: text, numbers and None; settings as `config.KEY`, what was
     measured as `metrics.KEY`."""
     found = []
-    for trial in run.trials.values():
-        told = summary.trial_row(run, trial)
-        outcome = run.outcomes.get(trial.id)
+    for view in RunView.of(run).trials:
+        trial, outcome, told = view.trial, view.outcome, view.to_json()
         row = {key: told[key] for key in told if key not in ("overrides", "script_args", "metrics")}
         row["took_s"] = None if outcome is None else outcome.duration_s
-        row["ended_s"] = run.ended_s.get(trial.id)
+        row["ended_s"] = view.ended_s
         row["message"] = row["message"][:_MOST_TEXT]
         row |= {f"config.{key}": _plain(value) for key, value in flat(trial.overrides).items()}
         row |= {f"script.{key}": _plain(value) for key, value in trial.script_args.items()}

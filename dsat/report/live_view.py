@@ -15,8 +15,8 @@ from rich.text import Text
 
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
-from dsat.report import progress, summary
-from dsat.report.verdict import verdict
+from dsat.report import progress
+from dsat.report.run_view import STAGE_HEADINGS, RunView
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -91,11 +91,12 @@ class LiveView:
         """The final table and what it means."""
         if run.plan is None or not run.outcomes:
             return
-        table = Table(*summary.HEADINGS, title=f"{run.plan.method}: {run.plan.metric}")
-        for row in summary.stage_cells(run):
+        view = RunView.of(run)
+        table = Table(*STAGE_HEADINGS, title=f"{view.method}: {view.metric}")
+        for row in view.stage_cells():
             table.add_row(*row)
         self._console.print(table)
-        self.say(*summary.facts(run), *verdict(run))
+        self.say(*view.facts, *view.verdict)
 
     def _view(self, run: Run) -> Group:
         assert run.plan is not None

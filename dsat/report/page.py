@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 from dsat.report import format as fmt
-from dsat.report import memory_parts, page_rows, plots, summary
+from dsat.report import memory_parts, page_rows, plots
+from dsat.report.run_view import STAGE_HEADINGS, RunView
 from dsat.report.speed_model import Predicted, SpeedModel
-from dsat.report.verdict import gains, headline, verdict
 from dsat.search.threads import in_one_thread
 from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically
@@ -96,23 +96,23 @@ def parts(run: Run, folders: str, train_line: str, *, query: str = "") -> dict[s
     assert run.plan is not None
     rows = page_rows.trial_rows(run, folders)
     _rank(rows, smaller_is_better=run.plan.objective.smaller_is_better)
-    model = SpeedModel.of_run(run)
+    model, view = SpeedModel.of_run(run), RunView.of(run)
     return {
-        "name": str(run.info.get("name", "dsat")),
-        "method": run.plan.method,
+        "name": view.name,
+        "method": view.method,
         "is_over": run.stop_reason is not None,
-        "headline": headline(run),
-        "verdict": verdict(run) if run.outcomes else ["No trial has ended."],
-        "facts": summary.facts(run),
+        "headline": view.headline,
+        "verdict": view.verdict,
+        "facts": view.facts,
         "info": {key: str(value) for key, value in run.info.items()},
         "train_line": train_line if run.best is not None else "",
-        "config": values_without_secrets(summary.best_config(run)),
+        "config": values_without_secrets(view.best_config),
         "changes": page_rows.changes(run, functools.partial(_by_model, model, run)),
-        "gains": gains(run),
-        "headings": summary.HEADINGS,
-        "stages": summary.stage_cells(run),
+        "gains": view.gains,
+        "headings": STAGE_HEADINGS,
+        "stages": view.stage_cells(),
         "trials": rows,
-        "notes": list(page_rows.notes(run)),
+        "notes": list(view.warnings),
         "plots": _plots(run, rows, model),
         "query": query,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -150,18 +150,6 @@ def best_so_far(run: Run) -> list[dict[str, Any]]:
         if best is not None:
             minutes = run.ended_s[trial_id] / 60
             rows.append({"trials": number, "minutes": minutes, "best": best, "name": trial.name})
-    return rows
-
-
-def memory_rows(run: Run) -> list[dict[str, Any]]:
-    """Used bytes by phase, in GiB: a row for each phase of each trial that tells them."""
-    rows = []
-    for trial_id, outcome in run.outcomes.items():
-        trial = run.trials[trial_id]
-        if outcome.memory is None or trial.kind is TrialKind.PROFILE:
-            continue
-        for phase, used in outcome.memory.by_phase.items():
-            rows.append({"name": trial.name, "phase": phase, "gib": _gib(used)})
     return rows
 
 
@@ -327,8 +315,3 @@ def folders_of(trials: Path, page: Path) -> str:
         return trials.resolve().relative_to(page.resolve().parent).as_posix() or "."
     except ValueError:
         return trials.resolve().as_posix()
-
-
-def notes(run: Run) -> Iterable[str]:
-    """What was not certain."""
-    return dict.fromkeys(w for outcome in run.outcomes.values() for w in outcome.warnings)

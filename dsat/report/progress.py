@@ -11,6 +11,7 @@ from pathlib import Path
 from dsat.in_trial.rank import STEPS_FILE
 from dsat.report import format as fmt
 from dsat.report.page_rows import best_so_far
+from dsat.report.verdict import search_gain
 from dsat.search.base import Outlook
 from dsat.tuning import finals
 from dsat.tuning.run import Run
@@ -150,9 +151,8 @@ def best_line(run: Run) -> str:
     if run.best is None or run.best_value is None:
         return "best: none yet"
     line = f"best: {run.best.name}, {fmt.metric(run.plan.metric, run.best_value)}"
-    own = None if run.baseline is None else run.value(run.baseline)
-    if own is not None and run.best is not run.baseline:
-        ratio = run.plan.objective.gain(run.best_value, own)
+    ratio = search_gain(run)
+    if ratio is not None and run.best is not run.baseline:
         line += f", {ratio:.2f}x your own as measured once"
     values = [row["best"] for row in best_so_far(run)]
     return f"{line}\n{sparkline(values, 60)}" if len(values) > 1 else line

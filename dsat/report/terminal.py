@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dsat.report import format as fmt
 from dsat.report import page_rows, summary
-from dsat.report.verdict import verdict
+from dsat.report.run_view import STAGE_HEADINGS, TRIAL_HEADINGS, RunView, TrialView
 from dsat.tuning.run import Run
 from dsat.values.trial import Trial, TrialKind
 
@@ -33,12 +33,12 @@ def console(stream: Any) -> Console:
 
 def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
     """The summary of a run."""
-    assert run.plan is not None
-    lines = [_title(run, folder), f"state: {state}", *summary.facts(run)]
-    found: list[RenderableType] = [*map(_line, lines)]
-    if run.outcomes:
-        found.append(_table(summary.HEADINGS, summary.stage_cells(run)))
-        found += map(_line, verdict(run))
+    view = RunView.of(run)
+    title = f"{view.name}: {view.method} search in {folder}"
+    found: list[RenderableType] = [*map(_line, [title, f"state: {state}", *view.facts])]
+    if view.stages:
+        found.append(_table(STAGE_HEADINGS, view.stage_cells()))
+    found += map(_line, view.verdict)
     files = [name for name in (summary.BEST_CONFIG_FILE, "report.html") if (folder / name).exists()]
     found += [_line(f"{folder / name}") for name in files]
     return found
@@ -46,24 +46,12 @@ def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
 
 def of_trials(run: Run) -> list[RenderableType]:
     """The table of all trials."""
-    assert run.plan is not None
     rows = []
-    for trial in run.trials.values():
-        outcome = run.outcomes.get(trial.id)
-        marks = [mark for mark, holds in _marks(run, trial) if holds]
-        used = None if outcome is None else run.used_bytes(outcome)
-        rows.append(
-            (
-                " ".join([trial.name, *marks]),
-                str(trial.batch.micro_batch),
-                str(trial.batch.gas),
-                "running" if outcome is None else fmt.outcome(outcome, run.plan.metric),
-                fmt.memory(trial.predicted_bytes),
-                fmt.memory(used),
-                "" if outcome is None else fmt.duration(outcome.duration_s),
-            )
-        )
-    return [_table(summary.TRIAL_HEADINGS, rows)] if rows else [_line("no trial has begun")]
+    for view in RunView.of(run).trials:
+        marks = ["(best)"] * view.is_best + ["(yours)"] * view.is_own
+        name, *cells = view.cells()
+        rows.append((" ".join([name, *marks]), *cells))
+    return [_table(TRIAL_HEADINGS, rows)] if rows else [_line("No trial has begun.")]
 
 
 def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
@@ -109,7 +97,7 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     outcome = run.outcomes.get(trial.id)
     memory = None if outcome is None else outcome.memory
     return {
-        **summary.trial_row(run, trial),
+        **TrialView.of(run, trial).to_json(),
         "folder": str(folder),
         "changes": {key: {"own": own, "here": here} for key, own, here in _changes(run, trial)},
         "memory": None if memory is None else asdict(memory),
@@ -147,7 +135,7 @@ def of_comparison(runs: Mapping[str, Run]) -> list[RenderableType]:
 def comparison_to_json(runs: Mapping[str, Run], folders: Mapping[str, Path]) -> dict[str, Any]:
     """Runs side by side, for programs."""
     return {
-        "runs": {name: summary.to_json(run, folders[name]) for name, run in runs.items()},
+        "runs": {name: RunView.of(run).to_json(folders[name]) for name, run in runs.items()},
         "caveats": [*_caveats(runs), *_in_both(runs)],
     }
 
@@ -161,31 +149,20 @@ def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[RenderableType]
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
     for name, state, changed_s, run in rows:
-        assert run.plan is not None
-        found = summary.to_json(run, Path(name))
+        view = RunView.of(run)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
         cells.append(
             (
                 name,
                 state,
-                run.plan.method,
-                f"{len(run.outcomes)} of {run.plan.max_trials}",
-                fmt.metric(run.plan.metric, run.best_value),
-                "-" if found["gain"] is None else f"{found['gain']:.2f}x",
+                view.method,
+                f"{len(view.ended)} of {view.max_trials}",
+                fmt.metric(view.metric, view.best_value),
+                view.gain_text,
                 when,
             )
         )
     return [_table(headings, cells)]
-
-
-def _title(run: Run, folder: Path) -> str:
-    assert run.plan is not None
-    return f"{run.info.get('name', 'dsat')}: {run.plan.method} search in {folder}"
-
-
-def _marks(run: Run, trial: Trial) -> list[tuple[str, bool]]:
-    own = trial.kind is TrialKind.BASELINE
-    return [("(best)", trial is run.best), ("(yours)", own)]
 
 
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
@@ -245,7 +222,7 @@ def _last_lines(path: Path) -> list[str]:
 def _told(run: Run) -> dict[str, str]:
     """One column of a comparison."""
     assert run.plan is not None
-    found = summary.to_json(run, Path())
+    view = RunView.of(run)
     best = run.best
     return {
         "method": run.plan.method,
@@ -256,10 +233,9 @@ def _told(run: Run) -> dict[str, str]:
         "out of memory": str(sum(o.kind.is_out_of_memory for o in run.outcomes.values())),
         "wall time": fmt.duration(run.running_s),
         "best trial": "-" if best is None else best.name,
-        "best": fmt.metric(run.plan.metric, run.best_value),
+        "best": fmt.metric(view.metric, view.best_value),
         "its global batch": "-" if best is None else str(best.batch.train_batch_size),
-        "gain over your own": "-" if found["gain"] is None else f"{found['gain']:.2f}x",
-        "confirmed by finals": "no" if found["finals"] is None else "yes",
+        "gain over your own": view.gain_text,
     }
 
 

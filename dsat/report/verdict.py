@@ -48,10 +48,19 @@ def headline(run: Run) -> str:
         return "No configuration ran" if run.outcomes else "No trial has ended"
     if run.best is run.baseline:
         return "Your own configuration is the best so far"
-    own = None if run.baseline is None else run.value(run.baseline)
-    if own is None or run.best_value is None or run.plan is None:
+    measured = search_gain(run)
+    if measured is None:
         return f"Best so far: {run.best.name}"
-    return f"{run.plan.objective.gain(run.best_value, own):.2f}x your own, unconfirmed"
+    return f"{measured:.2f}x your own, unconfirmed"
+
+
+def search_gain(run: Run) -> float | None:
+    """Return the gain over the user's own, unconfirmed, as both were measured once."""
+    assert run.plan is not None
+    own = None if run.baseline is None else run.value(run.baseline)
+    if own is None or run.best_value is None:
+        return None
+    return run.plan.objective.gain(run.best_value, own)
 
 
 def _of_samples(run: Run, best: Outcome) -> list[str]:
@@ -201,14 +210,13 @@ def _of_search(run: Run, best: Trial) -> list[str]:
     if baseline is None or baseline.id not in run.outcomes:
         return ["Your own configuration was not measured."]
     own = fmt.outcome(run.outcomes[baseline.id], run.plan.metric)
-    own_value, value = run.value(baseline), run.best_value
-    if own_value is None or value is None:
+    ratio = search_gain(run)
+    if ratio is None:
         return [f"Your own configuration did not run: {own}."]
     if baseline is best and not any(t.kind is TrialKind.SEARCH for t in _ended(run)):
         return ["This is your own configuration: nothing else was measured yet."]
     if baseline is best:
         return ["This is your own configuration: nothing faster was found."]
-    ratio = run.plan.objective.gain(value, own_value)
     why = "the finals are not over" if run.finals is not None else "no finals were run"
     return [
         f"Gain: {ratio:.2f}x your own configuration ({own}), unconfirmed: measured once by the "

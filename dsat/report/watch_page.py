@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsat.report import format as fmt
-from dsat.report import page, page_rows, plots, progress, summary
+from dsat.report import page, page_rows, plots, progress
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 
 
@@ -115,7 +116,7 @@ def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: s
     """
     rows = []
     for watched in found:
-        plan = watched.run.plan
+        plan, view = watched.run.plan, RunView.of(watched.run)
         assert plan is not None
         rows.append(
             {
@@ -125,7 +126,8 @@ def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: s
                 "metric": plan.metric,
                 "trials": len(watched.run.outcomes),
                 "best": fmt.metric(plan.metric, watched.run.best_value),
-                "gain": summary.to_json(watched.run, folder)["gain"],
+                "gain": view.gain_text,
+                "ratio": view.gain,
             }
         )
     return page.render(

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsat.errors import DsatError
 from dsat.report import page, summary
+from dsat.report.run_view import RunView
 from dsat.report.verdict import verdict
 from dsat.tuning.journal import MemoryJournal, parse, read_events
 from dsat.tuning.run import Run
@@ -56,7 +57,7 @@ def _show(path: Path, method: str) -> None:
     run = Run(read_events(path))
     if run.plan is not None:
         summary.markdown(run, "train").encode("utf-8", "surrogateescape")
-        json.dumps(summary.to_json(run, path.parent), allow_nan=False)
+        json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsat.determined_cluster import hyperparameters, result
 from dsat.report import summary
+from dsat.report.run_view import RunView
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from testing.cluster import FakeMaster, search_of
@@ -34,7 +35,7 @@ def test_the_whole_result_goes_through_the_log() -> None:
     noise = [f"{PREFIX}[dsat] ended: all done\n", f"{PREFIX}[dsat-result] what is this?\n"]
     found = result.of_lines([*noise, *lines, *noise])
     assert found == json.loads(json.dumps(told))
-    local = summary.to_json(run, Path())
+    local = RunView.of(run).to_json(Path())
     for key in ("best", "best_ds_config", "baseline", "gain", "stop_reason", "trials"):
         assert found[key] == json.loads(json.dumps(local[key]))
     assert found["over"] and found["verdict"][0].startswith("Best: ")

@@ -15,6 +15,7 @@ from dsat.report import format as fmt
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.report.log_lines import Narrator
+from dsat.report.run_view import RunView, TrialView
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import MemoryUse, Outcome
@@ -77,7 +78,7 @@ def test_a_row_per_stage_without_the_profile() -> None:
         (3, 4, failed("ERROR")),
         baseline=ran(100),
     )
-    rows = summary.stage_rows(run)
+    rows = RunView.of(run).stages
     assert [(r.strategy, r.trials, r.out_of_memory, r.failed) for r in rows] == [
         ("z0", 1, 0, 0),
         ("z1", 3, 1, 0),
@@ -118,7 +119,7 @@ def test_without_a_best_there_is_only_the_summary(tmp_path: Path) -> None:
 
 def test_the_result_for_programs(tmp_path: Path) -> None:
     warned = replace(ran(150), warnings=("look",))
-    told = summary.to_json(run_of((1, 8, warned), (1, 9, warned), baseline=ran(100)), tmp_path)
+    told = RunView.of(run_of((1, 8, warned), (1, 9, warned), baseline=ran(100))).to_json(tmp_path)
     assert json.loads(json.dumps(told)) == told
     assert told["gain"] == 1.5
     assert told["best"]["name"] == "t2"
@@ -186,7 +187,7 @@ def test_an_error_of_predicted_memory_is_told_where_it_is_known(
 ) -> None:
     plan = plan_of(slot_memory_bytes=2**30 if own_limit else None)
     run = run_of((1, 8, replace(ran(120), memory=used)), plan=plan, predicted_bytes=102)
-    assert [x for x in summary.facts(run) if "memory" in x] == [
+    assert [x for x in RunView.of(run).facts if "memory" in x] == [
         f"memory: predicted by formula{said}"
     ]
 
@@ -208,7 +209,7 @@ def test_used_memory_is_told_as_it_was_predicted(
     ended = replace(ran(120), memory=memory)
     run = run_of((1, 8, ended), plan=plan, predicted_bytes=102 * MIB)
     trial = run.trials[max(run.trials)]
-    told = summary.trial_row(run, trial)["used_bytes"]
+    told = TrialView.of(run, trial).to_json()["used_bytes"]
     [line] = Narrator().ended(run, trial, run.outcomes[trial.id])
     if used is None:
         assert told is None and ", 102.0 MiB predicted, took" in line
@@ -218,7 +219,7 @@ def test_used_memory_is_told_as_it_was_predicted(
 
 def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
     run = run_of((1, 8, replace(ran(120), memory=MemoryUse({"step": 100}))))
-    assert not [line for line in summary.facts(run) if "memory" in line]
+    assert not [line for line in RunView.of(run).facts if "memory" in line]
 
 
 @pytest.mark.parametrize(
