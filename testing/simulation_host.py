@@ -55,9 +55,9 @@ class FakeSimulationHost:
         recomputes: bool = False,
     ) -> None:
         self._hello: dict[str, Any] = {
-            "model": [],
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": None,
+            "files": [],
         }
         self._facts, self._answer, self._recomputes = facts, answer, recomputes
         self._fails, self._fails_early = fails, fails_early

@@ -28,6 +28,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.remembered_script import start_of
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from dsat.report import format as fmt
 from dsat.report.summary import markdown_table
@@ -176,7 +177,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
             engine,
             as_cpu=False,
             cache=cache_folder("memory"),
-            start=engine.start,
+            start=start_of(experiment, program),
             timeout_s=survey.TIMEOUT_S,
         ) as simulator:
             base = script_args.batch_from_args(

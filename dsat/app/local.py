@@ -24,6 +24,7 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.memory.remembered_script import start_of
 from dsat.report import autotuner_files, page, summary
 from dsat.report.log_lines import Narrator
 from dsat.report.progress import Status
@@ -397,6 +398,7 @@ def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
         tuner.reference_configs(),
         as_cpu=ready.machine.is_cpu,
         say=_log.info,
+        start=start_of(ready.experiment, ready.program),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,6 @@ class SimulationEngine:
     @property
     def log(self) -> Path:
         return self.folder / "simulation" / "stderr.log"
-
-    @property
-    def start(self) -> dict[str, Any]:
-        """Key of this way to start the script, as JSON."""
-        experiment = self._source.experiment
-        return {
-            "program": asdict(self._source.program),
-            "config": experiment.config,
-            "hparams": experiment.hparams,
-            "ds_config": experiment.base_config,
-            "model_dir": str(experiment.model_dir.resolve()),
-            "includes": [str(path.resolve()) for path in experiment.includes],
-            "env": experiment.env,
-            "arg_mappings": experiment.arg_mappings,
-        }
 
     def warm_up(self) -> None:
         """Imports what a script needs, if that has not been done yet."""

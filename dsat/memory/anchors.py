@@ -31,6 +31,7 @@ def of_run(
     *,
     as_cpu: bool,
     say: Callable[[str], None],
+    start: Mapping[str, Any] | None = None,
 ) -> Basis:
     """Simulates a configuration of each strategy, with each setting of the script's switches.
 
@@ -41,6 +42,7 @@ def of_run(
         configs: whole DeepSpeed configurations.
         as_cpu: trials run on a CPU.
         say: prints a line.
+        start: of the script, the key of the cache; None: nothing is cached.
     """
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
@@ -53,6 +55,7 @@ def of_run(
             as_cpu=as_cpu,
             cache=cache_folder("memory"),
             script_args=switches,
+            start=start,
             timeout_s=TIMEOUT_S,
         ) as simulator:
             try:

@@ -1,4 +1,4 @@
-"""What a script said of its model, for as long as nothing changes that it has read."""
+"""Cache of a script's simulations, valid until a file that the script read changes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.values.files import stamp, write_atomically
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment
+from dsat.values.files import stamp, write_cache
 
-# Variables that differ from terminal to terminal, of which no model depends.
+# Variables that differ from terminal to terminal, on which no model depends.
 _OF_TERMINALS = (
     *("_", "COLUMNS", "LINES", "OLDPWD", "PS1", "SHLVL", "STY", "TERM", "TMUX", "WINDOWID"),
     *("COLORTERM", "DBUS_SESSION_BUS_ADDRESS", "GPG_TTY", "SSH_AUTH_SOCK", "TERM_PROGRAM"),
@@ -22,62 +24,71 @@ _OF_TERMINALS = (
 _PACKAGES = ("site-packages", "dist-packages")
 
 
+def start_of(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
+    """Return the start of a script as JSON: equal starts read the same files."""
+    return {
+        "program": asdict(program),
+        "config": experiment.config,
+        "hparams": experiment.hparams,
+        "ds_config": experiment.base_config,
+        "model_dir": str(experiment.model_dir.resolve()),
+        "includes": [str(path.resolve()) for path in experiment.includes],
+        "env": experiment.env,
+        "arg_mappings": experiment.arg_mappings,
+    }
+
+
 @dataclass(frozen=True)
 class ScriptModel:
-    """What a script says of its model.
+    """A script's description of its model.
 
     Attributes:
-        description: all that memory depends on besides the DeepSpeed configuration.
         sizes: of its parameters, as `ModelFacts` has them.
-        sequence_length: tokens of a sample of its first batch, if samples are such.
-        files: those that decide of it, as `stamp` has them; None if more than files does.
+        sequence_length: tokens of a sample of its first batch, if samples are sequences.
+        files: `stamp` of each file that the script read; None if it also asked the network.
     """
 
-    description: list[Any]
     sizes: dict[str, int]
     sequence_length: int | None
     files: list[list[Any]] | None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ScriptModel:
-        return cls(data["model"], data["sizes"], data["sequence_length"], data.get("files"))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.description,
-            "sizes": self.sizes,
-            "sequence_length": self.sequence_length,
-            "files": self.files,
-        }
+        return cls(data["sizes"], data["sequence_length"], data["files"])
 
 
 class RememberedScript:
-    """One way of starting a script, and what it said when it was last started so.
+    """Model and simulations of a script that is started in one way.
 
     Args:
-        cache: folder of the answers.
-        start: everything that tells one start from another, as JSON; the environment, the
-            interpreter, installed packages and devices are added.
+        cache: folder of the cache.
+        start: description of the start, as JSON. The environment, the interpreter, installed
+            packages and devices are added.
+
+    Attributes:
+        model: None if the script has to be started.
+        answers: simulations of it, by question.
     """
 
     def __init__(self, cache: Path, start: Mapping[str, Any]) -> None:
         text = json.dumps([start, _surroundings()], sort_keys=True, default=str)
         self._path = cache / f"script-{hashlib.sha256(text.encode()).hexdigest()}.json"
-
-    def find(self) -> ScriptModel | None:
-        """What it said; None if it has to be asked."""
+        self.model: ScriptModel | None = None
+        self.answers: dict[str, dict[str, Any]] = {}
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
-            model = ScriptModel.from_json(data)
+            model, answers = ScriptModel.from_json(data["script"]), dict(data["answers"])
         except (OSError, ValueError, KeyError, TypeError):
-            return None
-        is_same = all(stamp(known[0]) == known for known in model.files or ())
-        return model if is_same and model.files is not None else None
+            return
+        if model.files is not None and all(stamp(known[0]) == known for known in model.files):
+            self.model, self.answers = model, answers
 
-    def keep(self, model: ScriptModel) -> None:
+    def keep(self, model: ScriptModel, answers: Mapping[str, Any]) -> None:
+        """Write the model and its simulations; failed ones are left out."""
         if model.files is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(model.to_json()) + "\n")
+            kept = {key: answer for key, answer in answers.items() if "failed" not in answer}
+            content = {"script": asdict(model), "answers": kept}
+            write_cache(self._path, json.dumps(content) + "\n")
 
 
 def _surroundings() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import select
 import socket
@@ -18,7 +17,6 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate, as_simulated
 from dsat.memory.remembered_script import RememberedScript, ScriptModel
-from dsat.values.files import write_atomically
 
 # What memory depends on besides the model and the configuration; the last is this package's own.
 _ANSWERS = 2  # what simulations count; raised when that changes
@@ -56,10 +54,9 @@ class Simulator:
     Args:
         engine: runs the script.
         as_cpu: trials run on a CPU.
-        cache: folder of the answers; they are found by what they depend on.
+        cache: folder of the answers of earlier runs.
         script_args: switches of the script.
-        start: all that tells this way of starting the script from any other, as JSON; None: the
-            script is always started. Only of use with a cache.
+        start: `start_of` the script, the key of the cache; None: nothing is cached.
         timeout_s: for the script to reach its first step, and for each simulation.
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
@@ -78,23 +75,29 @@ class Simulator:
     ) -> None:
         self._engine = engine
         self._model: ScriptModel | None = None
+        self._answers: dict[str, dict[str, Any]] = {}
         self._remembered_script = None
         if cache is not None and start is not None:
-            of_start = {**start, "script_args": dict(script_args or {}), "versions": _versions()}
-            self._remembered_script = RememberedScript(cache, of_start)
-            self._model = self._remembered_script.find()
+            key = {
+                **start,
+                "engine": type(engine).__name__,
+                "script_args": dict(script_args or {}),
+                "versions": {name: version(name) for name in _VERSIONS},
+                "answers": _ANSWERS,
+            }
+            self._remembered_script = RememberedScript(cache, key)
+            self._model = self._remembered_script.model
+            self._answers = self._remembered_script.answers
         self._facts: ModelFacts | None = None
         self._recompute: bool | None = None
         self._recomputes = False
         self._as_cpu = as_cpu
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
-        self._cache = cache
         self._script_args = dict(script_args or {})
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
         self._problem = ""
-        self._answers: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Simulator:
         return self
@@ -192,7 +195,7 @@ class Simulator:
         return MemoryEstimate.from_json(self._answered(question)["estimate"])
 
     def _answered(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._answers[self._key(question)]
+        answer = self._answers[_key(question)]
         if "failed" in answer:
             raise SimulationUnavailable(_explained(str(answer["failed"])))
         return answer
@@ -263,21 +266,17 @@ class Simulator:
             raise
         for key, answer in zip(unknown, answers, strict=True):
             self._answers[key] = answer
-            self._remember(key, answer)
+        if self._remembered_script is not None:
+            self._remembered_script.keep(self._script_model(), self._answers)
 
     def _unknown(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Those of which no answer is known, by their keys; makes known what is in the cache."""
-        unknown = {}
-        for question in questions:
-            key = self._key(question)
-            if key in self._answers:
-                continue
-            answer = self._remembered(key)
-            if answer is None:
-                unknown[key] = {**question, "timeout_s": self._timeout_s}
-            else:
-                self._answers[key] = answer
-        return unknown
+        """Return the questions without an answer, by their keys."""
+        keyed = {_key(question): question for question in questions}
+        return {
+            key: {**question, "timeout_s": self._timeout_s}
+            for key, question in keyed.items()
+            if key not in self._answers
+        }
 
     def _script_model(self) -> ScriptModel:
         if self._problem:
@@ -297,37 +296,10 @@ class Simulator:
                 self._problem = str(error)
                 self._engine.stop_simulation_server()
                 raise
+            if self._model not in (None, self._connection.model):
+                self._answers.clear()  # the script is another one than was remembered
             self._model = self._connection.model
-            if self._remembered_script is not None:
-                self._remembered_script.keep(self._model)
         return self._connection
-
-    # -- the cache
-
-    def _key(self, question: Mapping[str, Any]) -> str:
-        content = {
-            "model": self._script_model().description,
-            "script_args": self._script_args,
-            "versions": _versions(),
-            "question": question,
-            "answers": _ANSWERS,
-        }
-        text = json.dumps(content, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _remembered(self, key: str) -> dict[str, Any] | None:
-        if self._cache is None:
-            return None
-        try:
-            answer = json.loads((self._cache / f"{key}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return answer if isinstance(answer, dict) else None
-
-    def _remember(self, key: str, answer: Mapping[str, Any]) -> None:
-        if self._cache is not None and "failed" not in answer:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._cache / f"{key}.json", json.dumps(answer, indent=1) + "\n")
 
 
 class _Connection:
@@ -368,8 +340,8 @@ class _Connection:
         self._socket.close()
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in _VERSIONS}
+def _key(question: Mapping[str, Any]) -> str:
+    return json.dumps(question, sort_keys=True, default=str)
 
 
 def _explained(message: str) -> str:

@@ -21,7 +21,7 @@ from dsat.report.run_view import STAGE_HEADINGS, RunView
 from dsat.report.speed_model import Predicted, SpeedModel
 from dsat.search.threads import in_one_thread
 from dsat.tuning.run import Run
-from dsat.values.files import cache_folder, write_atomically
+from dsat.values.files import cache_folder, write_atomically, write_cache
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
 
@@ -217,8 +217,7 @@ def _vega() -> str:
     snippet = "window.vegaEmbed = vegaEmbed;"
     bundle: str = vl_convert.javascript_bundle(snippet, vl_version=_VEGA_LITE)
     script = bundle.replace("</script", "<\\/script")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(kept, script)
+    write_cache(kept, script)
     return script
 
 

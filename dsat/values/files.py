@@ -48,6 +48,13 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_cache(path: Path, text: str) -> None:
+    """Write a file of a cache, and its folder. A cache that cannot be written is left as it is."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        write_atomically(path, text)
+
+
 def stamp(path: str) -> list[Any]:
     """A file's path, time of change in ns and size, both None if it is not there; as JSON."""
     with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,18 @@ def test_a_script_that_fails_is_not_remembered(tmp_path: Path) -> None:
     assert host.starts == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": []}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"script": []}', "null"])
 def test_a_torn_file_is_as_none(text: str, tmp_path: Path) -> None:
-    remembered = RememberedScript(tmp_path, START)
-    remembered.keep(ScriptModel([], {"num_params": 1}, None, []))
-    assert remembered.find() == ScriptModel([], {"num_params": 1}, None, [])
+    model = ScriptModel({"num_params": 1}, None, [])
+    RememberedScript(tmp_path, START).keep(model, {"a": {"failed": "no"}, "b": {}})
+    found = RememberedScript(tmp_path, START)
+    assert (found.model, found.answers) == (model, {"b": {}})
     [path] = tmp_path.iterdir()
-    assert json.loads(path.read_text())
     path.write_text(text)
-    assert remembered.find() is None
+    assert RememberedScript(tmp_path, START).model is None
+
+
+def test_a_cache_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file in place of the folder")
+    host = Host([])
+    assert ask(host, tmp_path / "cache") == ask(host, tmp_path / "cache")

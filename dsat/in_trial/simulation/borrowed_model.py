@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsat.in_trial import config_injection
-from dsat.in_trial.simulation import checkpointing, script_key
+from dsat.in_trial.simulation import checkpointing
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
@@ -127,19 +127,6 @@ class BorrowedModel:
         for tensor in tensors_in([args, dict(kwargs)]):
             if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
                 self._on_host[id(tensor)] = tensor.cpu()
-
-    def description(self, args: Any, kwargs: Any) -> list[Any]:
-        """All of the script, its model and its batch that memory depends on, as JSON."""
-        batch = [[list(t.shape), str(t.dtype)] for t in tensors_in([args, dict(kwargs)])]
-        optimizer = self._arguments.get("optimizer")
-        settings = getattr(optimizer, "defaults", None)
-        return [
-            *self._snapshot.description(),
-            script_key.of_script(self._arguments["model"].modules()),
-            batch,
-            type(optimizer).__qualname__,
-            repr(settings),
-        ]
 
     def sizes(self) -> dict[str, int]:
         """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""

@@ -121,15 +121,6 @@ class ModuleSnapshot:
             for name, buffer in buffers.items():
                 module._buffers[name] = None if buffer is None else tensors[id(buffer)]
 
-    def description(self) -> list[Any]:
-        """What the module is made of, as JSON, for the key of a cache."""
-        names = [type(m).__qualname__ for m in self._modules]
-        forms = [
-            [list(f.shape), str(f.dtype), f.requires_grad, f.is_parameter]
-            for f in self._forms.values()
-        ]
-        return [names, forms, self.on_device]
-
     def sizes(self) -> dict[str, int]:
         """Elements of all parameters, of those that are trained, and of the largest of these."""
         forms = [form for form in self._forms.values() if form.is_parameter]

@@ -166,7 +166,6 @@ class SimulationServer:
             connection.connect(str(self._address))
             model.keep_integers(args, kwargs)
             hello = {
-                "model": model.description(args, kwargs),
                 "sizes": model.sizes(),
                 "sequence_length": model.sequence_length(args, kwargs),
                 "files": None if self._files is None else self._files.stamps(),
