@@ -34,7 +34,8 @@ from dsat.engines.local import LocalEngine
 from dsat.in_trial.steps import summarize
 from dsat.inputs.settings import Settings
 from dsat.report import summary
-from dsat.tuning.run import EVENT_FINISHED, EVENT_PROPOSED, EVENT_START, Run
+from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED, EVENT_START
+from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind

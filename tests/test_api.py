@@ -142,7 +142,7 @@ def test_a_search_from_python(
     assert {row["name"] for row in rows} == {row["name"] for row in result.trials}
     assert result.best is not None and result.best_config is not None
     assert result.best_value == result.best["metrics"]["throughput"]
-    assert result.stop_reason == "all 6 trials are done" and not result.interrupted
+    assert result.stop_reason == "the budget of 6 trials is used" and not result.interrupted
     assert str(result).startswith(f"Best: {result.best['name']}")
     assert (tmp_path / result.run_dir / "best_ds_config.json").is_file()
     assert f"run folder {result.run_dir}" in caplog.text

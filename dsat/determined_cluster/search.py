@@ -28,8 +28,9 @@ from dsat.determined_cluster import hyperparameters
 from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
 from dsat.determined_cluster.job import Job
 from dsat.report.log_lines import Narrator
+from dsat.tuning.events import EVENT_PAUSED
 from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.run import EVENT_PAUSED, Run
+from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 
 EVENT_ANSWERED = "answered"

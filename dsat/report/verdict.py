@@ -9,7 +9,8 @@ from __future__ import annotations
 from dsat.in_trial import samples
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
-from dsat.tuning.finals import Finals, Gain
+from dsat.tuning.comparison import Gain
+from dsat.tuning.finals import Finals
 from dsat.tuning.run import Run
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class ASHASearch(Search):
         self._resources = [min_trials * divisor ** (early_stopping + r) for r in range(max_rungs)]
         self._rungs = [Rung(divisor) for _ in range(max_rungs)]
         self._rung_of: dict[int, int] = {}
-        self._ready: list[tuple[int, int, int]] = []
+        self._ready: list[tuple[int, int, int]] = []  # the next first
 
     def ask(self) -> Proposal | None:
         rung_waiting = -self._ready[0][0] if self._ready else -1
@@ -91,10 +91,10 @@ class ASHASearch(Search):
         if lineage.finished or lineage.trials >= self._resources[rung]:
             self._complete(lineage, rung)
         else:
-            heapq.heappush(self._ready, (-rung, -lineage.trials, lineage.id))
+            bisect.insort(self._ready, (-rung, -lineage.trials, lineage.id))
 
     def _next_ready(self) -> Lineage | None:
-        return self._lineages[heapq.heappop(self._ready)[2]] if self._ready else None
+        return self._lineages[self._ready.pop(0)[2]] if self._ready else None
 
     def _complete(self, lineage: Lineage, rung: int) -> None:
         loss = None if lineage.best is None else self.objective.loss(lineage.best)
@@ -124,49 +124,28 @@ class ASHASearch(Search):
 
 
 class Rung:
-    """The lineages that completed a rung; finds the next to promote in O(log n).
+    """The lineages that completed a rung, and the next one to promote.
 
-    The best `completed // divisor` lineages are kept apart from the rest by two heaps, so that each
-    completion moves at most one lineage up.
+    Args:
+        divisor: one of so many lineages is promoted.
     """
 
     def __init__(self, divisor: int) -> None:
         self._divisor = divisor
         self._completed = 0
-        self._top: list[tuple[float, int]] = []  # (-loss, -id): the worst of the best first
-        self._rest: list[tuple[float, int]] = []  # (loss, id): the best of the rest first
-        self._in_top: set[int] = set()
+        self._ranked: list[tuple[float, int]] = []  # loss and number of a lineage, the best first
         self._promoted: set[int] = set()
-        self._candidates: list[tuple[float, int]] = []  # of the top, perhaps outdated
 
     def complete(self, lineage_id: int, loss: float | None) -> None:
-        """Enters a lineage; `loss` is None if none of its trials ran."""
+        """Enter a lineage; `loss` is None if none of its trials ran."""
         self._completed += 1
         if loss is not None:
-            if self._top and loss < -self._top[0][0]:
-                self._raise((loss, lineage_id))
-                self._lower()
-            else:
-                heapq.heappush(self._rest, (loss, lineage_id))
-        while self._rest and len(self._top) < self._completed // self._divisor:
-            self._raise(heapq.heappop(self._rest))
+            bisect.insort(self._ranked, (loss, lineage_id))
 
     def promote(self) -> int | None:
-        """The best lineage of the top that was not promoted yet, which it is from now on."""
-        while self._candidates:
-            _, lineage_id = heapq.heappop(self._candidates)
-            if lineage_id in self._in_top and lineage_id not in self._promoted:
+        """Return the best lineage of the top that was not promoted yet, and mark it as promoted."""
+        for _, lineage_id in self._ranked[: self._completed // self._divisor]:
+            if lineage_id not in self._promoted:
                 self._promoted.add(lineage_id)
                 return lineage_id
         return None
-
-    def _raise(self, entry: tuple[float, int]) -> None:
-        loss, lineage_id = entry
-        heapq.heappush(self._top, (-loss, -lineage_id))
-        self._in_top.add(lineage_id)
-        heapq.heappush(self._candidates, entry)
-
-    def _lower(self) -> None:
-        negative_loss, negative_id = heapq.heappop(self._top)
-        self._in_top.discard(-negative_id)
-        heapq.heappush(self._rest, (-negative_loss, -negative_id))

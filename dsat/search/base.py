@@ -138,7 +138,7 @@ class Search(abc.ABC):
         self._upper_bound = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
         self._lineages: list[Lineage] = []
         self._most_samples = math.inf  # that there are data for, on each slot
-        self._hardship = [Hardship() for _ in space.branches]
+        self._oom_history = [OomHistory() for _ in space.branches]
         # Trials that it did not ask for, of the first settings of each branch.
         self._unasked: list[list[tuple[int, Outcome]]] = [[] for _ in space.branches]
 
@@ -168,8 +168,12 @@ class Search(abc.ABC):
             micro_batch: its samples per slot and micro step.
             outcome: how it ended; predictions may have learned from it as well.
         """
-        if branch is not None:
+        if branch is not None and self._is_allowed(micro_batch):
             self._unasked[branch].append((micro_batch, outcome))
+
+    def _is_allowed(self, micro_batch: int) -> bool:
+        """Check that a micro batch is not above the largest of the space."""
+        return micro_batch <= self.space.micro_batches[-1]
 
     def limit(self, micro_batch: int) -> None:
         """Nothing is to be tried with larger micro batches."""
@@ -208,10 +212,10 @@ class Search(abc.ABC):
                 return None
             rng = self._rng()
             number = open_branches[int(rng.integers(len(open_branches)))]
-            driest = max(self._hardship[n].dry for n in open_branches)
-            least = min(self._hardship[n].dry for n in open_branches)
-            if driest > least:  # what needs less memory is behind those that run dry
-                open_branches = [n for n in open_branches if self._hardship[n].dry == least]
+            most_failed = max(self._oom_history[n].failures for n in open_branches)
+            least = min(self._oom_history[n].failures for n in open_branches)
+            if most_failed > least:  # what needs less memory is behind those that run dry
+                open_branches = [n for n in open_branches if self._oom_history[n].failures == least]
                 number = open_branches[int(rng.integers(len(open_branches)))]
             new = [n for n in open_branches if self._undrawn[n].is_whole]
             if new:
@@ -229,7 +233,7 @@ class Search(abc.ABC):
                 ceiling=max(1, int(self._search_range_factor * largest)),
             )
             lineage.limit(self._most_samples)
-            lineage.limit(self._bearable(number))
+            lineage.limit(self._oom_limit(number))
             if index == 0:
                 for micro_batch, outcome in self._unasked[number]:
                     value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
@@ -268,45 +272,45 @@ class Search(abc.ABC):
 
     def _note_memory(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
         """Enters whether memory was enough in a branch."""
-        hardship = self._hardship[branch]
+        history = self._oom_history[branch]
         if outcome.ok:
-            hardship.relieved = True
+            history.anything_ran = True
         elif outcome.kind.is_out_of_memory:
-            hardship.least = min(hardship.least, micro_batch)
-            hardship.at_smallest += micro_batch == self.space.micro_batches[0]
+            history.least = min(history.least, micro_batch)
+            history.at_smallest += micro_batch == self.space.micro_batches[0]
 
-    def _bearable(self, branch: int) -> float:
+    def _oom_limit(self, branch: int) -> float:
         """The largest micro batch to try with settings that were not tried, as long as nothing has
         run in their branch: less than ran out of memory there, and far less if nothing runs at all.
 
         The smallest is always one: other settings may need less.
         """
-        hardship = self._hardship[branch]
-        if hardship.relieved or math.isinf(hardship.least):
+        history = self._oom_history[branch]
+        if history.anything_ran or math.isinf(history.least):
             return math.inf
-        anything_ran = any(other.relieved for other in self._hardship)
-        below = hardship.least - 1 if anything_ran else hardship.least // _STEP_DOWN
+        anything_ran = any(other.anything_ran for other in self._oom_history)
+        below = history.least - 1 if anything_ran else history.least // _STEP_DOWN
         return max(self.space.micro_batches[0], below)
 
 
 @dataclass
-class Hardship:
+class OomHistory:
     """Of a branch, how little was too much for its memory.
 
     Attributes:
-        relieved: something ran.
+        anything_ran: something ran.
         least: the smallest micro batch that ran out of memory.
         at_smallest: how many trials did so with the smallest that there is.
     """
 
-    relieved: bool = False
+    anything_ran: bool = False
     least: float = math.inf
     at_smallest: int = 0
 
     @property
-    def dry(self) -> int:
+    def failures(self) -> int:
         """How many settings do not run whatever the micro batch, as long as none does."""
-        return 0 if self.relieved else self.at_smallest
+        return 0 if self.anything_ran else self.at_smallest
 
 
 class Undrawn:

@@ -28,7 +28,7 @@ class _Probit:
     def __init__(self, mean: Array, sd: Array, noise: float) -> None:
         self._mean, self._covariance, self._noise = mean.copy(), np.diag(sd**2), noise
 
-    def learn(self, features: Array, threshold: float, above: bool) -> float:
+    def update(self, features: Array, threshold: float, above: bool) -> float:
         """Takes in an outcome; returns the logarithm of how likely the outcome had been."""
         towards = self._covariance @ features
         sd = math.sqrt(float(features @ towards) + self._noise**2)
@@ -82,7 +82,7 @@ class Feasibility:
         spread = np.repeat((0.2, _SOUND_SD_STRATEGY, _SOUND_SD_KNOB), (1, count, len(knob_sd)))
         self._soundness = _Probit(sound, spread, 1.0)
 
-    def learn_memory(
+    def update_memory(
         self, branch: int, knobs: Array, log2_largest: float, micro_batch: int, fits: bool
     ) -> None:
         """Takes in whether a trial had enough memory.
@@ -96,13 +96,13 @@ class Feasibility:
         """
         features = self._features(branch, knobs[None, :])[0]
         threshold = math.log2(micro_batch) - log2_largest
-        likely = [model.learn(features, threshold, fits) for model in self._memory]
+        likely = [model.update(features, threshold, fits) for model in self._memory]
         self._log_weights = self._log_weights + likely
         self._log_weights -= np.logaddexp.reduce(self._log_weights)
 
-    def learn_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
+    def update_soundness(self, branch: int, knobs: Array, sound: bool) -> None:
         """Takes in whether settings (k,) of a branch ran but for memory."""
-        self._soundness.learn(self._features(branch, knobs[None, :])[0], 0.0, sound)
+        self._soundness.update(self._features(branch, knobs[None, :])[0], 0.0, sound)
 
     def log_fits(
         self, branch: int, knobs: Array, log2_largest: Array, micro_batches: Array

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -61,11 +60,11 @@ class GridSearch(Search):
         self._sizes = _grid(self.space.micro_batches)
         self._branches = [_Progress() for _ in self.space.branches]
         self._open: dict[int, _Walk] = {}  # by lineage
-        self._ready: list[int] = []  # a heap of the open ones that wait for nothing
+        self._ready: list[int] = []  # the open ones that wait for nothing, ascending
 
     def ask(self) -> Proposal | None:
         while self._ready:
-            walk = self._open[heapq.heappop(self._ready)]
+            walk = self._open[self._ready.pop(0)]
             proposal = self._step(walk)
             if proposal is not None:
                 return proposal
@@ -76,7 +75,7 @@ class GridSearch(Search):
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         lineage = self._told(proposal, outcome)
         self._open[lineage.id].ran += outcome.ok
-        heapq.heappush(self._ready, lineage.id)
+        bisect.insort(self._ready, lineage.id)
         progress = self._branches[lineage.branch]
         value = outcome.value(self.objective)
         if value is not None and self.objective.is_better(value, progress.best):
@@ -89,7 +88,7 @@ class GridSearch(Search):
         runs the one where least was tried."""
         if not self._sizes:
             return None
-        order = sorted(range(len(self._branches)), key=lambda n: self._hardship[n].dry)
+        order = sorted(range(len(self._branches)), key=lambda n: self._oom_history[n].failures)
         for number in order:
             branch, progress = self.space.branches[number], self._branches[number]
             while progress.begun < branch.count and not self._is_over(progress):

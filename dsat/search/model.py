@@ -139,7 +139,7 @@ class ModelSearch(Search):
         del self._running[proposal.lineage, proposal.micro_batch]
         self._assessed = None
         lineage = self._told(proposal, outcome)
-        self.surrogate.learn(*self._keys[lineage.id], proposal.micro_batch, outcome)
+        self.surrogate.update(*self._keys[lineage.id], proposal.micro_batch, outcome)
 
     def limit(self, micro_batch: int) -> None:
         self._assessed = None
@@ -159,7 +159,7 @@ class ModelSearch(Search):
             lineage.record(
                 micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
             )
-        self.surrogate.learn(branch, 0, micro_batch, outcome)
+        self.surrogate.update(branch, 0, micro_batch, outcome)
 
     @property
     @in_one_thread
@@ -315,8 +315,8 @@ class ModelSearch(Search):
             is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
             if self._gated:
                 is_open &= np.log2(sizes)[:, None] <= edges[None, :]
-            bearable = sizes <= self._bearable(branch)
-            is_open &= bearable[:, None]
+            below_oom = sizes <= self._oom_limit(branch)
+            is_open &= below_oom[:, None]
             log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
             if self._costs is not None and surrogate.measured:
                 seen_s = gas * self._costs.micro_step_s(self.space.strategies[branch].name, sizes)
@@ -325,7 +325,7 @@ class ModelSearch(Search):
             if not is_open.any():
                 continue
             gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
-            runs = _CAUTION * fits + log_sound - _DRY * self._hardship[branch].dry
+            runs = _CAUTION * fits + log_sound - _DRY * self._oom_history[branch].failures
             if at is None:
                 score, chance, looked = gain + runs, 1.0, []
             else:

@@ -82,7 +82,7 @@ class RandomSearch(Search):
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         super().learn(branch, micro_batch, outcome)
         value = outcome.value(self.objective)
-        if branch is not None and value is not None:
+        if branch is not None and value is not None and self._is_allowed(micro_batch):
             position = bisect.bisect_left(self.space.micro_batches, micro_batch)
             self._note_success(branch, position, position, value)
 

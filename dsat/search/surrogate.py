@@ -94,7 +94,7 @@ class Surrogate:
         self._gas: dict[tuple[int, int, int], int] = {}
         self.fit = _fitted(layout, [])
 
-    def learn(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
+    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
         """Takes in what came of a trial."""
         gas, kind = self.gas(branch, index, micro_batch), outcome.kind
         knobs = self.encoding.row(branch, index)
@@ -102,13 +102,13 @@ class Surrogate:
         if outcome.ok or short_of_memory or outcome.smaller_may_run:
             # A want of data bounds the micro batch like one of memory does.
             edge = float(self.log2_largest(branch, [index])[0])
-            self.feasibility.learn_memory(branch, knobs, edge, micro_batch, fits=outcome.ok)
+            self.feasibility.update_memory(branch, knobs, edge, micro_batch, fits=outcome.ok)
         if outcome.smaller_may_run:
             self.starved.append((micro_batch, gas))
             if outcome.most_samples is not None:
                 self.starved.append((outcome.most_samples + 1, 1))
         elif kind is not OutcomeKind.CANCELED:
-            self.feasibility.learn_soundness(branch, knobs, outcome.ok or short_of_memory)
+            self.feasibility.update_soundness(branch, knobs, outcome.ok or short_of_memory)
         value = outcome.value(self._objective)
         if value is not None and 0 < value < math.inf:
             assert outcome.metrics is not None

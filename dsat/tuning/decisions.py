@@ -15,15 +15,11 @@ from dsat.search.base import Outlook
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning import finals
+from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED, EVENT_WAITING
 from dsat.tuning.finals_phase import FinalsPhase
 from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
-from dsat.tuning.run import (
-    EVENT_FINISHED,
-    EVENT_PROPOSED,
-    EVENT_WAITING,
-    Run,
-)
+from dsat.tuning.run import Run
 from dsat.tuning.search_phase import SearchPhase
 from dsat.values.trial import Trial
 
@@ -44,7 +40,7 @@ class Decisions:
         self._trials = TrialFactory(plan, self.run)
         self._profiling = ProfilePhase(plan, self._trials)
         self._searching: SearchPhase | None = None
-        self._unheard: list[Trial] = []  # ended, and the phase has not been told yet
+        self._unprocessed: list[Trial] = []  # ended, and the phase has not been told yet
         self._finals = FinalsPhase(plan, self.run, self._trials)
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
@@ -82,7 +78,7 @@ class Decisions:
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._waiting = False
-            self._unheard.append(self.run.trials[event["trial_id"]])
+            self._unprocessed.append(self.run.trials[event["trial_id"]])
 
     @property
     def stop_reason(self) -> str | None:
@@ -123,13 +119,13 @@ class Decisions:
     @property
     def _profile(self) -> ProfilePhase:
         """The profile phase, told of all outcomes."""
-        self._hear()
+        self._update_phases()
         return self._profiling
 
     @property
     def _search(self) -> SearchPhase | None:
         """The search, told of all outcomes; made when it is first asked for anything."""
-        self._hear()
+        self._update_phases()
         if self._searching is None and self.search_began:
             self._searching = SearchPhase(
                 self.plan,
@@ -158,13 +154,13 @@ class Decisions:
             configs.append(self.plan.config(overrides))
         return configs
 
-    def _hear(self) -> None:
+    def _update_phases(self) -> None:
         """Tells the phases what came of their trials, before they decide anything more."""
-        unheard, self._unheard = self._unheard, []
-        for trial in unheard:
+        unprocessed, self._unprocessed = self._unprocessed, []
+        for trial in unprocessed:
             phase: Phase | None = self._profiling if trial.profiles else self._searching
             assert phase is not None
-            phase.hear(trial, self.run.outcomes[trial.id])
+            phase.update(trial, self.run.outcomes[trial.id])
 
     def _next_finals(self) -> dict[str, Any] | None:
         """That the finals begin, if the search is over and there is something to decide."""
@@ -181,15 +177,14 @@ class Decisions:
         most = self.run.plan.max_trials
         for_search = most - finals.reserved(most - self.run.num_finals, self.plan.finals)
         if not ignore_budget and len(self.run.trials) >= for_search:
-            rest = " but those of the finals" if for_search < most else ""
-            return f"all {most} trials{rest} are done"
+            return f"the budget of {most} trials is used"
         search = self._search
         if search is not None and search.stop_reason is not None:
             return search.stop_reason
         if self.run.hopeless:
             return "every trial failed, and none ran out of memory"
         if self._waiting and not self.run.running:
-            return "nothing is left to try"
+            return "every configuration was tried"
         return None
 
 

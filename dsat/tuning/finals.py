@@ -20,8 +20,9 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from dsat.tuning.comparison import LEAST_PAIRS, Comparison, Gain, student_t97
+
 MOST_LEADERS = 4
-LEAST_PAIRS = 2  # without which there is no spread to tell
 ROOM_FOR_PAIRS = 6  # trials; only what is left beyond them goes into choosing among leaders
 # By default the finals have 2 of 11 trials, 2 for 9 of the search: 30 % of its time at most, for
 # they are measured to the end, and most trials of a search are given up before.
@@ -30,29 +31,8 @@ _LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no searc
 
 # After so many pairs they are looked at, and whenever the budget is spent.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
-# Two-sided quantiles of Student's t for 1..30 degrees of freedom.
-_T97 = (
-    *(21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527),
-    *(2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368, 2.356, 2.346, 2.336),
-    *(2.328, 2.320, 2.313, 2.307, 2.301, 2.296, 2.291, 2.286, 2.282, 2.278),
-)
-_T99 = (
-    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169),
-    *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
-    *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
-)
 _LEAST_ERROR = 1e-6  # no measurement is better than that
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
-
-
-def student_t97(freedom: int) -> float:
-    """By how many standard errors a 97 % confidence interval reaches to each side."""
-    return _T97[freedom - 1] if freedom <= len(_T97) else 2.170 + 3.2 / freedom
-
-
-def student_t99(freedom: int) -> float:
-    """By how many standard errors a 99 % confidence interval reaches to each side."""
-    return _T99[freedom - 1] if freedom <= len(_T99) else 2.576 + 5.1 / freedom
 
 
 def reserved(max_trials: int, asked: int | None = None) -> int:
@@ -176,76 +156,6 @@ def num_leaders(trials: int, *, same_batch: bool = False) -> int:
         same_batch: one trial goes to a configuration with the user's own global batch.
     """
     return max(1, min(MOST_LEADERS, trials // 3, trials - ROOM_FOR_PAIRS - same_batch))
-
-
-@dataclass(frozen=True)
-class Gain:
-    """How many times better one configuration is than another, and the 95 % interval of that."""
-
-    ratio: float
-    low: float
-    high: float
-
-    @classmethod
-    def of_log(cls, mean: float, margin: float) -> Gain:
-        return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What pairs of runs say, in logarithms of values of which the larger is better.
-
-    Attributes:
-        mean: of the differences within the pairs.
-        standard_error: of `mean`.
-        freedom: degrees of freedom behind `standard_error`.
-        noise: the standard deviation of one run of one configuration.
-    """
-
-    mean: float
-    standard_error: float
-    freedom: int
-    noise: float
-
-    @classmethod
-    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Comparison:
-        """Compares the second of each pair with the first.
-
-        From three pairs on, the spread of their differences counts. That of two differences says
-        next to nothing; there the spread of each configuration's own runs does, which is no smaller
-        if the machine drifts.
-
-        Args:
-            pairs: two at least.
-        """
-        count = len(pairs)
-        assert count >= LEAST_PAIRS
-        differences = [second - first for first, second in pairs]
-        if count > 2:
-            spread, freedom = statistics.variance(differences), count - 1
-        else:
-            spread = sum(statistics.variance(runs) for runs in zip(*pairs, strict=True))
-            freedom = 2 * (count - 1)
-        return cls(
-            statistics.fmean(differences),
-            math.sqrt(spread / count),
-            freedom,
-            math.sqrt(spread / 2),
-        )
-
-    @property
-    def gain(self) -> Gain:
-        return Gain.of_log(self.mean, student_t97(self.freedom) * self.standard_error)
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the second is better with a certainty of 95 %."""
-        return self.mean > student_t97(self.freedom) * self.standard_error
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether one of them is better with a certainty of 99 %."""
-        return abs(self.mean) > student_t99(self.freedom) * self.standard_error
 
 
 class Role(str, enum.Enum):

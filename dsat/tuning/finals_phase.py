@@ -6,9 +6,10 @@ from typing import Any
 
 from dsat.space.plan import Plan
 from dsat.tuning import finals
+from dsat.tuning.events import EVENT_FINALS
 from dsat.tuning.finals import Role
 from dsat.tuning.phase import Phase, TrialFactory
-from dsat.tuning.run import EVENT_FINALS, Run
+from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
@@ -87,7 +88,7 @@ class FinalsPhase(Phase):
             predicted_bytes=again.predicted_bytes,
         )
 
-    def hear(self, trial: Trial, outcome: Outcome) -> None:
+    def update(self, trial: Trial, outcome: Outcome) -> None:
         """The run has entered the outcome in its finals."""
 
     def _with_own_batch(

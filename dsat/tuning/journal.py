@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
-from dsat.tuning.run import EVENT_FINISHED, EVENT_START, VALUES_OF, VALUES_OF_ALL
+from dsat.tuning.events import EVENT_FINISHED, EVENT_START, VALUES_OF, VALUES_OF_ALL
 from dsat.values.codec import DecodeError, decode
 from dsat.values.files import PRIVATE_FILE, sync_folder
 from dsat.values.trial import Trial

@@ -35,7 +35,7 @@ class Phase(abc.ABC):
         """
 
     @abc.abstractmethod
-    def hear(self, trial: Trial, outcome: Outcome) -> None:
+    def update(self, trial: Trial, outcome: Outcome) -> None:
         """Takes what came of a trial of this phase, which the run knows already."""
 
 

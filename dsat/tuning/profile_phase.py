@@ -62,13 +62,13 @@ class ProfilePhase(Phase):
         micro_batch, self._next_micro_batch = self._next_micro_batch, None
         return None if micro_batch is None else self._trial(micro_batch)
 
-    def hear(self, trial: Trial, outcome: Outcome) -> None:
+    def update(self, trial: Trial, outcome: Outcome) -> None:
         profile = outcome.profile
         if not outcome.ok or profile is None:
             if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
                 self._next_micro_batch = self._smallest_micro_batch
             else:
-                self._hear_failure(trial, outcome)
+                self._on_failure(trial, outcome)
         elif self._plan.metric == "FLOPS_per_gpu" and not profile.flops_per_sample:
             self.failure = (
                 "the profile trial failed: no FLOPs of the model could be counted (custom "
@@ -93,7 +93,7 @@ class ProfilePhase(Phase):
             return False  # the same rules as for a profile, which try both micro batches
         return own.config() != self._overrides(self._smallest_micro_batch)
 
-    def _hear_failure(self, trial: Trial, outcome: Outcome) -> None:
+    def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Profiles again in another way, or gives up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:

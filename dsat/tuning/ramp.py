@@ -77,13 +77,13 @@ class Ramp:
         found, self._next = self._next, None
         return found
 
-    def hear_own(self, run: Run, outcome: Outcome) -> None:
+    def update_own(self, run: Run, outcome: Outcome) -> None:
         """The user's own configuration has ended."""
         if self._waits:
             assert run.baseline is not None
-            self.hear(run, run.baseline.batch.micro_batch, outcome)
+            self.update(run, run.baseline.batch.micro_batch, outcome)
 
-    def hear(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
+    def update(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
         """A micro batch of the ramp has ended."""
         assert run.plan is not None
         value = outcome.value(run.plan.objective)

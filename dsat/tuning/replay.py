@@ -9,7 +9,13 @@ from typing import Any
 from dsat.errors import JournalMismatch
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
-from dsat.tuning.run import EVENT_PROPOSED, EVENT_START, EVENT_WAITING, event_of, told_as_damage
+from dsat.tuning.events import (
+    EVENT_PROPOSED,
+    EVENT_START,
+    EVENT_WAITING,
+    event_of,
+    raise_as_corrupt_journal,
+)
 from dsat.values.codec import encode
 from dsat.values.trial import Trial
 
@@ -28,7 +34,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
     """
     number = 0
     for number, line in enumerate(events, start=1):
-        with told_as_damage(number):
+        with raise_as_corrupt_journal(number):
             event = event_of(line)
             if event["event"] == EVENT_START:
                 _check_plan(decisions.plan, event["plan"])
@@ -36,7 +42,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
                 _check_decision(decisions, event)
             decisions.apply(event)
     if number:
-        with told_as_damage(number):
+        with raise_as_corrupt_journal(number):
             _ = decisions.stop_reason  # what follows from the last event too
 
 

@@ -5,94 +5,34 @@ All that a person looks at is drawn from here.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.errors import JournalError, UserInputError
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import same_training
+from dsat.tuning.events import (
+    EVENT_BUDGET,
+    EVENT_FINALS,
+    EVENT_FINISHED,
+    EVENT_MEMORY_BASIS,
+    EVENT_PROPOSED,
+    EVENT_START,
+    EVENT_STOP_ASKED,
+    EVENT_STOPPED,
+    event_of,
+    raise_as_corrupt_journal,
+)
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.same_training import Finding
-from dsat.values.codec import decode
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, SequenceLengths, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 
-EVENT_START = "start"
-EVENT_PROPOSED = "proposed"
-EVENT_WAITING = "waiting"
-EVENT_FINISHED = "finished"
-EVENT_STOPPED = "stopped"
-EVENT_BUDGET = "budget"
-EVENT_PAUSED = "paused"  # the user interrupted the run
-EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
-EVENT_FINALS = "finals"
-EVENT_STOP_ASKED = "stop_asked"
-EVENT_CANCEL_ASKED = "cancel_asked"
-
-# What events hold besides; of others nothing is demanded.
-VALUES_OF: Mapping[str, Mapping[str, Any]] = {
-    EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
-    EVENT_PROPOSED: {"trial": Trial},
-    EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
-    EVENT_MEMORY_BASIS: {"basis": Basis},
-    EVENT_BUDGET: {"max_trials": int},
-    EVENT_PAUSED: {},
-    EVENT_STOPPED: {"reason": str},
-    EVENT_STOP_ASKED: {"asked": bool},
-    EVENT_CANCEL_ASKED: {"trial_id": int},
-}
-# Where they are; whoever raises the budget of a run that goes on has `asked` for it.
-VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str], "asked": bool}
-
 HOPELESS_AFTER = 4
 TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
-
-
-def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """An event with its values, from what a journal holds of it; the way back is `encode`.
-
-    Raises:
-        DecodeError: it holds a value that is none.
-    """
-    kinds = VALUES_OF.get(line["event"], {})
-    return {
-        key: decode(kinds[key], data, key) if key in kinds else data for key, data in line.items()
-    }
-
-
-@contextlib.contextmanager
-def told_as_damage(number: int) -> Iterator[None]:
-    """Whatever cannot be done with an event that was recorded is the journal's damage.
-
-    What a journal says was checked value by value when it was read; only doing it again shows
-    whether its events fit together.
-
-    Args:
-        number: of the event, from 1.
-
-    Raises:
-        JournalError: the event does not fit.
-    """
-    try:
-        yield
-    except (
-        UserInputError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise JournalError(
-            f"line {number} of the journal does not fit what is before it ({type(error).__name__}: "
-            f"{error}). Start a new run, or restore the file."
-        ) from error
 
 
 class Run:
@@ -155,7 +95,7 @@ class Run:
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         for number, line in enumerate(lines, start=1):
-            with told_as_damage(number):
+            with raise_as_corrupt_journal(number):
                 event = event_of(line)
                 self.apply(event)
                 if event["event"] == EVENT_PROPOSED:

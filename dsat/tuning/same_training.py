@@ -63,9 +63,9 @@ def compare(
     curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
     its = _losses(other)
     if len(curves) < 2:
-        return _unknown("too few losses of your own configuration were seen")
+        return _unknown("your own configuration recorded too few losses")
     if len(its) < _LEAST_STEPS:
-        return _unknown("too few of its losses were seen")
+        return _unknown("it recorded too few losses")
     seen = (precision, *(curve.precision or precision for curve in (*own, other)))
     first, growth = _ROUNDING[max(seen, key=PRECISIONS.index)]
     reference, *again = curves

@@ -87,7 +87,7 @@ class SearchPhase(Phase):
             **plan.search_options,
         )
         self._most_samples: int | None = None
-        self._tell_of_data()
+        self._limit_to_data()
         if plan.own_first and run.baseline is not None:
             self._take_in_baseline(run.baseline)
 
@@ -186,30 +186,30 @@ class SearchPhase(Phase):
         self._trial_by_config[digest] = own.id
         self._learn(own, self._run.outcomes[own.id])
 
-    def hear(self, trial: Trial, outcome: Outcome) -> None:
+    def update(self, trial: Trial, outcome: Outcome) -> None:
         if self.forecast is not None:
             self.forecast.learn(trial.overrides, trial.script_args, outcome)
         self._learn(trial, outcome)
 
     def _learn(self, trial: Trial, outcome: Outcome) -> None:
         """Has the search and the ramp take in what came of a trial."""
-        self._costs.learn(trial, outcome)
+        self._costs.update(trial, outcome)
         if outcome.metrics is not None and self._run.noise is not None:
             # Earlier finals have shown how much one run differs from the next.
             metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
             outcome = replace(outcome, metrics=metrics)
-        self._tell_of_data()
+        self._limit_to_data()
         if self._ramp is not None and trial.kind is TrialKind.BASELINE:
-            self._ramp.hear_own(self._run, outcome)
+            self._ramp.update_own(self._run, outcome)
         elif self._ramp is not None:
-            self._ramp.hear(self._run, trial.batch.micro_batch, outcome)
+            self._ramp.update(self._run, trial.batch.micro_batch, outcome)
         proposals = self._proposals.pop(trial.id, [])
         for proposal in proposals:
             self._search.tell(proposal, outcome)
         if not proposals:
             self._tell_unasked(trial, outcome)
 
-    def _tell_of_data(self) -> None:
+    def _limit_to_data(self) -> None:
         """Lets the search know, once, how many samples there are data for."""
         if self._run.most_samples not in (None, self._most_samples):
             self._most_samples = self._run.most_samples

@@ -38,7 +38,7 @@ class TrialCosts:
         # Seconds of a micro step by samples, the shortest of each, by strategy.
         self._micro_steps: dict[str, dict[int, float]] = {}
 
-    def learn(self, trial: Trial, outcome: Outcome) -> None:
+    def update(self, trial: Trial, outcome: Outcome) -> None:
         """Takes in how long a trial took."""
         if outcome.metrics is None:
             return

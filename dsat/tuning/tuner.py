@@ -16,9 +16,7 @@ from dsat.memory.predictor import Basis
 from dsat.search.base import Outlook
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
-from dsat.tuning.journal import SCHEMA_VERSION
-from dsat.tuning.replay import as_begun, replay
-from dsat.tuning.run import (
+from dsat.tuning.events import (
     EVENT_BUDGET,
     EVENT_CANCEL_ASKED,
     EVENT_FINISHED,
@@ -28,8 +26,10 @@ from dsat.tuning.run import (
     EVENT_START,
     EVENT_STOP_ASKED,
     EVENT_STOPPED,
-    Run,
 )
+from dsat.tuning.journal import SCHEMA_VERSION
+from dsat.tuning.replay import as_begun, replay
+from dsat.tuning.run import Run
 from dsat.values.codec import encode
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial

@@ -22,8 +22,8 @@ from dsat.inputs import autotuning_section, experiment
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Settings
+from dsat.tuning.events import EVENT_PROPOSED, EVENT_START
 from dsat.tuning.journal import FILE_NAME, Journal
-from dsat.tuning.run import EVENT_PROPOSED, EVENT_START
 from dsat.values.codec import encode
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import plan_of

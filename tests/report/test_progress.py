@@ -10,8 +10,9 @@ import pytest
 from dsat.report import progress
 from dsat.report.live_view import LiveView
 from dsat.search.base import Outlook
+from dsat.tuning.events import event_of
 from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.run import Run, event_of
+from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from testing.helpers import FakeClock, plan_of
 from testing.made_up_runs import Lawful, Steady, events_of_world

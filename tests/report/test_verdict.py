@@ -11,7 +11,7 @@ from dsat.in_trial.samples import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.report import summary
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
-from dsat.tuning.finals import Gain
+from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner

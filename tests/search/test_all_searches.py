@@ -230,3 +230,11 @@ def test_what_runs_out_of_memory_leads_to_what_needs_less(
             return
         search.tell(proposal, failed("OOM"))
     raise AssertionError(f"in 30 trials, nothing ran of {tried}")
+
+
+@pytest.mark.parametrize("method", sorted(SEARCHES))
+def test_an_own_micro_batch_above_the_largest_allowed_one_is_no_bound(method: str) -> None:
+    search = search_of(method, space_of(4))
+    search.learn(0, 2 * search.space.micro_batches[-1], ran(10.0))
+    proposal = search.ask()
+    assert proposal is not None and proposal.micro_batch in search.space.micro_batches

@@ -569,10 +569,10 @@ def test_feasibility_learns_where_memory_ends() -> None:
     known = Feasibility(2, True, flat, flat)
     assert chance(known, 90) > 0.8 and chance(known, 100) == pytest.approx(0.5, abs=0.01)
     assert chance(known, 115) < 0.25
-    known.learn_memory(0, flat, octave[0], 100, fits=True)
+    known.update_memory(0, flat, octave[0], 100, fits=True)
     assert chance(known, 97) > 0.85 and chance(known, 97, branch=1) > 0.75
     for size in (90, 60):
-        known.learn_memory(1, flat, octave[0], size, fits=False)
+        known.update_memory(1, flat, octave[0], size, fits=False)
     assert chance(known, 90, branch=1) < 0.02 and chance(known, 30, branch=1) > 0.5
     assert known.expected_largest(1, none, octave)[0] < 60
     bound = Feasibility(2, False, flat, flat)
@@ -589,8 +589,8 @@ def test_feasibility_learns_what_does_not_run() -> None:
     before = sound(0)
     assert before > 0.9
     for _ in range(4):
-        of.learn_soundness(1, flat, False)
-        of.learn_soundness(0, flat, True)
+        of.update_soundness(1, flat, False)
+        of.update_soundness(0, flat, True)
     assert sound(1) < 0.6 and sound(0) > 0.85
 
 

@@ -46,7 +46,7 @@ def test_an_equal_proposal_waits_for_the_trial_that_runs(
     assert following.batch.micro_batch == next_micro_batch
     tuner.record(following.id, failed("ERROR"))
     assert tuner.next_trials(3) == []
-    assert tuner.stop_reason == "nothing is left to try"
+    assert tuner.stop_reason == "every configuration was tried"
 
 
 def test_other_lineages_go_on_while_an_equal_proposal_waits() -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from dsat.tuning import comparison
 from dsat.tuning import finals as rules
-from dsat.tuning.finals import Comparison, Contestant, Finals, Role
+from dsat.tuning.comparison import Comparison
+from dsat.tuning.finals import Contestant, Finals, Role
 
 OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)
 
@@ -233,6 +235,6 @@ def test_a_paired_interval_by_hand() -> None:
 
 def test_quantiles() -> None:
     known = {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}
-    assert {n: rules.student_t99(n) for n in known} == pytest.approx(known, abs=2e-3)
+    assert {n: comparison.student_t99(n) for n in known} == pytest.approx(known, abs=2e-3)
     known = {1: 21.205, 10: 2.527, 30: 2.278, 40: 2.250, 120: 2.196}
-    assert {n: rules.student_t97(n) for n in known} == pytest.approx(known, abs=2e-3)
+    assert {n: comparison.student_t97(n) for n in known} == pytest.approx(known, abs=2e-3)

@@ -326,3 +326,11 @@ def test_a_field_that_a_later_version_added_is_ignored(path: Path) -> None:
                 event[key]["later"] = {"a": 1}
     path.write_text("".join(f"{json.dumps(event)}\n" for event in later))
     assert Run(read_events(path)).outcomes == Run(map(json.loads, lines)).outcomes
+
+
+def test_finals_of_other_types_are_named_with_their_line(path: Path) -> None:
+    lines = (JOURNALS / "before_moves.jsonl").read_text().splitlines()
+    finals = {"event": "finals", "reason": "", "trials": 4, "indifference": 0.0, "leaders": ["1"]}
+    path.write_text("\n".join([*lines, json.dumps(finals)]) + "\n")
+    with pytest.raises(JournalError, match=rf"line {len(lines) + 1}: leaders\[0\] must be a whole"):
+        read_events(path)

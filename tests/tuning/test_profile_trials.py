@@ -190,7 +190,7 @@ def test_one_trial_that_did_not_fail_so_is_hope(hope: Outcome) -> None:
     while trials := tuner.next_trials(1):
         tuner.record(trials[0].id, failed("ERROR"))
     assert len(tuner.run.trials) > 1 + HOPELESS_AFTER
-    assert tuner.stop_reason == "nothing is left to try"
+    assert tuner.stop_reason == "every configuration was tried"
 
 
 def test_too_large_a_micro_batch_for_the_data_shrinks() -> None:

@@ -212,4 +212,4 @@ def test_a_search_with_one_lineage_goes_on_while_anything_may_be_learned(method:
     tried = [trial.batch.micro_batch for trial in tuner.run.trials.values()]
     assert tuner.run.best is not None and 97 <= tuner.run.best.batch.micro_batch <= 100
     assert len(tried) == len(set(tried)) + (tried.count(1) > 1), "none twice but for the profile"
-    assert tuner.run.stop_reason == "nothing is left to try"
+    assert tuner.run.stop_reason == "every configuration was tried"

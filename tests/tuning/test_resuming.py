@@ -75,13 +75,13 @@ def test_a_finished_run_continues_with_more_trials(method: str) -> None:
     assert len(tuner.run.trials) == 15
     assert essence(journal.events) == essence(long)
     assert [e["reason"] for e in journal.events if e["event"] == "stopped"] == [
-        "all 8 trials are done",
-        "all 15 trials are done",
+        "the budget of 8 trials is used",
+        "the budget of 15 trials is used",
     ]
     first_stop = [event["event"] for event in journal.events].index("stopped")
-    assert Run(journal.events[: first_stop + 1]).stop_reason == "all 8 trials are done"
+    assert Run(journal.events[: first_stop + 1]).stop_reason == "the budget of 8 trials is used"
     assert Run(journal.events[: first_stop + 2]).stop_reason is None
-    assert Run(journal.events).stop_reason == "all 15 trials are done"
+    assert Run(journal.events).stop_reason == "the budget of 15 trials is used"
     plan = Run(journal.events).plan
     assert plan is not None
     assert plan.max_trials == 15

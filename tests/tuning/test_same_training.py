@@ -80,8 +80,8 @@ def test_where_a_comparison_is_impossible_that_is_said() -> None:
         assert found.agreement is Agreement.UNKNOWN
         return found.reason
 
-    assert "the global batch size differs" in reason(OWN, same_batch=False)
-    assert "too few losses of your own" in reason(OWN[:1])
+    assert "global batch size differs" in reason(OWN, same_batch=False)
+    assert "your own configuration recorded too few" in reason(OWN[:1])
     unseeded = (curve(start=5.0), curve(start=5.2))
     assert "not seeded" in reason(unseeded) and "3.85 %" in reason(unseeded)
     found = compare(OWN, curve(start=5.3), precision="fp32", same_batch=True)

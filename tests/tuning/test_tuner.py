@@ -128,7 +128,7 @@ def test_the_budget_counts_every_trial(max_trials: int) -> None:
     tuner, journal = tuner_of(plan_of(max_trials=max_trials))
     drive(tuner, World(), slots=4)
     assert len(tuner.run.trials) == max_trials
-    assert tuner.stop_reason == f"all {max_trials} trials are done"
+    assert tuner.stop_reason == f"the budget of {max_trials} trials is used"
     assert tuner.finished and not tuner.failed
     assert journal.events[-1]["event"] == "stopped"
     assert journal.events[-1]["reason"] == tuner.stop_reason
@@ -165,7 +165,7 @@ def test_an_exhausted_search_ends_the_run_when_nothing_runs() -> None:
     tuner.record(1, ran())
     assert tuner.stop_reason is None, "the search was not asked since"
     assert tuner.next_trials(3) == []
-    assert tuner.stop_reason == "nothing is left to try"
+    assert tuner.stop_reason == "every configuration was tried"
     assert [event["event"] for event in journal.events].count("waiting") == 3
 
 

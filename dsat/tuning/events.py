@@ -1,0 +1,89 @@
+"""Events of a journal: their names, the types of their values, and how they are decoded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsat.errors import JournalError, UserInputError
+from dsat.memory.predictor import Basis
+from dsat.space.plan import Plan
+from dsat.values.codec import decode
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+
+EVENT_START = "start"
+EVENT_PROPOSED = "proposed"
+EVENT_WAITING = "waiting"
+EVENT_FINISHED = "finished"
+EVENT_STOPPED = "stopped"
+EVENT_BUDGET = "budget"
+EVENT_PAUSED = "paused"  # the user interrupted the run
+EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
+EVENT_FINALS = "finals"
+EVENT_STOP_ASKED = "stop_asked"
+EVENT_CANCEL_ASKED = "cancel_asked"
+
+# Values that events must have; others are not checked.
+VALUES_OF: Mapping[str, Mapping[str, Any]] = {
+    EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
+    EVENT_PROPOSED: {"trial": Trial},
+    EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
+    EVENT_MEMORY_BASIS: {"basis": Basis},
+    EVENT_FINALS: {
+        "reason": str,
+        "trials": int,
+        "indifference": float,
+        "leaders": list[int],
+        "same_batch": list[int],
+    },
+    EVENT_BUDGET: {"max_trials": int},
+    EVENT_PAUSED: {},
+    EVENT_STOPPED: {"reason": str},
+    EVENT_STOP_ASKED: {"asked": bool},
+    EVENT_CANCEL_ASKED: {"trial_id": int},
+}
+# Values that any event may have; `asked`: somebody raised the budget of a run that goes on.
+VALUES_OF_ALL: Mapping[str, Any] = {"elapsed_s": float, "skipped": list[str], "asked": bool}
+
+
+def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode the values of a journal's event; the inverse is `encode`.
+
+    Raises:
+        DecodeError: a value has another type.
+    """
+    kinds = VALUES_OF.get(line["event"], {})
+    return {
+        key: decode(kinds[key], data, key) if key in kinds else data for key, data in line.items()
+    }
+
+
+@contextlib.contextmanager
+def raise_as_corrupt_journal(number: int) -> Iterator[None]:
+    """Raise what goes wrong while an event is applied as a corrupt journal.
+
+    Reading a journal checks its values one by one; applying the events shows if they fit together.
+
+    Args:
+        number: of the event, from 1.
+
+    Raises:
+        JournalError: the event does not fit.
+    """
+    try:
+        yield
+    except (
+        UserInputError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise JournalError(
+            f"line {number} of the journal does not fit what is before it ({type(error).__name__}: "
+            f"{error}). Start a new run, or restore the file."
+        ) from error
