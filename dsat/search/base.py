@@ -1,4 +1,4 @@
-"""What every search is: pure, seeded, behind `ask` and `tell`."""
+"""Base class of searches: pure, seeded, behind `ask` and `tell`."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 
 class Costs(Protocol):
-    """What trials cost, as far as those that ended show it; may know better from call to call."""
+    """Predicted cost of trials, which finished trials correct from call to call."""
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
         ...
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Whether trials would measure longer than one may, by the seconds of their steps."""
+        """Return which trials would exceed the time limit, by the seconds of their steps."""
         ...
 
     def micro_step_s(self, strategy: str, sizes: Array) -> Array:
@@ -59,7 +59,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a search thinks of what it would try next, for people.
+    """Prediction for the next proposal, for people.
 
     Attributes:
         strategy: its name.
@@ -75,7 +75,7 @@ class Outlook:
 
 
 class Search(abc.ABC):
-    """What to try next, from what was tried so far.
+    """Base class of all searches: chooses the next configuration from earlier outcomes.
 
     A search knows no clock, no files and no global random numbers: the same seed and the same order
     of asks and tells give the same proposals.
@@ -144,12 +144,12 @@ class Search(abc.ABC):
 
     @property
     def outlook(self) -> Outlook | None:
-        """What it thinks, as far as it knows without thinking more; None if it predicts nothing."""
+        """Prediction for the next proposal, if already computed; None without predictions."""
         return None
 
     @abc.abstractmethod
     def ask(self) -> Proposal | None:
-        """The next configuration to try.
+        """Return the next configuration to try.
 
         Returns:
             None when there is nothing to try before another `tell`; if nothing is running then,
@@ -158,10 +158,10 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
-        """What came of a proposal; in any order among those that run at once."""
+        """Process the outcome of a proposal; concurrent ones end in any order."""
 
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
-        """What came of a trial that the search did not ask for.
+        """Process the outcome of a trial that the search did not propose.
 
         Args:
             branch: the number of the branch whose first settings it had; None if it had others.
@@ -176,14 +176,14 @@ class Search(abc.ABC):
         return micro_batch <= self.space.micro_batches[-1]
 
     def limit(self, micro_batch: int) -> None:
-        """Nothing is to be tried with larger micro batches."""
+        """Exclude larger micro batches."""
         self._most_samples = min(self._most_samples, micro_batch)
         for lineage in self._lineages:
             lineage.limit(self._most_samples)
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the search should end although there is more to try, or None."""
+        """The reason to end the search although there is more to try, or None."""
         return None
 
     def _rng(self) -> np.random.Generator:
@@ -271,7 +271,7 @@ class Search(abc.ABC):
         return lineage
 
     def _note_memory(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
-        """Enters whether memory was enough in a branch."""
+        """Record if memory was enough in a branch."""
         history = self._oom_history[branch]
         if outcome.ok:
             history.anything_ran = True
@@ -280,10 +280,10 @@ class Search(abc.ABC):
             history.at_smallest += micro_batch == self.space.micro_batches[0]
 
     def _oom_limit(self, branch: int) -> float:
-        """The largest micro batch to try with settings that were not tried, as long as nothing has
-        run in their branch: less than ran out of memory there, and far less if nothing runs at all.
+        """Return the largest micro batch for new settings while nothing ran in their branch.
 
-        The smallest is always one: other settings may need less.
+        It is less than ran out of memory there, and far less if nothing runs at all. The smallest
+        is always allowed: other settings may need less.
         """
         history = self._oom_history[branch]
         if history.anything_ran or math.isinf(history.least):
@@ -295,7 +295,7 @@ class Search(abc.ABC):
 
 @dataclass
 class OomHistory:
-    """Of a branch, how little was too much for its memory.
+    """Memory failures of one branch.
 
     Attributes:
         anything_ran: something ran.
@@ -309,13 +309,15 @@ class OomHistory:
 
     @property
     def failures(self) -> int:
-        """How many settings do not run whatever the micro batch, as long as none does."""
+        """Number of settings that failed at the smallest micro batch, while none ran."""
         return 0 if self.anything_ran else self.at_smallest
 
 
 class Undrawn:
-    """The numbers 0..count-1 that were not taken yet: a Fisher-Yates shuffle kept as a sparse dict,
-    so that a draw without replacement costs O(1) however large the space. 0 is taken first."""
+    """Draws without replacement from 0..count-1, 0 first.
+
+    A Fisher-Yates shuffle in a sparse dict: a draw costs O(1) however large the space.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -324,7 +326,7 @@ class Undrawn:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was taken yet."""
+        """True if nothing was taken yet."""
         return not self._taken
 
     def take(self, rng: np.random.Generator) -> int:

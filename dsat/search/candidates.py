@@ -1,4 +1,4 @@
-"""Which micro batches and which settings are compared, out of more than can be."""
+"""Selection of micro batches and settings to compare."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MicroBatches:
         return sorted(position for position in found if position >= 0)
 
     def _position(self, size: float) -> int:
-        """Of the largest micro batch up to a size; -1 if there is none."""
+        """Return the position of the largest micro batch up to a size; -1 for none."""
         return bisect.bisect_right(self._all, size) - 1
 
 

@@ -76,7 +76,7 @@ class Encoding:
         return features
 
     def speed_prior(self, rng: np.random.Generator) -> KnobPrior:
-        """What is believed of effects on time; `rng` decides between knobs that are all alike."""
+        """Return the prior of effects on time; `rng` breaks ties between knobs."""
         kinds = np.array([len(key) - 1 for key in self._columns], int)
         sd = np.array((_TREND_SD, _SHARED_SD, _OWN_SD))[kinds]
         mean = np.where(kinds == 0, _TREND, 0.0) + 0.05 * sd * rng.standard_normal(self.count)

@@ -1,4 +1,4 @@
-"""Which configurations will run: learned from those that did and those that did not."""
+"""Chance that a configuration runs, learned from successes and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Probit:
         return float(log_cdf(np.array(z)))
 
     def log_chance(self, features: Array, thresholds: Array) -> Array:
-        """Of (s, k) features to exceed (m, s) thresholds: (m, s)."""
+        """Return the log chance of (s, k) features to exceed (m, s) thresholds: (m, s)."""
         variance = ((features @ self._covariance) * features).sum(axis=1) + self._noise**2
         margin = (features @ self._mean)[None, :] - thresholds
         return log_cdf(margin / np.sqrt(np.maximum(variance, self._noise**2))[None, :])

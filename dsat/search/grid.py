@@ -84,8 +84,7 @@ class GridSearch(Search):
             progress.since_best += 1
 
     def _begin(self) -> _Walk | None:
-        """The next settings of the first branch that has some left, and of those in which nothing
-        runs the one where least was tried."""
+        """Open the next settings of the branch with the fewest memory failures, in their order."""
         if not self._sizes:
             return None
         order = sorted(range(len(self._branches)), key=lambda n: self._oom_history[n].failures)
@@ -131,7 +130,7 @@ class GridSearch(Search):
 
 @dataclass
 class _Progress:
-    """How far a branch is: settings begun, the best value, and trials told since that one."""
+    """Progress of a branch: settings begun, the best value, and trials since that one."""
 
     begun: int = 0
     best: float | None = None

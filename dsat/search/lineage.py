@@ -58,7 +58,7 @@ class Lineage:
         return (self.lo + self.open_hi) // 2
 
     def position(self, micro_batch: int) -> int:
-        """Where a micro batch stands among the allowed ones."""
+        """Return the position of a micro batch among the allowed ones."""
         return bisect.bisect_left(self.micro_batches, micro_batch)
 
     def record(
@@ -102,8 +102,10 @@ class Lineage:
         *,
         smaller_may_run: bool = False,
     ) -> None:
-        """Takes in a trial that is not one of the lineage's own: what is below the best that ran is
-        not tried, nor what is above the smallest that did not."""
+        """Update the bounds with a trial of another source.
+
+        Nothing below the best that ran is tried, nor above the smallest that did not fit.
+        """
         if value is not None and objective.is_better(value, self.best):
             self.best = value
             self.lo = max(self.lo, self.position(micro_batch) + 1)

@@ -37,10 +37,11 @@ _LONG = 10.0  # a step so many times as long as the best one's makes a trial twi
 
 @dataclass(frozen=True)
 class _Choice:
-    """A configuration: what it promises, and the best chance of all that were looked at to be
-    better by a worthwhile bit.
+    """The best candidate of a branch.
 
     Attributes:
+        score: expected improvement, weighted by its chance to run and its cost; a logarithm.
+        chance: the best chance of all candidates of a worthwhile improvement.
         looked: what was looked at, as far as there is anything to compare it with.
     """
 
@@ -270,9 +271,10 @@ class ModelSearch(Search):
         return self._choose(fit, self.surrogate.measured or running)
 
     def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
-        """The best of all branches.
+        """Return the best choice of all branches.
 
         Args:
+            fit: the model of time.
             known: where the best so far is among.
         """
         best_gain, reference = self.surrogate.incumbent(fit, known)
@@ -356,7 +358,7 @@ class ModelSearch(Search):
         return self._costs is not None and bool(self.surrogate.measured)
 
     def _cost(self, log_s: Array, best_log_s: float) -> Array:
-        """What trials cost: seconds, or in a unit of its own as long as nothing was measured."""
+        """Return the cost of trials in seconds, or in relative units before any measurement."""
         if self._costs is None or not self.surrogate.measured:
             return 1 + np.exp(log_s - best_log_s) / _LONG
         cost: Array = self._costs.trial_s(np.exp(log_s + self.surrogate.log_unit))
@@ -371,7 +373,7 @@ class ModelSearch(Search):
         gas: Array,
         log_fits: Array,
     ) -> Array:
-        """Which of (m, s) configurations may be tried; what is known to fit is entered."""
+        """Return which of (m, s) configurations may be tried; mark those known to fit."""
         is_open = np.ones((len(positions), len(indexes)), bool)
         where = np.asarray(positions)
         row_of = {position: row for row, position in enumerate(positions)}
@@ -411,7 +413,7 @@ class ModelSearch(Search):
         return found[np.sort(order)]
 
     def _accumulations(self, branch: int) -> list[int]:
-        """What to add to the number of settings for each number of accumulation steps."""
+        """Return the offset of settings for each number of accumulation steps."""
         space = self.space.branches[branch]
         for (key, values), stride in zip(space.knobs, space.strides, strict=True):
             if key == GAS:

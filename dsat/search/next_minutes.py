@@ -1,4 +1,4 @@
-"""What the next minutes of a search may gain, which decides whether it goes on."""
+"""Expected gain of the next minutes of a search, for early stopping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _HOPES, _HOPES_OF_EACH = 128, 24
 
 @dataclass(frozen=True)
 class Looked:
-    """What was looked at of a branch with one number of accumulation steps: m micro batches, s
-    settings.
+    """Candidates of a branch with one number of accumulation steps.
+
+    There are m micro batches and s settings.
 
     Attributes:
         branch: of the space.

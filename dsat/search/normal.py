@@ -50,7 +50,8 @@ def expected_largest_gain(mean: Array, sd: Array, draws: Array) -> Array:
     Of draws that depend on each other positively it is a bound from above (Slepian's lemma).
 
     Args:
-        mean, sd: of each.
+        mean: of each.
+        sd: of each.
         draws: n, at most `MOST_DRAWS`; linear between whole numbers, and below 1 a part of what one
             gains.
     """

@@ -99,7 +99,7 @@ class RandomSearch(Search):
             self._best_in_branch[branch] = (value, position, hi)
 
     def _is_worthwhile(self, branch: int) -> bool:
-        """Whether no sharding strategy that causes less traffic is known to run."""
+        """Check that no sharding strategy with less traffic has run."""
         strategies = self.space.strategies
         burden = strategies[branch].burden
         return not any(

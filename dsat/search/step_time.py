@@ -94,7 +94,7 @@ class Points:
 
 @dataclass(frozen=True)
 class KnobPrior:
-    """What is believed of the knobs before anything was measured.
+    """Prior of the effects of knobs.
 
     Attributes:
         mean, sd: of the logarithm of the factor on time, by feature.
@@ -110,7 +110,7 @@ class KnobPrior:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the parameters stand for.
+    """Layout of the parameter vector.
 
     Attributes:
         slots: data-parallel slots.
@@ -195,7 +195,7 @@ class Layout:
         return value + knobs @ theta[self.first_knob :], np.hstack((gradient, knobs))
 
     def dilution(self, micro_batch: Array) -> Array:
-        """What is left of a diluted effect, by the micro batch."""
+        """Return the remaining share of a diluted effect, by the micro batch."""
         left: Array = np.minimum(1.0, self.reference_micro_batch / micro_batch)
         return left
 
@@ -256,7 +256,8 @@ class Fit:
 
         Args:
             strategy: its position.
-            micro_batch, gas: (m,).
+            micro_batch: (m,).
+            gas: (m,).
             knobs: (s, number of features).
             reference: one configuration.
 
@@ -293,7 +294,7 @@ class Fit:
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def beside(self, points: Points) -> Fit:
-        """What would be known if all n configurations took as long as is predicted."""
+        """Return the fit as if all n configurations took as long as predicted."""
         gradient = self.layout.predict(self.theta, points)[1]
         towards = gradient @ self.covariance
         expected = towards @ gradient.T
@@ -318,9 +319,10 @@ class Fit:
         return moved
 
     def learnable_together(self, points: Points, reference: Points) -> Array:
-        """How predictions will move when all n configurations are measured, each telling of others.
+        """Return the covariance of predictions after all n configurations are measured.
 
         Args:
+            points: the n configurations.
             reference: one configuration; it is the differences to it that are predicted.
 
         Returns:
@@ -336,8 +338,7 @@ class Fit:
         return symmetric
 
     def knob_effects(self, knobs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of what rows of features add to the logarithm of the time,
-        where nothing is diluted."""
+        """Return mean and standard deviation of the undiluted effects of rows of features."""
         first = self.layout.first_knob
         covariance = self.covariance[first:, first:]
         variance = ((knobs @ covariance) * knobs).sum(axis=1)
@@ -421,7 +422,7 @@ def posterior(gradient: Array, weight: Array, variance: Array) -> Array:
 def _run_sd(
     error: Array, weight: Array, gradient: Array, covariance: Array, noise: Array, own: Array
 ) -> float:
-    """How much measured times vary from run to run beyond their own uncertainty."""
+    """Estimate the run-to-run variation beyond the uncertainty of single measurements."""
     uncertain = ((gradient @ covariance) * gradient).sum(axis=1)
     beyond = weight * noise**2 * error**2 + uncertain - own
     total = _PRIOR_WEIGHT * _RUN_SD**2 + float(np.maximum(beyond, 0.0).sum())
@@ -429,7 +430,7 @@ def _run_sd(
 
 
 def _knob_scales(prior: KnobPrior, effects: Array, covariance: Array, scales: Array) -> Array:
-    """How large the effects of knobs are, from those that measurements determine.
+    """Estimate the scale of the effects of knobs, from those that measurements determine.
 
     Those of one knob correct each other most, those of all knobs what is believed of each.
     """
@@ -470,7 +471,7 @@ def traffic(strategy: Strategy, slots: int, *, over_hosts: bool = False) -> tupl
 
 
 def hpz_effect() -> float:
-    """What hpZ is believed to add to the logarithm of stage 3's time over several hosts.
+    """Return the prior effect of hpZ on the logarithm of stage 3's time over several hosts.
 
     One of its three rounds, the gather of the backward pass, stays inside of a host then (ZeRO++,
     arXiv:2306.10209, section 3.2). As at the reference micro batch, and with what is believed of a

@@ -95,7 +95,7 @@ class Surrogate:
         self.fit = _fitted(layout, [])
 
     def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
-        """Takes in what came of a trial."""
+        """Update the models with the outcome of a trial."""
         gas, kind = self.gas(branch, index, micro_batch), outcome.kind
         knobs = self.encoding.row(branch, index)
         short_of_memory = kind.is_out_of_memory
@@ -152,7 +152,7 @@ class Surrogate:
         return found
 
     def log_work(self, micro_batch: Any, gas: Any) -> Any:
-        """What turns the logarithm of a rate into that of a time."""
+        """Return the offset between the logarithms of a rate and a time."""
         return 0.0 if self._objective.smaller_is_better else np.log(micro_batch * gas)
 
     def incumbent(

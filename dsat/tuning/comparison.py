@@ -22,18 +22,18 @@ _T99 = (
 
 
 def student_t97(freedom: int) -> float:
-    """By how many standard errors a 97 % confidence interval reaches to each side."""
+    """Half-width of a 97 % confidence interval in standard errors."""
     return _T97[freedom - 1] if freedom <= len(_T97) else 2.170 + 3.2 / freedom
 
 
 def student_t99(freedom: int) -> float:
-    """By how many standard errors a 99 % confidence interval reaches to each side."""
+    """Half-width of a 99 % confidence interval in standard errors."""
     return _T99[freedom - 1] if freedom <= len(_T99) else 2.576 + 5.1 / freedom
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times better one configuration is than another, and the 95 % interval of that."""
+    """Ratio of two configurations and its 95 % confidence interval."""
 
     ratio: float
     low: float
@@ -46,7 +46,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What pairs of runs say, in logarithms of values of which the larger is better.
+    """Result of pairs of runs, as logarithms of values of which the larger is better.
 
     Attributes:
         mean: of the differences within the pairs.
@@ -92,10 +92,10 @@ class Comparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the second is better with a certainty of 95 %."""
+        """True if the second is better with 95 % confidence."""
         return self.mean > student_t97(self.freedom) * self.standard_error
 
     @property
     def is_clear(self) -> bool:
-        """Whether one of them is better with a certainty of 99 %."""
+        """True if one of them is better with 99 % confidence."""
         return abs(self.mean) > student_t99(self.freedom) * self.standard_error

@@ -45,7 +45,7 @@ class Decisions:
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
     def next_event(self, *, ignore_budget: bool = False) -> dict[str, Any] | None:
-        """Decides what happens next, which is to be applied before anything else is decided.
+        """Return the next event, which must be applied before the next call.
 
         Args:
             ignore_budget: there may be one trial more than planned.
@@ -74,7 +74,7 @@ class Decisions:
         return {**event, "skipped": skipped} if skipped else event
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Takes in what happened."""
+        """Apply an event."""
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._waiting = False
@@ -82,7 +82,7 @@ class Decisions:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why nothing more will be started, or None."""
+        """The reason that no further trial starts, or None."""
         if self.run.stop_asked:
             return "it was asked to stop"
         if self.run.finals is not None:
@@ -91,18 +91,18 @@ class Decisions:
 
     @property
     def failure(self) -> str | None:
-        """Why the model could not be profiled, if so."""
+        """The reason that the model could not be profiled, or None."""
         return self._profile.failure
 
     @property
     def needs_memory_basis(self) -> bool:
-        """Whether nothing more is decided before it is set what memory is predicted from."""
+        """True while the run waits for the basis of memory predictions."""
         by_itself = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
         return self._profile.over and not by_itself and self.run.memory_basis is None
 
     @property
     def search_began(self) -> bool:
-        """Whether what comes next is of the search, or after it."""
+        """True from the beginning of the search on."""
         return self._profile.over and not self.needs_memory_basis
 
     @property
@@ -113,7 +113,7 @@ class Decisions:
 
     @property
     def outlook(self) -> Outlook | None:
-        """What the search thinks of what it would try next; None without one that predicts."""
+        """Prediction for the next proposal; None if the search makes none."""
         return None if self._searching is None else self._searching.outlook
 
     @property
@@ -145,7 +145,7 @@ class Decisions:
         return self.run.memory_basis
 
     def reference_configs(self) -> list[dict[str, Any]]:
-        """Of each strategy that is searched its first configuration."""
+        """Return the first configuration of each searched strategy."""
         space, configs = self._profile.space, []
         for branch in space.branches:
             settings = branch.settings(0)
@@ -155,7 +155,7 @@ class Decisions:
         return configs
 
     def _update_phases(self) -> None:
-        """Tells the phases what came of their trials, before they decide anything more."""
+        """Pass new outcomes to their phases."""
         unprocessed, self._unprocessed = self._unprocessed, []
         for trial in unprocessed:
             phase: Phase | None = self._profiling if trial.profiles else self._searching
@@ -163,14 +163,14 @@ class Decisions:
             phase.update(trial, self.run.outcomes[trial.id])
 
     def _next_finals(self) -> dict[str, Any] | None:
-        """That the finals begin, if the search is over and there is something to decide."""
+        """Return the event that begins the finals, if the search is over and there is a choice."""
         reason = self._search_over(ignore_budget=False)
         if reason is None or self.failure is not None or self.run.running:
             return None
         return self._finals.begin(reason)
 
     def _search_over(self, *, ignore_budget: bool) -> str | None:
-        """Why the search, or the profile, starts no more trials; None as long as it may."""
+        """Return the reason that the search starts no more trials; None while it may."""
         if self.failure is not None:
             return self.failure
         assert self.run.plan is not None  # which knows of a budget that was raised since

@@ -36,7 +36,7 @@ _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
 
 def reserved(max_trials: int, asked: int | None = None) -> int:
-    """How many of a run's trials are kept for its finals; 0 if there are none.
+    """Return the number of trials reserved for the finals; 0 for no finals.
 
     Args:
         max_trials: of the whole run.
@@ -50,7 +50,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None) -> int:
-    """How many trials the finals of a search may take that ended after `searched` trials."""
+    """Return the number of trials for the finals of a search that used `searched` trials."""
     room = min(reserved(max_trials, asked), max_trials - searched)
     if asked is None:
         room = min(room, max(LEAST_TRIALS, 2 * searched // 9))
@@ -79,7 +79,7 @@ class Contestant:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What is preferred among configurations that are equally fast, the smallest first."""
+        """Sort key among equally fast configurations, the smallest first."""
         memory = round(math.log(self.memory_bytes) / _MEMORY_STEP) if self.memory_bytes else 0
         return self.train_batch_size, memory, self.changes
 
@@ -87,7 +87,7 @@ class Contestant:
 def leaders(
     tried: Collection[Contestant], most: int, *, indifference: float = 0.0
 ) -> list[Contestant]:
-    """Of what the search tried, what may be the best: the fastest, the smallest, then the others.
+    """Return the leading configurations: the fastest, the smallest, then the others by speed.
 
     Args:
         tried: without the user's own configuration.
@@ -124,7 +124,7 @@ def leaders(
 
 
 def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
-    """What each is expected to measure if it runs again, as a logarithm.
+    """Return the expected logarithm of each value on a re-run.
 
     What one of many noisy measurements is above the others is mostly noise: each is drawn to their
     mean, the more the less they differ beyond their own errors. How much they do is estimated by
@@ -150,9 +150,10 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def num_leaders(trials: int, *, same_batch: bool = False) -> int:
-    """How many leaders finals of so many trials can choose from.
+    """Return the number of leaders that finals of so many trials can compare.
 
     Args:
+        trials: of the finals.
         same_batch: one trial goes to a configuration with the user's own global batch.
     """
     return max(1, min(MOST_LEADERS, trials // 3, trials - ROOM_FOR_PAIRS - same_batch))
@@ -236,18 +237,18 @@ class Finals:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Of the pick with the user's own configuration; None before there are two pairs."""
+        """Comparison of the pick with the user's own configuration; None before two pairs."""
         return Comparison.of_pairs(self.pairs) if len(self.pairs) >= LEAST_PAIRS else None
 
     @property
     def is_better(self) -> bool:
-        """Whether the pick is certain to be better than the user's own configuration."""
+        """True if the pick is better than the user's own configuration with 95 % confidence."""
         comparison = self.comparison
         return comparison is not None and comparison.is_better
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the pick is certainly better, and by enough for its global batch."""
+        """True if the pick is better, and by enough to justify its global batch."""
         comparison = self.comparison
         if comparison is None or self.pick is None or not self.is_better:
             return False
@@ -256,7 +257,7 @@ class Finals:
 
     @property
     def same_batch_gain(self) -> Gain | None:
-        """Of the best configuration with the user's own global batch; None if it did not run."""
+        """Gain of the best configuration at the user's own global batch; None if it did not run."""
         comparison = self.comparison
         if self._same_batch is None or comparison is None:
             return None
@@ -265,7 +266,7 @@ class Finals:
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:
-        """What came of the turn; None if it failed."""
+        """Record the result of the turn; None for a failure."""
         turn = self._queue.pop(0)
         self.used += 1
         if turn.role is Role.SAME_BATCH:
@@ -331,7 +332,7 @@ class Finals:
         self._next_pair()
 
     def _decided(self) -> bool:
-        """Whether the pairs so far are enough; they are looked at a few times only."""
+        """Check at a few fixed numbers of pairs if they are enough."""
         if self._own_failures >= 2:
             return True
         if len(self.pairs) not in _LOOKS:

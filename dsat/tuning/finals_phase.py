@@ -94,7 +94,7 @@ class FinalsPhase(Phase):
     def _with_own_batch(
         self, pick: Trial
     ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
-        """What to compare with the user's own configuration at its own global batch.
+        """Return the configuration to compare at the user's own global batch.
 
         The best that the search found there; else the pick's settings, with gradient accumulation
         if need be. None if the pick has that batch, or nothing but the own configuration has.

@@ -1,4 +1,4 @@
-"""What earlier runs measured that a new run need not measure again."""
+"""Outcomes of earlier runs that a new run reuses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HOLDS = (OutcomeKind.OK, OutcomeKind.OOM)
 
 
 def known_outcomes(runs: Iterable[Run], plan: Plan) -> dict[str, Outcome]:
-    """What earlier runs found that holds for a plan too: the same program, slots and memory.
+    """Return outcomes that hold for a plan too: same program, slots and memory.
 
-    What failed for another reason than memory may be mended by now, and is run again.
+    Failures for another reason than memory are run again.
     """
     known: dict[str, Outcome] = {}
     for run in runs:

@@ -60,7 +60,7 @@ class Journal:
         sync_folder(path.parent)
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Writes one event and waits until it is on the disk."""
+        """Write one event and wait until it is on disk."""
         line = json.dumps(event, separators=(",", ":"), allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._sync()
@@ -95,7 +95,7 @@ class MemoryJournal:
         self.events: list[dict[str, Any]] = [dict(event) for event in events]
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Keeps one event.
+        """Append one event.
 
         Raises:
             ValueError: it has a number that JSON has not.
@@ -104,7 +104,7 @@ class MemoryJournal:
 
 
 def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
-    """Reads a journal's content.
+    """Parse the content of a journal.
 
     Args:
         content: the whole file; its last line may be torn.
@@ -153,6 +153,7 @@ def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> N
     """Raise DecodeError for an event that a run cannot be folded from.
 
     Args:
+        event: to check.
         proposed: numbers of the trials before it; those of this event are added.
         is_first: whether it is the first of all.
     """

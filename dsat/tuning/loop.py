@@ -18,7 +18,7 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """What a person looks at while a run goes on."""
+    """Interface of the progress display."""
 
     def started(self, run: Run, trial: Trial) -> None: ...
 
@@ -39,11 +39,14 @@ def drive(
     survey: Callable[[Tuner], Basis] | None = None,
     requests: Callable[[], Iterable[Request]] = tuple,
 ) -> None:
-    """Runs trials until the tuner is finished.
+    """Run trials until the tuner is finished.
 
     Trials that were interrupted, and so have no outcome, are run again first.
 
     Args:
+        tuner: decides.
+        engine: runs the trials.
+        observer: shows the progress.
         max_slots: use at most so many of the engine's slots at once.
         max_concurrent_trials: run at most so many trials at once.
         survey: finds what the tuner predicts memory from, if it waits for that.

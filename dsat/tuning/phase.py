@@ -1,4 +1,4 @@
-"""What a part of a run is: it proposes trials and hears of their outcomes."""
+"""Base of the phases of a run, and the factory of trials."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Phase(abc.ABC):
 
     @abc.abstractmethod
     def next_trial(self) -> Trial | None:
-        """The next trial to start; None if there is none before another outcome is heard.
+        """Return the next trial to start; None if there is none before another outcome.
 
         It counts as started: each call changes the phase.
         """
 
     @abc.abstractmethod
     def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Takes what came of a trial of this phase, which the run knows already."""
+        """Process the outcome of a trial of this phase, which the run holds already."""
 
 
 class TrialFactory:
@@ -129,5 +129,5 @@ class TrialFactory:
 
 
 def name_of(strategy: Strategy, batch: BatchTriple) -> str:
-    """What is common to the names of all trials with a strategy and batch sizes."""
+    """Return the stem of the names of trials with a strategy and batch sizes."""
     return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"

@@ -24,7 +24,7 @@ _FINE_ENOUGH = 1.03  # micro batches nearer to each other than this are as good 
 
 
 def halfway(best: int, tried: Collection[int], allowed: Sequence[int]) -> Iterator[int]:
-    """What to try beside the best micro batch: halfway to its tried neighbours, the farther first.
+    """Yield micro batches halfway between the best and its tried neighbours, the farther first.
 
     Args:
         best: one of `tried`.

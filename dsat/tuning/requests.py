@@ -1,4 +1,4 @@
-"""What people ask of a run that goes on; whatever is done about it is journaled."""
+"""Requests of users to a run in progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsat.values.codec import Recorded
 
 
 class RequestKind(str, enum.Enum):
-    """What is asked."""
+    """Kind of a request."""
 
     STOP = "stop"
     CANCEL = "cancel"

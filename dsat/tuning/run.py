@@ -207,7 +207,7 @@ class Run:
             self._repeated[trial.id] = turn.trial_id
 
     def _check_training(self, finals: Finals) -> None:
-        """Nothing wins that trains otherwise than the user's own configuration."""
+        """Disqualify a pick that trains differently from the user's own configuration."""
         if finals.pick is None:
             return
         pick = self.trials[finals.pick.trial_id]
@@ -226,7 +226,7 @@ class Run:
         finals.disqualify()
 
     def compare_training(self, trial: Trial) -> Finding:
-        """Whether a trial's configuration trains like the user's own, by all runs of both."""
+        """Compare the training of a trial with the user's own configuration, over all runs."""
         assert self.plan is not None and self.baseline is not None
         own = self._curves(self.baseline)
         precision = same_training.precision_of(self.plan.config({}))
@@ -239,7 +239,7 @@ class Run:
         return finding
 
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
-        """Of the trial and of its runs in the finals."""
+        """Return the training curves of a trial and of its runs in the finals."""
         ids = [trial.id, *(i for i, repeated in self._repeated.items() if repeated == trial.id)]
         curves = [self.outcomes[i].training for i in ids if i in self.outcomes]
         return [curve for curve in curves if curve is not None]
@@ -260,7 +260,7 @@ class Run:
         )
 
     def used_bytes(self, outcome: Outcome) -> int | None:
-        """What a slot used at its peak, as predictions have it; None if nothing was measured.
+        """Return the peak memory of a slot, as predictions count it; None if not measured.
 
         Where the limit is all that a slot has, the context and the libraries count as well.
         """
@@ -271,7 +271,7 @@ class Run:
         return memory.peak + (memory.context_bytes if self.plan.slot_memory_bytes is None else 0)
 
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
-        """Where a trial's configuration differs from the user's own, but for the batch sizes.
+        """Return the differences from the user's own configuration, batch sizes left out.
 
         Returns:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
@@ -293,8 +293,7 @@ class Run:
 
     @property
     def best(self) -> Trial | None:
-        """The trial of the configuration that is recommended: the winner of the finals, or as long
-        as there is none the leader of the search."""
+        """Trial of the recommended configuration: the finals' winner, before that the leader."""
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
             return self.leader
@@ -307,7 +306,7 @@ class Run:
 
     @property
     def best_outcome(self) -> Outcome | None:
-        """What the best configuration did: the middle one of its runs in the finals, if any."""
+        """Outcome of the best configuration: the median of its runs in the finals, if any."""
         best = self.best
         if best is None:
             return None
@@ -322,8 +321,7 @@ class Run:
 
     @property
     def noise(self) -> float | None:
-        """By how much the runs of one configuration differ (relative standard deviation), as the
-        finals have shown; None before."""
+        """Run-to-run variation in the finals (relative standard deviation); None before."""
         comparison = None if self.finals is None else self.finals.comparison
         return self._earlier_noise if comparison is None else comparison.noise
 
@@ -341,7 +339,7 @@ class Run:
 
     @property
     def profile(self) -> ModelProfile | None:
-        """What the profile trial found, once it ran."""
+        """Profile of the model, once it is known."""
         return None if self._profiled is None else self._profiled.profile
 
     @property
@@ -351,7 +349,7 @@ class Run:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the first few trials all failed in a way that no other configuration mends."""
+        """True if the first few trials all failed in a way that no other configuration avoids."""
         return self._failures >= HOPELESS_AFTER and not self._hopeful
 
     @property
@@ -365,7 +363,7 @@ class Run:
         return None if outcome is None else outcome.value(self._objective)
 
     def count(self, kind: OutcomeKind) -> int:
-        """How many trials ended so."""
+        """Return the number of trials with an outcome of this kind."""
         return sum(outcome.kind is kind for outcome in self.outcomes.values())
 
 

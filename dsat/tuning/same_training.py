@@ -1,4 +1,4 @@
-"""Whether a configuration trains as the user's own does: the losses of both on the same data.
+"""Comparison of a configuration's losses with those of the user's own on the same data.
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are kept and in which order they are added up, not what is computed. So
@@ -27,7 +27,7 @@ _TIMES_OWN = 4.0  # what two runs of the user's own differ by, so much more may 
 
 
 class Agreement(str, enum.Enum):
-    """What a comparison says."""
+    """Result of a comparison."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -36,7 +36,7 @@ class Agreement(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a comparison says, and why; `reason` is empty where the losses agree."""
+    """Result of a comparison and its reason, which is empty where the losses agree."""
 
     agreement: Agreement
     reason: str = ""
@@ -107,7 +107,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 
 def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Which changes may be to blame for another training.
+    """Return the changes that may explain different losses.
 
     Args:
         changes: of the configuration that trains differently, by setting.

@@ -93,7 +93,7 @@ class SearchPhase(Phase):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the search should end although there may be more to try, or None."""
+        """The reason to end the search although there may be more to try, or None."""
         since, patience = self._run.trials_since_best, self._search.patience
         if patience is not None and self._run.best is not None and since >= patience:
             return f"no better configuration in the last {since} trials"
@@ -101,7 +101,7 @@ class SearchPhase(Phase):
 
     @property
     def outlook(self) -> Outlook | None:
-        """What the search thinks of what it would try next."""
+        """Prediction for the next proposal."""
         return self._search.outlook
 
     def next_trial(self) -> Trial | None:
@@ -131,7 +131,7 @@ class SearchPhase(Phase):
             self._search.limit(ramp.limit)
 
     def _has_room(self, branch: int, first_largest: int) -> bool:
-        """Whether a search that begins with few samples needs a ramp.
+        """Check if memory leaves enough room for a ramp to help the search.
 
         Where memory ends soon it knows better where to look: measured, `benchmarks.replay`.
         """
@@ -210,7 +210,7 @@ class SearchPhase(Phase):
             self._tell_unasked(trial, outcome)
 
     def _limit_to_data(self) -> None:
-        """Lets the search know, once, how many samples there are data for."""
+        """Limit the search once to the samples that the data set provides."""
         if self._run.most_samples not in (None, self._most_samples):
             self._most_samples = self._run.most_samples
             self._search.limit(self._run.most_samples)
@@ -243,7 +243,7 @@ class SearchPhase(Phase):
         return None
 
     def _takes_too_long(self, overrides: Mapping[str, Any], batch: BatchTriple) -> bool:
-        """Whether a trial should measure longer than one may, by what is known of others."""
+        """Check if a trial is predicted to exceed the time limit, from other trials."""
         strategy = self._trials.strategy(overrides).name
         [micro_step_s] = self._costs.micro_step_s(strategy, np.array([batch.micro_batch]))
         return bool(self._costs.are_too_long(batch.gas * micro_step_s))
@@ -271,7 +271,7 @@ class SearchPhase(Phase):
         return trial
 
     def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
-        """Lets the search know of the user's own configuration.
+        """Pass the outcome of the user's own configuration to the search.
 
         It is one of the space if it has the first settings of a branch: the others are not looked
         at, for there may be millions.

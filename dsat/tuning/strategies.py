@@ -1,4 +1,4 @@
-"""What a run searches, and in which order it looks for a strategy that fits at all.
+"""Strategies of a search, and the ladder of strategies by memory.
 
 The ladder is the one that practitioners walk: stage 1, 2, 2 with the optimizer on the host, 3, 3
 with offloading, NVMe. A rung is predicted to need less than all before it: of strategies that need
@@ -57,7 +57,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def rungs(plan: Plan) -> tuple[Strategy, ...]:
-    """What to try, one after the other, when the user's own strategy does not fit."""
+    """Return the strategies to try in order when the user's own does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in LADDER:
@@ -72,7 +72,7 @@ def rungs(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def profile_overrides(plan: Plan, strategy: Strategy, micro_batch: int) -> dict[str, Any]:
-    """What the profile trial with a strategy lays over the user's configuration."""
+    """Return the overrides of the profile trial with a strategy."""
     base = plan.base_config
     settings = strategy_settings(strategy, base, plan.nvme_path)
     if strategy != of_config(base):
@@ -97,9 +97,10 @@ def make_space(
     *,
     only: Sequence[Strategy] = (),
 ) -> Space:
-    """The space that a plan searches; what the user set by hand is not part of it.
+    """Return the space that a plan searches; settings of the user's own are not part of it.
 
     Args:
+        plan: what is tuned.
         profile: of the model, once it is known.
         rung: of the ladder, if the user's own strategy does not fit.
         only: if given, these strategies.
@@ -166,8 +167,7 @@ def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """The peak, and that of training alone: a model may also fail to fit with its activations,
-    of which there are none while DeepSpeed initializes."""
+    """Return the predicted peak, and the peak of training without initialization."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     needed = closed_form.estimate(_SOME_MODEL, config, slots=plan.slots_per_trial, micro_batch=1)
     return needed.peak, max(needed.forward, needed.backward, needed.step)

@@ -1,4 +1,4 @@
-"""What a trial will cost in seconds, from what is journaled of those that ended."""
+"""Predicted duration of trials, estimated from finished trials."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrialCosts:
         self._micro_steps: dict[str, dict[int, float]] = {}
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Takes in how long a trial took."""
+        """Update with the duration of a trial."""
         if outcome.metrics is None:
             return
         step_s = outcome.metrics.latency / 1000
@@ -58,7 +58,7 @@ class TrialCosts:
         return statistics.median(self._besides_s) + statistics.median(self._steps) * step_s
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Whether trials would measure longer than one may, by the seconds of their steps."""
+        """Return which trials would exceed the time limit, by the seconds of their steps."""
         longest_s = self._run.longest_s
         return self._least_steps * step_s > (math.inf if longest_s is None else longest_s)
 

@@ -36,7 +36,7 @@ from dsat.values.trial import Trial
 
 
 class EventSink(Protocol):
-    """Where events are made durable; a `Journal`."""
+    """Sink that makes events durable, such as `Journal`."""
 
     def append(self, event: Mapping[str, Any]) -> None: ...
 
@@ -134,7 +134,7 @@ class Tuner:
 
     @property
     def needs_memory_basis(self) -> bool:
-        """Whether nothing more is decided before `set_memory_basis`."""
+        """True while the run waits for `set_memory_basis`."""
         return self._decisions.needs_memory_basis
 
     def set_memory_basis(self, basis: Basis) -> None:
@@ -143,7 +143,7 @@ class Tuner:
         self._append({"event": EVENT_MEMORY_BASIS, "basis": basis})
 
     def reference_configs(self) -> list[dict[str, Any]]:
-        """Of each strategy that is searched its first configuration."""
+        """Return the first configuration of each searched strategy."""
         return self._decisions.reference_configs()
 
     @property
@@ -153,27 +153,27 @@ class Tuner:
 
     @property
     def outlook(self) -> Outlook | None:
-        """What the search thinks of what it would try next; None without one that predicts."""
+        """Prediction for the next proposal; None if the search makes none."""
         return self._decisions.outlook
 
     @property
     def search_began(self) -> bool:
-        """Whether the search has begun."""
+        """True from the beginning of the search on."""
         return self._decisions.search_began
 
     @property
     def stop_reason(self) -> str | None:
-        """Why nothing more will be started, or None."""
+        """The reason that no further trial starts, or None."""
         return self._decisions.stop_reason
 
     @property
     def finished(self) -> bool:
-        """Whether all is done and nothing runs."""
+        """True when the run is over and nothing runs."""
         return self.stop_reason is not None and not self.run.running
 
     @property
     def failed(self) -> bool:
-        """Whether the profile trial ended the run."""
+        """True if the profile trial ended the run."""
         return self._decisions.failure is not None
 
     def stop(self) -> None:

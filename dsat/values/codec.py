@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class DecodeError(ValueError):
-    """What was read is no such value.
+    """Invalid recorded value.
 
     Args:
         where: the path to it (`outcome.metrics.latency`).

@@ -12,7 +12,7 @@ PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 def cache_folder(name: str) -> Path:
-    """Where answers of one kind are kept from run to run; it may not exist yet."""
+    """Return the cache folder for answers of one kind; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dsat" / name
 
@@ -27,8 +27,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by new text, for its owner alone; a reader sees the old one or the new one,
-    never a part. Where that fails, the old one stays, and nothing else.
+    """Replace a file by new text, readable by its owner alone.
+
+    A reader sees the old text or the new one, never a part. On failure the old file stays.
 
     Raises:
         OSError: it cannot be written; the error names the file itself.

@@ -17,13 +17,13 @@ _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 
 def total_bytes(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """What there is, used or not."""
+    """Return the total memory in bytes."""
     limits = [limit for limit, _ in _limits(proc, cgroups)]
     return min([_of_host("MemTotal", proc), *limits])
 
 
 def available_bytes(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """What may still be taken without anything being swapped out."""
+    """Return the memory in bytes that can be allocated without swapping."""
     rooms = [max(0, limit - used) for limit, used in _limits(proc, cgroups)]
     return min([_of_host("MemAvailable", proc), *rooms])
 

@@ -1,4 +1,4 @@
-"""What is optimised: the metrics by name, and which way each is better."""
+"""Objectives: the metrics by name, and their directions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Objective:
         return self.metric in SMALLER_IS_BETTER
 
     def is_better(self, value: float, other: float | None) -> bool:
-        """Whether `value` beats `other`; anything beats None."""
+        """Check if `value` beats `other`; anything beats None."""
         if other is None:
             return True
         return value < other if self.smaller_is_better else value > other
@@ -42,6 +42,6 @@ class Objective:
         return value if self.smaller_is_better else -value
 
     def gain(self, value: float, reference: float) -> float:
-        """How many times better `value` is than `reference` (1.0: equal)."""
+        """Return the ratio of improvement of `value` over `reference` (1.0: equal)."""
         better, worse = (reference, value) if self.smaller_is_better else (value, reference)
         return better / worse if worse else float("inf")

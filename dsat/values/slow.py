@@ -1,4 +1,4 @@
-"""What takes more than a moment is told of."""
+"""Logging of slow operations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LONG_S = 5.0
 
 @contextlib.contextmanager
 def told(log: logging.Logger, what: str) -> Iterator[None]:
-    """Logs what is being done if it takes longer than `LONG_S`, while it is being done.
+    """Log an operation while it runs, if it takes longer than `LONG_S`.
 
     Args:
         log: where to.
-        what: is done, for people.
+        what: the operation, for people.
     """
     timer = threading.Timer(LONG_S, log.info, ("%s", what))
     timer.daemon = True

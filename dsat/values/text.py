@@ -71,7 +71,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a name (of a flag, a variable, a key) is that of a secret."""
+    """Check if a name (of a flag, a variable, a key) is that of a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").strip("_")
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 

@@ -11,7 +11,7 @@ from dsat.values.codec import Recorded
 
 
 class TrialKind(str, enum.Enum):
-    """Why a trial is run."""
+    """Purpose of a trial."""
 
     PROFILE = "profile"
     BASELINE = "baseline"
@@ -42,7 +42,7 @@ class BatchTriple:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions(Recorded):
-    """How the trials of a run are measured, and within which limits.
+    """Measurement options and limits of the trials of a run.
 
     Attributes:
         timeout_s: a trial that takes longer, from its start on the slots, is ended.
@@ -68,7 +68,7 @@ class TrialOptions(Recorded):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a search wants tried: settings and a micro batch.
+    """Proposal of a search: settings and a micro batch.
 
     Attributes:
         settings: flat, by the names of the knobs, `stage` among them; a dot leads into a section.

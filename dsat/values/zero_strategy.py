@@ -1,4 +1,4 @@
-"""How the state of a model is spread over slots and host: the ZeRO stage and what is offloaded."""
+"""ZeRO strategies: the stage, and where optimizer state and parameters are kept."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Strategy:
 
     @property
     def burden(self) -> int:
-        """How many ways of saving memory at the expense of traffic it uses."""
+        """Number of ways in which it saves memory at the expense of traffic."""
         moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
         return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
 

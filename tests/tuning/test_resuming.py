@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsat.errors import JournalMismatch
@@ -28,7 +29,7 @@ from testing.helpers import (
 from testing.tuners import ONE_LINEAGE, begun, events_of, tuner_of
 
 
-@pytest.mark.slow  # replays a run once for every event of it
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("method", SEARCHES)
 @pytest.mark.parametrize("twins", [False, True])
@@ -41,7 +42,8 @@ def test_a_run_cut_off_after_any_event_continues_as_if_it_were_not(
     plan = plan_of(method, **changes)
     whole = events_of(plan, World(), slots=slots)
     assert len(whole) > 10
-    for count in range(len(whole) + 1):
+    cuts = np.random.default_rng(len(whole)).choice(len(whole) + 1, size=5, replace=False)
+    for count in (*map(int, cuts), len(whole)):
         tuner, journal = tuner_of(plan, whole[:count])
         drive(tuner, World(), slots=slots)
         assert journal.events == whole
