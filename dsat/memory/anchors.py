@@ -1,4 +1,4 @@
-"""What a run's memory is predicted from: the script's own model, simulated."""
+"""Simulations of the script's model, from which the memory of a run is predicted."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def variant_of(
 
 
 def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether even a coarse formula leaves no doubt that everything fits."""
+    """Return True if everything fits even by a coarse formula."""
     model = MemoryModel(
         Basis.of_profile(profile, plan.switches),
         slots=plan.slots_per_trial,

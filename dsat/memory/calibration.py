@@ -21,7 +21,7 @@ _NOISE = 0.01  # of measured bytes from trial to trial
 
 @dataclass(frozen=True)
 class Observation:
-    """What was predicted of a trial, and what it used.
+    """Predicted and used memory of a trial.
 
     Attributes:
         used: peaks by phase; all of a rank's tensors.
@@ -65,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is added to a simulation.
+    """Correction of a simulation.
 
     Attributes:
         fixed_bytes, bytes_per_sample: to every phase; the slope is never negative.
@@ -77,7 +77,7 @@ class Calibration:
     context_bytes: int = 0
 
     def added_bytes(self, micro_batch: float) -> float:
-        """What a phase needs beyond its simulation."""
+        """Bytes of each phase beyond its simulation."""
         return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 

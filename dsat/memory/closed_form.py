@@ -31,7 +31,7 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the closed form must know of a model.
+    """Sizes of a model, for the closed form.
 
     Attributes:
         num_params, trainable_params: elements.
@@ -70,7 +70,7 @@ class ModelFacts:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
-        """What a profile trial tells; of the backward pass it tells nothing of its own."""
+        """Return the facts of a profile, which does not measure the backward pass."""
         slope = profile.activation_bytes_per_sample
         return cls(
             num_params=profile.num_params,
@@ -156,12 +156,12 @@ class _Setup:
 
     @property
     def state_bytes(self) -> int:
-        """Of a trained parameter: what the optimizer holds of it."""
+        """Bytes of optimizer state for each trained parameter."""
         return self.master_bytes + 2 * self.moment_bytes
 
     @property
     def cast_bytes(self) -> int:
-        """Of a gradient's copy in the type of the master weights, if it has another one."""
+        """Bytes of a gradient's copy in the type of the master weights, if that differs."""
         return 4 if self.master_bytes == 4 else 0
 
 
@@ -264,8 +264,10 @@ def _size(section: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether master weights, and moments, have the type of the model (runtime/precision_config.py:
-    `bf16_master_weights_and_grads`, `bf16_optimizer_states`)."""
+    """Return True for master weights, and for moments, that have the type of the model.
+
+    `bf16_master_weights_and_grads`, `bf16_optimizer_states` (runtime/precision_config.py).
+    """
     bf16 = config.get("bf16") or config.get("bfloat16") or {}
     fp16 = config.get("fp16") or {}
     low_master = bf16.get("bf16_master_weights_and_grads") is True
@@ -379,5 +381,5 @@ def _host(s: _Setup, stage: int) -> tuple[float, float]:
 
 
 def _pinned_block(size: float) -> int:
-    """torch allocates pinned memory in powers of two (ATen/core/CachingHostAllocator.h)."""
+    """Round up to a power of two, as torch pins memory (ATen/core/CachingHostAllocator.h)."""
     return 1 << (math.ceil(size) - 1).bit_length() if size > 0 else 0

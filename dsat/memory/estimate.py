@@ -1,4 +1,4 @@
-"""What is known of a configuration's memory before it has run."""
+"""Predicted memory of a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def without_besides(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a simulation takes from a DeepSpeed configuration, its micro batch apart.
+    """Return the part of a DeepSpeed configuration that memory depends on, without batch sizes.
 
     Configurations with the same one need the same memory at the same micro batch.
     """

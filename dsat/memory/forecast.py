@@ -1,4 +1,4 @@
-"""What the memory model says of a search's settings."""
+"""Predicted memory of a search's settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Forecast:
         )
 
     def fits(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> bool:
-        """Whether it may be launched: what a --search-range-factor above 1 asks for may, too."""
+        """Return True if it may be launched; --search-range-factor above 1 widens the range."""
         beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         micro_batch = max(1, math.floor(overrides[_MICRO_BATCH] / beyond))
         return self.model.fits(self._shape(overrides, script_args), micro_batch)

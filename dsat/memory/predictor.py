@@ -63,7 +63,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Basis(Recorded):
-    """What is known before a search begins; the first variant is the user's own.
+    """Basis of all predictions of a search; the first variant is the user's own.
 
     Attributes:
         note: why nothing was simulated, if nothing was.
@@ -76,7 +76,7 @@ class Basis(Recorded):
     def of_profile(
         cls, profile: ModelProfile, script_args: Mapping[str, Any], note: str = ""
     ) -> Basis:
-        """What a profile trial tells, without any simulation."""
+        """Return the basis of a profile, without any simulation."""
         return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
 
     @property
@@ -86,7 +86,7 @@ class Basis(Recorded):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a configuration's memory grows with the micro batch, without what trials teach.
+    """Memory of a configuration as a function of the micro batch, before calibration.
 
     Attributes:
         config: the whole DeepSpeed configuration; its micro batch does not count.
@@ -176,7 +176,7 @@ class MemoryModel:
         self._least_margin = 1.0
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
-        """What fake tensors need.
+        """Memory of fake tensors.
 
         Args:
             config: the whole DeepSpeed configuration.
@@ -201,7 +201,7 @@ class MemoryModel:
         return not (line.if_room and self._on_device and line.fixed > self.limit_bytes)
 
     def fits_host(self, shape: Shape) -> bool:
-        """Whether the ranks of a trial that is alone on its host have enough of its memory."""
+        """Return True if the host has enough memory for the ranks of one trial."""
         limit = self.host_limit_bytes
         return not limit or shape.host_bytes * UNCALIBRATED_MARGIN <= limit
 
@@ -211,7 +211,7 @@ class MemoryModel:
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
-        """Whether a trial may be launched."""
+        """Return True if a trial may be launched."""
         if not self.fits_host(shape):
             return False
         if shape.is_guess:

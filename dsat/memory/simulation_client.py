@@ -106,14 +106,12 @@ class Simulator:
         self.close()
 
     def recompute(self, wanted: bool | None) -> None:
-        """From now on answers are of the model with its activations recomputed in the backward
-        pass, with all of them kept, or as the script has it (None)."""
+        """Recompute activations in all later simulations, keep them, or do as the script (None)."""
         self._recompute, self._facts, self._recomputes = wanted, None, False
 
     @property
     def recomputes(self) -> bool:
-        """Whether the model recomputed any when it was told to, as its facts were found; if not, it
-        has no switch for that, and does not do it by itself."""
+        """True if the model did recompute activations; False if it has no switch for that."""
         return self._recomputes
 
     def estimate(
@@ -143,7 +141,7 @@ class Simulator:
             )
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
-        """What the closed form needs, from the model's own passes with two micro batches.
+        """Facts of the model for the closed form, from its own passes with two micro batches.
 
         From then on the closed form answers where a simulation fails.
 
@@ -167,8 +165,9 @@ class Simulator:
         return self._facts
 
     def _activations(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Bytes of each sample at the peaks of the model's own passes, and what else is there where
-        matrices are multiplied, beside the parameters.
+        """Bytes of each sample at the peaks of the model's own passes.
+
+        "matmul fixed" has the bytes that matrix products need besides samples and parameters.
 
         Raises:
             SimulationUnavailable: there is no simulation.
@@ -311,9 +310,10 @@ class _Connection:
         self.model = ScriptModel.from_json(self._receive(timeout_s))
 
     def ask(self, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """The answers, in the order of the requests.
+        """Return the answers, in the order of the requests.
 
         Args:
+            requests: simulations to make.
             timeout_s: from one answer to the next, in whatever order they come.
         """
         try:

@@ -27,6 +27,8 @@ _SAMPLES_HEADS_TOKENS = 4  # dimensions: batch, heads, tokens, size of a head
 
 
 class Kernel(enum.Enum):
+    """Kernel of scaled dot product attention."""
+
     FLASH = enum.auto()
     EFFICIENT = enum.auto()
     MATH = enum.auto()
@@ -41,10 +43,12 @@ def kernel_for(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Kernel:
-    """Which kernel torch would choose, of those that the script has not forbidden.
+    """Return the kernel that torch would choose among those that the script allows.
 
     Args:
-        query, key, value: each of batch x heads x tokens x head size.
+        query: batch x heads x tokens x head size.
+        key: as the query, with its own tokens.
+        value: as the key.
         mask: added to the scores, or boolean.
         is_causal: no token looks at a later one.
         enable_gqa: several heads of the query share one of key and value.
@@ -82,7 +86,7 @@ def kernel_for(
 
 
 def _heads_fit(query: int, key: int, value: int, *, enable_gqa: bool) -> bool:
-    """Whether the fused kernels take so many heads of each."""
+    """Return True if the fused kernels support these numbers of heads."""
     if enable_gqa:
         return key == value and query % key == 0
     return key == value and key in (query, 1)
@@ -152,9 +156,11 @@ def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
 
 
 def _flash_backward(args: Sequence[Any]) -> int:
-    """`mha_bwd` of flash_attn/flash_api.cpp: sums of the query's gradient and of the softmax's in
-    fp32, and gradients of shared heads before they are added up. The kernel wants tokens before
-    heads: what is not so is copied."""
+    """Bytes that `mha_bwd` of flash_attn/flash_api.cpp allocates.
+
+    These are the fp32 sums of the gradients of query and softmax, and the gradients of shared heads
+    before their sum. The kernel copies inputs that do not have tokens before heads.
+    """
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape
     rows = samples * heads * _up(tokens, 128)
@@ -172,9 +178,12 @@ def _efficient_forward(args: Sequence[Any]) -> int:
 
 
 def _efficient_backward(args: Sequence[Any]) -> int:
-    """`_efficient_attention_backward` of cuda/attention_backward.cu: `delta`, and sums in fp32, by
-    blocks (`workspace_elements_*` of mem_eff_attention/kernel_backward.h): of the query's gradient,
-    and where heads are large of the key's and the value's."""
+    """Bytes that `_efficient_attention_backward` of cuda/attention_backward.cu allocates.
+
+    These are `delta` and fp32 sums by blocks (`workspace_elements_*` of
+    mem_eff_attention/kernel_backward.h): of the query's gradient, and for large heads of the key's
+    and the value's.
+    """
     _, query, key = args[:3]
     samples, heads, tokens, size = query.shape
     is_half, keys = query.dtype in _HALF, key.size(2)

@@ -41,7 +41,7 @@ End = Callable[[Mapping[str, Any]], None]
 
 
 class BorrowedModel:
-    """What a script passes to `deepspeed.initialize`, kept for simulations.
+    """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
     Args:
         initialize: DeepSpeed's own function.
@@ -129,7 +129,7 @@ class BorrowedModel:
                 self._on_host[id(tensor)] = tensor.cpu()
 
     def sizes(self) -> dict[str, int]:
-        """Of the model, as `ModelFacts` has them; its parameters as DeepSpeed trains them."""
+        """Sizes of the model for `ModelFacts`, with the type in which DeepSpeed trains it."""
         parameters = self._arguments["model"].parameters()
         size = max((p.element_size() for p in parameters), default=4)
         return {**self._snapshot.sizes(), "param_bytes": size}
@@ -149,7 +149,8 @@ class BorrowedModel:
                 candidate has them;
                 `recompute`: whether activations are recomputed, or null: as the script has it; and
                 `activations_only`, if only the model's passes are wanted.
-            args, kwargs: of the call.
+            args: positional arguments of the call.
+            kwargs: its keyword arguments.
             end: called with the result when the script has come to the end of its micro step.
 
         Returns:
@@ -236,8 +237,7 @@ class BorrowedModel:
         self._after_forward.update(backward=backward, step=step)
 
     def _samples(self, batch: Any) -> tuple[int, int]:
-        """The size of the batch that the script made, whatever its configuration says, and the
-        length of the row that holds all of it, if it is packed into one."""
+        """Return the size of the script's batch and the length of its packed row, if any."""
         micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
         shapes = [t.shape for t in tensors_in(batch) if t.dim() > 0]
         sizes = [shape[0] for shape in shapes]
@@ -257,8 +257,7 @@ def _refuse_without_forward(*_: Any, **__: Any) -> None:
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the engine that a script gets, which never makes a step: stage 0, and
-    nothing that DeepSpeed might refuse there."""
+    """Return the configuration of the script's engine: stage 0, without refusable settings."""
     found = {key: config[key] for key in _FELT_BEFORE_STEPS if key in config}
     for key in _PRECISIONS:
         if isinstance(found.get(key), Mapping):

@@ -23,7 +23,7 @@ _TOTAL_BYTES = 2**50
 
 
 class _Backend:
-    """What torch asks of a backend's Python module."""
+    """Python module of the backend, as torch expects it."""
 
     def is_initialized(self) -> bool:
         return True

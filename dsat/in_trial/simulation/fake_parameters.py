@@ -71,14 +71,14 @@ class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def value_of(dtype: torch.dtype) -> bool | float | int:
-    """What an element of a fake tensor is said to be."""
+    """Value returned for an element of a fake tensor."""
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 0  # integers flag overflows
 
 
 def is_scripts(tensor: torch.Tensor) -> bool:
-    """Whether it is a fake tensor that the script has, and not one of a simulation."""
+    """Return True for a fake tensor of the script, False for a simulation's."""
     return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, ScriptMode)
 
 
@@ -225,7 +225,7 @@ class FakeParameters:
 
 
 def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a factory function's result, a floating-point tensor, has too many elements."""
+    """Return True if a factory function would return a large floating-point tensor."""
     dtype = kwargs.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
         return False
@@ -240,7 +240,7 @@ def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _in_constructor(frame: Any) -> bool:
-    """Whether a module's constructor is among the callers."""
+    """Return True if a module's constructor is among the callers."""
     while frame is not None:
         if frame.f_code.co_name == "__init__":
             first = frame.f_code.co_varnames[:1]

@@ -1,4 +1,4 @@
-"""What ZeRO++ quantises weights and gradients with, on fake tensors."""
+"""Quantiser of ZeRO++ for weights and gradients, on fake tensors."""
 
 from __future__ import annotations
 

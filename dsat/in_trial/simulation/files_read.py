@@ -1,6 +1,6 @@
-"""Which files a script reads up to its first step: unless they change, it comes to the same model.
+"""Files that a script reads up to its first step: unless they change, its model is the same.
 
-What asks the network may find another model there, so nothing is told of such a script.
+A script that uses the network may find another model there, so its simulations are not cached.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class FilesRead:
             self._asked_network = True
 
     def stamps(self) -> list[list[Any]] | None:
-        """Each file's path, time of change in ns and size, null if it is not there; the sources of
-        modules are among them. None if files alone do not decide."""
+        """Return the stamp of each file, with module sources; None if the network was asked."""
         # Lazy modules import something when asked for an attribute that they have not got.
         modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
         sources = [module.get("__file__") for module in modules]

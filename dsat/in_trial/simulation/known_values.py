@@ -39,6 +39,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Gives a fake tensor of this mode its values, unless there are too many.
 
         Args:
+            fake: the fake tensor.
             values: makes a real tensor of the same shape and type on the CPU.
         """
         if _is_small(fake):
@@ -89,7 +90,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return real
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether all that an operator reads is known, and no collective makes something of it."""
+        """Return True if all inputs of an operator are known, and it is no collective."""
         if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
             return False
         inputs = _tensors((*args, *kwargs.values()))
@@ -102,7 +103,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return bool(fakes) and all(map(_is_small, fakes)) and (has_inputs or integers)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What an operator writes into is not known any more, nor are its views."""
+        """Forget the values that an operator writes into, and those of their views."""
         written: list[Any] = []
         if func.namespace == "c10d":  # collectives do not tell what they write into
             written = [*args, *kwargs.values()]
@@ -121,8 +122,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """What is made of unknown values is unknown, though a part of an operator's making, which
-        comes here by itself, may not be: zeros in the place of a result, say."""
+        """Mark the results of unknown values as unknown, even if a part of them is constant."""
         own = {id(tensor) for tensor in _tensors(inputs)}
         for tensor in _tensors([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):

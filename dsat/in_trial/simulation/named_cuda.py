@@ -71,7 +71,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def is_there() -> bool:
-    """Whether trials run on CUDA.
+    """Return True if trials run on CUDA.
 
     torch is not asked: without NVML, and of a MIG device, it asks CUDA itself, which can then not
     be used after a fork any more.
@@ -82,7 +82,7 @@ def is_there() -> bool:
 
 
 def stand_in() -> None:
-    """Where there is no CUDA, lets a script name it all the same; for the rest of the process.
+    """Let a script name CUDA where there is none, for the rest of the process.
 
     It is still said not to be available: whoever asks can do without it.
     """

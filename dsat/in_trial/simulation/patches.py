@@ -1,4 +1,4 @@
-"""What must be changed in torch and DeepSpeed for an engine to run on fake tensors.
+"""Changes to torch and DeepSpeed that let an engine run on fake tensors.
 
 But for `for_fake_cpu`, only ever done in a process that is forked for one simulation and does
 nothing else. Each change has its reason beside it. Seen with torch 2.15 and deepspeed 0.19.8.

@@ -28,7 +28,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Recomputation:
-    """Whether activations are recomputed; for the rest of the process.
+    """Switch for recomputed activations, for the rest of the process.
 
     Args:
         wanted: whether they shall be.
@@ -82,7 +82,7 @@ class Recomputation:
             module.non_reentrant_checkpoint = non_reentrant_checkpoint
 
     def _watched(self, original: Any, direct: Callable[..., Any]) -> Any:
-        """What stands for an autograd function; `direct` calls what it would recompute."""
+        """Stand-in for an autograd function; `direct` calls the recomputed function."""
         recomputation = self
 
         class Function:
@@ -125,8 +125,10 @@ def _is_supported(module: torch.nn.Module) -> bool:
 
 
 def _keep_gradients_flowing(module: Any) -> None:
-    """Checkpointed layers of which no input requires a gradient would pass none on: where the
-    embeddings are frozen, as with LoRA, transformers makes their outputs require one."""
+    """Make outputs of frozen embeddings require gradients, as transformers does for LoRA.
+
+    Checkpointed layers pass on no gradient where no input requires one.
+    """
     enable = getattr(module, "enable_input_require_grads", None)
     frozen = not all(parameter.requires_grad for parameter in module.parameters())
     if frozen and callable(enable):

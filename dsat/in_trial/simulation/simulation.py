@@ -36,7 +36,7 @@ from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
 @dataclass(frozen=True)
 class Candidate:
-    """What to simulate.
+    """Configuration to simulate.
 
     Attributes:
         config: the DeepSpeed configuration, as `as_simulated` makes it.
@@ -60,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Captured:
-    """What the script gave to DeepSpeed.
+    """Model and batch that the script gave to DeepSpeed.
 
     Attributes:
         initialize: DeepSpeed's own function.
@@ -82,7 +82,7 @@ class Captured:
     on_host: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def shape_with(self, micro_batch: int, shape: Sequence[int]) -> list[int]:
-        """What a shape of the batch becomes with another micro batch."""
+        """Return a shape of the batch with another micro batch."""
         if self.packed_length:
             grown = self.packed_length // self.micro_batch * micro_batch
             return [grown if size == self.packed_length else size for size in shape]
@@ -251,7 +251,7 @@ class Simulation(_FakeDevice):
         return self.engine(*args, **kwargs)
 
     def result(self) -> MemoryEstimate:
-        """What the tracker saw."""
+        """Return the memory that the tracker measured."""
         tracker = self.tracker
         kind = ALL if self._candidate.as_cpu else DEVICE
         return MemoryEstimate(
@@ -293,7 +293,7 @@ class ActivationPass(_FakeDevice):
         return torch.device(self._device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of a batch of the script's."""
+        """Return the module's outputs for a batch of the script."""
         section = self._candidate.config.get("torch_autocast") or {}
         self._before = self.tracker.current(self._kind)
         self.tracker.begin("forward")
@@ -310,8 +310,7 @@ class ActivationPass(_FakeDevice):
             self.tracker.begin("first gradient")
 
     def result(self) -> dict[str, int]:
-        """Peaks of the forward pass, the backward pass, from its first gradient on and where
-        matrices are multiplied; what was there before, and is left at the end."""
+        """Return peaks by phase, and the bytes held before and after the passes."""
         kind = self._kind
         first = self.tracker.peak("first gradient", kind)
         backward = max(first, self.tracker.peak("backward", kind))

@@ -120,7 +120,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forced = before
 
     def is_parked(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the device is counted as the host's."""
+        """Return True if a tensor of the device counts as the host's."""
         on_device = tensor.device.type == self._device_type
         return on_device and self._place.get(tensor.untyped_storage()) == HOST
 
@@ -160,7 +160,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(DEVICE, -size)
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What the rank sends: of a gather its own part, of all others the whole."""
+        """Tensors that the rank sends: its own part of a gather, the whole of all others."""
         name = func._schema.name.split("::")[1].strip("_")
         tensors = list(_tensors(args[:2]))
         if not tensors:

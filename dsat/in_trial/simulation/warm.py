@@ -35,7 +35,7 @@ _NEEDED = (
 
 @contextlib.contextmanager
 def _compiled_when_called() -> Iterator[None]:
-    """What is given to `torch.compile` meanwhile is compiled when it is first called."""
+    """Defer `torch.compile` to the first call of the compiled function."""
     original = torch.compile
 
     @functools.wraps(original)
