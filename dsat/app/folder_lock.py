@@ -63,7 +63,7 @@ class FolderLock:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether dsat has worked in a folder."""
+    """Check for dsat's mark in a folder."""
     return (folder / MARK_FILE).is_file() and not (folder / MARK_FILE).is_symlink()
 
 

@@ -32,7 +32,7 @@ class PastRun:
 
     @property
     def trials(self) -> Path:
-        """Where its trials have their folders."""
+        """Folder of its trials."""
         below = self.folder / "trials"
         return below if below.is_dir() else self.folder
 
@@ -122,7 +122,7 @@ def find(path: Path | None) -> Path:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process works on a run: its lock is not tried, which would keep others from it."""
+    """Check for a process that works on a run, without trying its lock."""
     try:
         inode = (folder / MARK_FILE).stat().st_ino
         held = _LOCKS.read_text(encoding="ascii").splitlines()

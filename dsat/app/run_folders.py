@@ -1,4 +1,4 @@
-"""Where a run keeps its files."""
+"""Folders of a run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _folder_of_run(settings: Settings, name: str) -> Path:
 
 
 def of_trials(ready: Prepared, folder: Path) -> Path:
-    """Where the trials of a run have their folders."""
+    """Return the folder of a run's trials."""
     return folder if ready.native is not None else folder / "trials"
 
 
@@ -221,8 +221,7 @@ def _discard(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def _is_trial(spec: Path) -> bool:
-    """Whether a folder with such a file is one that a trial was measured in, and not a training's
-    with its checkpoints."""
+    """Check that a specification is a trial's, not that of a training with checkpoints."""
     try:
         told = json.loads(spec.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -248,7 +248,7 @@ class Serving:
 
     @property
     def told(self) -> list[str]:
-        """Where to look, from here and from another machine."""
+        """Return the address, from here and from another machine."""
         return [
             f"Watch it at {self.url}",
             "From another machine, first: "

@@ -1,4 +1,4 @@
-"""What people look at, drawn from the journal alone: summaries, tables, log lines.
+"""Tables, pages, messages and files, drawn from the journal alone: summaries, tables, log lines.
 
 Writes result files; decides nothing.
 """

@@ -206,7 +206,7 @@ def _params(trial: Trial) -> dict[str, Any]:
 
 
 def _distributions(run: Run) -> dict[str, optuna.distributions.BaseDistribution]:
-    """Of each setting all values that were tried; numbers of samples and of steps are ranges."""
+    """All values tried of each setting; numbers of samples and of steps are ranges."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}

@@ -15,12 +15,12 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def unit(name: str) -> str:
-    """What a metric's values are counted in."""
+    """Return the unit of a metric."""
     return _UNITS.get(name, "ms")
 
 
 def metric(name: str, value: float | None) -> str:
-    """A metric's value with its unit; a dash for None."""
+    """Return a metric's value with its unit; a dash for None."""
     assert name in METRIC_NAMES
     if value is None:
         return "-"

@@ -42,7 +42,7 @@ class LiveView:
         self._folder: Path | None = None
 
     def follow(self, folder: Path, trials: Path) -> None:
-        """Tells the view of a run that begins.
+        """Show a run that begins.
 
         Args:
             folder: of the run.
@@ -52,7 +52,7 @@ class LiveView:
 
     @property
     def shows_trials(self) -> bool:
-        """Whether there is a table."""
+        """Check for a live table."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:
@@ -88,7 +88,7 @@ class LiveView:
             self._live.update(self._view(run), refresh=True)
 
     def show_result(self, run: Run) -> None:
-        """The final table and what it means."""
+        """Print the final table and the verdict."""
         if run.plan is None or not run.outcomes:
             return
         view = RunView.of(run)

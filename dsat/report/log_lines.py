@@ -1,4 +1,4 @@
-"""What is said of a run while it goes on, line by line."""
+"""Log lines of a run that goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsat.values.trial import Trial, TrialKind
 
 
 class Narrator:
-    """Says what happens in a run, line by line; every warning once."""
+    """Log lines of what happens in a run; every warning once."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -23,7 +23,7 @@ class Narrator:
         return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
-        """What came of a trial, below its warnings."""
+        """Return the result of a trial, below its warnings."""
         warnings = [f"warning: {text}" for text in self.new_warnings(trial, outcome)]
         return [*warnings, *self.result(run, trial, outcome)]
 
@@ -34,7 +34,7 @@ class Narrator:
         return [f"{trial.name}: {text}" for text in new]
 
     def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
-        """How a trial ended; of a profile trial, what it has found."""
+        """Return the result of a trial; of a profile trial, the model's facts."""
         found = [] if outcome.profile is None else _of_profile(outcome.profile)
         return (
             found
@@ -46,7 +46,7 @@ class Narrator:
         )
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
-        """What each strategy needs."""
+        """Return the memory that each strategy needs."""
         assert run.plan is not None
         if forecast is not None:
             return forecast.describe()

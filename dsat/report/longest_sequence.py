@@ -1,4 +1,4 @@
-"""Whether the recommended configuration has memory for the longest sequences there may be."""
+"""Memory of the recommended configuration at the longest sequences."""
 
 from __future__ import annotations
 

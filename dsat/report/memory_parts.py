@@ -1,4 +1,4 @@
-"""What fills a slot's memory in each phase of a step: parts by formula, and what was measured.
+"""Memory of a slot in each phase of a step: parts by formula, and the measured peak.
 
 The model's state is that of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 3.1 and 5): with
 mixed precision 2 bytes a parameter, 2 a gradient, 12 for Adam's fp32 copy and moments; without, 4,

@@ -1,4 +1,4 @@
-"""What the report page shows, as plain rows: everything is drawn from a run alone."""
+"""Plain rows for the report page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Change:
 
 
 def trial_rows(run: Run, folders: str) -> list[dict[str, Any]]:
-    """A row for each trial, in the order in which they were proposed.
+    """Return a row for each trial, in the order in which they were proposed.
 
     Args:
         run: whose trials.
@@ -137,7 +137,7 @@ def _measured(run: Run, outcome: Outcome) -> dict[str, Any]:
 
 
 def best_so_far(run: Run) -> list[dict[str, Any]]:
-    """The best value after each trial that ended, over trials and over time."""
+    """Return the best value after each trial that ended, over trials and over time."""
     assert run.plan is not None
     rows: list[dict[str, Any]] = []
     best: float | None = None
@@ -170,7 +170,7 @@ def final_rows(run: Run) -> list[dict[str, Any]]:
 def changes(
     run: Run, predicted: Callable[[Trial, str, Any], Any] = lambda *_: None
 ) -> list[Change]:
-    """The settings in which the best configuration differs from the user's own.
+    """Return the settings in which the best configuration differs from the user's own.
 
     Args:
         run: which one.
@@ -208,7 +208,7 @@ def default_of(key: str, stage: int) -> Any:
 
 
 def paired_gain(run: Run, key: str, own: Any, best: Any) -> tuple[float | None, int]:
-    """How much better `best` is than `own` for a setting, by trials that differ in it alone.
+    """Return the gain of `best` over `own` for a setting, by trials that differ in it alone.
 
     Returns:
         The geometric mean over all pairs, None if there are none; and the number of pairs.
@@ -229,7 +229,7 @@ def paired_gain(run: Run, key: str, own: Any, best: Any) -> tuple[float | None, 
 
 
 def importances(run: Run) -> list[dict[str, Any]]:
-    """How much each setting changed the result, by trials that differ in nothing else.
+    """Return the effect of each setting, by trials that differ in nothing else.
 
     Returns:
         A row for each setting with such pairs: the median of the factors between the better and
@@ -310,7 +310,7 @@ def _gib(size_bytes: float | None) -> float | None:
 
 
 def folders_of(trials: Path, page: Path) -> str:
-    """Where trials have their folders, as a link from the page has it."""
+    """Return the link from the page to the folder of trials."""
     try:
         return trials.resolve().relative_to(page.resolve().parent).as_posix() or "."
     except ValueError:

@@ -146,7 +146,7 @@ def memory(rows: Rows, limit_gib: float | None) -> Spec:
 def memory_by_part(
     rows: Rows, parts: Sequence[str], measured: Rows, limit_gib: float | None
 ) -> Spec:
-    """What fills a slot in each phase.
+    """Memory of a slot in each phase, by part.
 
     Args:
         rows: with `phase`, `part`, `gib` and `order`.
@@ -210,7 +210,7 @@ def finals(rows: Rows, metric: str, unit: str) -> Spec:
 
 
 def step_times(rows: Rows) -> Spec:
-    """Where the time of an optimizer step goes, per sample, so that batches compare."""
+    """Time of an optimizer step by part, per sample, so that batches compare."""
     long = [
         {
             "name": row["name"],
@@ -233,7 +233,7 @@ def step_times(rows: Rows) -> Spec:
 
 
 def importances(rows: Rows) -> Spec:
-    """How much each setting changed the result, by trials that differ in nothing else."""
+    """Effect of each setting, by trials that differ in nothing else."""
     percent = [{**row, "percent": 100 * (row["factor"] - 1)} for row in rows]
     title = "difference between trials that differ in it alone, median (%)"
     encoding = {
@@ -290,7 +290,7 @@ def _tips(*fields: str) -> list[Spec]:
 
 
 def _upper_envelope(rows: Rows) -> list[dict[str, Any]]:
-    """Of each strategy and micro batch the best trial, for the lines."""
+    """Best trial of each strategy and micro batch, for the lines."""
     best: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in rows:
         key = row["strategy"], row["micro_batch"]

@@ -1,4 +1,4 @@
-"""How far a run is that goes on: steps, the best so far, and what time is left."""
+"""Progress of a run: steps, the best so far, and the time left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECENT = 20
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """What a run may still take: seconds if all trials that it may have are run.
+    """Estimated time left, in seconds, if all remaining trials are run.
 
     Attributes:
         trials: that it may still have, those that run included.
@@ -46,7 +46,7 @@ class TimeLeft:
 
 @dataclass(frozen=True)
 class Status(Recorded):
-    """What the process that works on a run knows, and its journal does not.
+    """State of the process that works on a run, which the journal does not hold.
 
     Attributes:
         num_slots: slots that trials may use at once.
@@ -64,7 +64,7 @@ class Status(Recorded):
 
     @classmethod
     def of_run(cls, folder: Path) -> Status | None:
-        """That of a run's folder; None if there is none."""
+        """Return the status in a run's folder; None if there is none."""
         try:
             return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError):
@@ -72,7 +72,7 @@ class Status(Recorded):
 
 
 def slots_line(run: Run, num_slots: int, trials: Path) -> str:
-    """How many slots are busy, and how many there are.
+    """Return the numbers of busy and of all slots.
 
     Args:
         run: that goes on.
@@ -85,7 +85,7 @@ def slots_line(run: Run, num_slots: int, trials: Path) -> str:
 
 
 def doing(trial_folder: Path) -> str:
-    """What a trial that has not ended does."""
+    """Return the state of a running trial."""
     if _is_queued(trial_folder):
         return "waits for slots"
     step = step_of(trial_folder)
@@ -98,7 +98,7 @@ def _is_queued(trial_folder: Path) -> bool:
 
 
 def outlook_line(run: Run, outlook: Outlook) -> str:
-    """What the search thinks."""
+    """Return the search's expectation of its next trial."""
     assert run.plan is not None
     strategy = outlook.strategy.removeprefix("z").replace("_", " ")
     value = fmt.metric(run.plan.metric, outlook.value)

@@ -1,4 +1,4 @@
-"""What the model of step time makes of a run's trials, whatever search proposed them.
+"""Model of step time, fitted to a run's trials, whatever search proposed them.
 
 It is the one that the `model` search decides by (`dsat.search.step_time`), fitted to all trials
 that ran. Settings besides strategy and batch sizes each have an effect of their own, drawn to none.
@@ -30,7 +30,7 @@ _CERTAIN = 1.96
 
 @dataclass(frozen=True)
 class Predicted:
-    """How many times better something is, and the 95 % interval of that."""
+    """Predicted gain and its 95 % interval."""
 
     ratio: float
     low: float
@@ -116,8 +116,7 @@ class SpeedModel:
         return rows
 
     def gain(self, run: Run, best: Trial, key: str, own: Any) -> Predicted | None:
-        """How many times better the best configuration is than with the user's own value of one
-        setting.
+        """Return the gain of the best configuration over the user's own value of one setting.
 
         Args:
             run: the model's.
@@ -165,7 +164,7 @@ class SpeedModel:
         return -1 if self._objective.smaller_is_better else 1
 
     def _log_work(self, points: step_time.Points) -> Array:
-        """What turns the logarithm of a rate into that of a time."""
+        """Return the log of samples per step, which turns log rates into log times."""
         if self._objective.smaller_is_better:
             return np.zeros(len(points))
         work: Array = np.log(points.micro_batch * points.gas)

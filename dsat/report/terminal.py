@@ -1,4 +1,4 @@
-"""What `dsat show`, `dsat compare` and `dsat runs` print, drawn from runs alone."""
+"""Output of `dsat show`, `dsat compare` and `dsat runs`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dsat.report import format as fmt
 from dsat.report import page_rows, summary
 from dsat.report.run_view import STAGE_HEADINGS, TRIAL_HEADINGS, RunView, TrialView
 from dsat.tuning.run import Run
+from dsat.values.objective import METRIC_NAMES
 from dsat.values.trial import Trial, TrialKind
 
 _LAST_LINES, _LAST_BYTES = 12, 64 * 1024
@@ -82,7 +83,14 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
     found += [_line(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
         told = outcome.metrics.to_json()
-        cells = [(name, f"{value:.6g}") for name, value in told.items() if value is not None]
+        cells = [
+            (
+                name.replace("_", " "),
+                fmt.metric(name, value) if name in METRIC_NAMES else f"{value:.6g}",
+            )
+            for name, value in told.items()
+            if value is not None
+        ]
         found.append(_table(("measured", "value"), cells))
     found.append(_line("configuration, where it differs from yours:"))
     found.append(_table(("setting", "yours", "here"), _changes(run, trial)))
@@ -247,7 +255,7 @@ def _best_settings(run: Run) -> dict[str, Any]:
 
 
 def _caveats(runs: Mapping[str, Run]) -> list[str]:
-    """Why what the runs measured may not be comparable."""
+    """Return reasons why the runs may not be comparable."""
     found = []
     plans = [run.plan for run in runs.values() if run.plan is not None]
     if len({plan.metric for plan in plans}) > 1:
@@ -262,7 +270,7 @@ def _caveats(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _in_both(runs: Mapping[str, Run]) -> list[str]:
-    """How much faster configurations were in one run that were measured in another one too."""
+    """Compare configurations that were measured in several runs."""
     names = list(runs)
     first = _values(runs[names[0]])
     found = []
@@ -283,7 +291,7 @@ def _in_both(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _values(run: Run) -> dict[str, float]:
-    """What was measured, by the configuration."""
+    """Return the measured value of each configuration."""
     assert run.plan is not None
     found = {}
     for trial in run.trials.values():

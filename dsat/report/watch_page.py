@@ -30,7 +30,7 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return self.folder.name
 
     @property
@@ -67,7 +67,7 @@ def state(watched: Watched, query: str) -> dict[str, Any]:
 
 
 def now(watched: Watched, version: int) -> dict[str, Any]:
-    """What is told every second.
+    """Return the status that is sent every second.
 
     Args:
         watched: the run.
