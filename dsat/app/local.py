@@ -324,8 +324,10 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
 
 
 def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:
-    """The same search on different numbers of slots, the best first; those that found nothing are
-    left out. Writes the files of the best into the folder above."""
+    """Rank the same search on different numbers of slots, best first, without those that failed.
+
+    The files of the best are written into the folder above.
+    """
     found = [search for search in searches if search.run.best_value is not None]
     objective = searches[0].ready.plan.objective
     found.sort(key=lambda search: objective.loss(search.run.best_value or 0.0))

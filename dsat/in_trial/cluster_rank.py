@@ -229,8 +229,10 @@ def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
 
 
 def _report_progress(op: Any) -> None:
-    """Has the master show the search's progress: it takes that down only when a trial reports its
-    own (0.37, `master/internal/experiment.go`)."""
+    """Have the master show the search's progress.
+
+    It records that only when a trial reports its own (0.37, `master/internal/experiment.go`).
+    """
     from determined.common.api import errors
 
     try:

@@ -398,8 +398,9 @@ def tell_of_compiling(doing: Doing) -> None:
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
-    """Modules of installed packages, in the order in which the program came to import them, if they
-    may be imported before it starts. Some packages import most of theirs only when they are used.
+    """Return the imported modules of installed packages, in order, if they may be imported early.
+
+    Some packages import most of theirs only when they are used.
 
     Not if the program set environment variables, which may be for them, and not if one of them took
     `deepspeed.initialize` for itself, which the meter could then no longer replace.

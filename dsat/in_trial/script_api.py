@@ -172,8 +172,10 @@ def _hparams_of_this_task() -> Mapping[str, Any] | None:
 
 
 def _file_of(config: Mapping[str, Any]) -> Path:
-    """A file with a configuration: the same one for the same configuration, so that all ranks of a
-    trial agree on it, whichever writes it."""
+    """Return a file with a configuration, the same one for the same configuration.
+
+    So all ranks of a trial agree on it, whichever of them writes it.
+    """
     # Not in the user's folder, which may be shared, read-only or kept under version control.
     folder = os.environ.get(_TRIAL_DIR_VARIABLE)
     name = f"ds_config_{ds_config.fingerprint(config)[:16]}.json"

@@ -463,8 +463,10 @@ def _several_machines(option: str, hosts: Collection[str]) -> UserInputError:
 
 
 def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
-    """The devices of this machine that `NAME[:SLOT[,SLOT ..]]` names (deepspeed/launcher/runner.py,
-    `parse_resource_filter`); none if it names the machine alone."""
+    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names.
+
+    None if it names the machine alone (deepspeed/launcher/runner.py, `parse_resource_filter`).
+    """
     for name in names:
         given = options.get(name, "")
         if "@" in given:
@@ -475,8 +477,10 @@ def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
 
 
 def _cores(given: str) -> tuple[int, ...]:
-    """The cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`
-    (`parse_range_list` of deepspeed/utils/numa.py, 0.19.8)."""
+    """Return the cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`.
+
+    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8).
+    """
     found: list[int] = []
     for part in given.split(",") if given else ():
         first, _, last = part.partition("-")

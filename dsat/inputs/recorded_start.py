@@ -143,8 +143,10 @@ def program_of(
 
 
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
-    """The cores that DeepSpeed's launcher has bound the ranks to (`--bind_cores_to_rank`), in the
-    order of the ranks; none if it has not."""
+    """Return the cores that DeepSpeed's launcher bound the ranks to, in the order of the ranks.
+
+    None without `--bind_cores_to_rank`.
+    """
     bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)

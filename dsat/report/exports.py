@@ -23,8 +23,10 @@ _MOST_TEXT = 2000  # of a message: databases have limits
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
-    """A flat row for each trial: text, numbers and None; settings as `config.KEY`, what was
-    measured as `metrics.KEY`."""
+    """Return a flat row of text, numbers and None for each trial.
+
+    Settings are `config.KEY`, measurements `metrics.KEY`.
+    """
     found = []
     for view in RunView.of(run).trials:
         trial, outcome, told = view.trial, view.outcome, view.to_json()
@@ -63,8 +65,11 @@ def to_parquet(run: Run, output: Path, name: str, ended_at_s: float) -> None:
 
 
 def to_optuna(run: Run, output: Path, name: str, ended_at_s: float) -> None:
-    """A storage in SQLite with one study. What did not run has failed; a setting that a strategy
-    has not is no parameter of its trials."""
+    """Write one study into a SQLite storage.
+
+    A trial that did not run is a failed one; a setting that a strategy does not have is no
+    parameter of its trials.
+    """
     import optuna
 
     assert run.plan is not None
@@ -134,8 +139,10 @@ def to_mlflow(run: Run, output: Path, name: str, ended_at_s: float) -> None:
 
 
 def to_tensorboard(run: Run, output: Path, name: str, ended_at_s: float) -> None:
-    """A folder of event files: a run for each trial with its settings (the HPARAMS tab) and the
-    times of its steps."""
+    """Write a folder of event files, a run for each trial.
+
+    It has the trial's settings (the HPARAMS tab) and the times of its steps.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     assert run.plan is not None

@@ -64,8 +64,10 @@ def outcome(result: Outcome, metric_name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text as a terminal may have it: what would move its cursor or change its colours stays
-    visible, but does nothing."""
+    """Return a text that is safe for a terminal.
+
+    Characters that would move its cursor or change its colours are shown as escapes.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

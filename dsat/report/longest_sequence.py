@@ -19,8 +19,11 @@ class Longest:
 
 
 def longest_sequence(run: Run) -> Longest | None:
-    """The one of --max-seq-length; else what the model takes at most, if the lengths of the trials'
-    sequences varied; else the longest that was seen. None without sequences."""
+    """Return the longest sequence that the run must expect; None without sequences.
+
+    It is `--max-seq-length`, else the model's maximum if the lengths of the trials' sequences
+    varied, else the longest that was seen.
+    """
     assert run.plan is not None
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:

@@ -154,8 +154,10 @@ def best_so_far(run: Run) -> list[dict[str, Any]]:
 
 
 def final_rows(run: Run) -> list[dict[str, Any]]:
-    """The runs of the finals that decide: `pair`, `which` ("yours" or the other's name) and
-    `value`, two rows for each pair."""
+    """Return two rows for each pair of the finals that decides.
+
+    A row has `pair`, `which` ("yours" or the other's name) and `value`.
+    """
     if run.plan is None or run.finals is None or run.finals.pick is None:
         return []
     sign = -1 if run.plan.objective.smaller_is_better else 1
@@ -251,8 +253,7 @@ def importances(run: Run) -> list[dict[str, Any]]:
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested configuration with dotted keys: its values are not mappings any more, and what looks
-    like a secret is `***`."""
+    """Flatten a nested configuration to dotted keys, with `***` for secrets."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{above}{key}"

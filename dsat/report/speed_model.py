@@ -89,8 +89,10 @@ class SpeedModel:
         return cls(run, ran) if len(ran) >= _LEAST else None
 
     def band(self) -> list[dict[str, Any]]:
-        """Rows `strategy`, `micro_batch`, `low` and `high`: the metric's 95 % interval over the
-        micro batches between those that ran, with the usual settings of the others."""
+        """Return rows `strategy`, `micro_batch`, `low`, `high` of the metric's 95 % interval.
+
+        They cover the micro batches between those that ran, with the usual other settings.
+        """
         rows = []
         for number, strategy in enumerate(self._strategies):
             own = [t for t in self._trials if t.strategy == strategy.name]
@@ -191,8 +193,10 @@ def _settings(run: Run, trial: Trial) -> dict[str, Any]:
 
 
 def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Settings and values that some trials have and others have not; of each setting the value
-    that most have is what the others are compared with, and so is none."""
+    """Return the settings that differ between trials, with their values.
+
+    The most frequent value of a setting is what the others are compared with, and is left out.
+    """
     found = []
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [config[key] for config in configs if key in config]

@@ -145,8 +145,10 @@ class Retries:
         return running.trial.profiles or (self._has_command and not self._proven)
 
     def _elsewhere(self, running: Running, outcome: Outcome) -> Again | None:
-        """A trial that lost a host is no worse for it, unless it was the trial that killed it: one
-        that loses another host is not run a third time. So with what else ended it from outside."""
+        """Decide about a trial whose host was lost: once elsewhere, not a third time.
+
+        The trial itself may have killed the host.
+        """
         moved = running.trial.id in self._moved
         self._moved.add(running.trial.id)
         stays = outcome.ok or running.canceled or running.timed_out or moved
