@@ -17,9 +17,18 @@ MOST_OF_A_LOG = 20_000
 # direction of text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
-_WORD = r"(?:token|password|passwd|passphrase|pwd|secret|credentials?|api_?key|access_?key"
-_WORD += r"|secret_?key|private_?key|auth_?key|auth)"
-_NAME_OF_SECRET = re.compile(rf"(?:^|_){_WORD}(?:_?(?:id|value|key))?$")
+# Names of secrets of detect-secrets 1.5 (plugins/keyword.py), and those of trackers, clouds and
+# databases. A bare `key` is none: scripts have `--text_key` and `--sort_key`.
+_OF_WHAT = "access account api auth aws azure client comet db database encryption gcp github google"
+_OF_WHAT += (
+    " hf huggingface license master openai private s3 sas secret service signing ssh storage"
+)
+_OF_WHAT += " anthropic clearml mistral neptune swanlab wandb"
+_KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?key"
+_ABBREVIATED = r"^pass|(?:db|database|ftp|key|mail|mysql|pg|proxy|redis|smtp|user)_?pass"
+_WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|credentials?|{_KEY})|{_ABBREVIATED}|password|passwd"
+_WORD += r"|passphrase|secret|apikey)"
+_NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key))?$")
 # Tokens of a text, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per)_token$"
@@ -28,6 +37,12 @@ _HARMLESS = re.compile(
 _SHOWN_SECRETS = (
     # URLs with credentials.
     (re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"), HIDDEN),
+    (re.compile(r"(?<=://)[\w.~+=-]{16,}(?=@)"), HIDDEN),
+    (
+        re.compile(r"(?i)([?&](?:sig|signature|token|access_token|x-amz-\w+)=)[^&\s'\"]+"),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
     # Keys of Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, Google, and JSON web tokens.
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
@@ -44,8 +59,10 @@ _SHOWN_SECRETS = (
 )
 # `name=value`, `"name": "value"`, `--name value`.
 _NAMED = re.compile(
-    r"""(?<![\w-])(?:([\w-]{1,100})["']?\s{0,4}[=:]|(--?[\w-]{1,100})(?=\s))\s{0,4}"""
+    r"""(?<![\w.-])(?:([\w.-]{1,100})["']?\s{0,4}[=:]|(--?[\w.-]{1,100})(?=\s))\s{0,4}"""
 )
+# `api_key: DeepSpeed has no such setting`: a sentence about a setting, and no value of it.
+_SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
 _VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
 
 
@@ -72,7 +89,8 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
 
 def is_secret(name: str) -> bool:
     """Check if a name (of a flag, a variable, a key) is that of a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").strip("_")
+    last = name.rpartition(".")[2]
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_").strip("_")
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 
 
@@ -87,6 +105,8 @@ def without_secrets(text: str) -> str:
         value = _VALUE.match(text, named.end())
         if value is None or value[0][1:2] == "$":
             continue
+        if _SENTENCE.match(text, named.start() + len(named[1] or named[2])):
+            continue
         quote = value[0][0] if value[0][0] in "\"'" else ""
         parts += [text[position : named.end()], quote, HIDDEN, quote]
         position = value.end()
@@ -98,7 +118,7 @@ def words_without_secrets(words: Iterable[str]) -> list[str]:
     shown: list[str] = []
     flag = ""
     for word in words:
-        if flag and not word.startswith("-"):
+        if flag and not word.startswith("--"):
             shown.append(HIDDEN)
             flag = ""
             continue

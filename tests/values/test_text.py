@@ -69,3 +69,40 @@ def test_commands_and_values() -> None:
     config = {"comet": {"api_key": "abc", "enabled": True}, "lr": 1, "args": words, "token": None}
     shown = json.dumps(values_without_secrets(config))
     assert "abc" not in shown and '"lr": 1' in shown and '"token": null' in shown
+
+
+@pytest.mark.parametrize(
+    "name",
+    "wandb.api_key --wandb-key OPENAI_KEY DB_PASS PGPASSWORD github_pat account_key".split(),
+)
+def test_more_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", "text_key sort_key num_pass second_pass pattern compass".split())
+def test_names_that_are_none(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://abcdefghijklmnopqrst@host/x", "https://***@host/x"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
+        ("https://host/c?sv=1&sig=a%2Fb&x=1", "https://host/c?sv=1&sig=***&x=1"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic ***"),
+        ("--trainer.hub_token X --lr 3", "--trainer.hub_token *** --lr 3"),
+        (
+            "wandb.api_key: DeepSpeed 0.19.8 has no such setting",
+            "wandb.api_key: DeepSpeed 0.19.8 has no such setting",
+        ),
+        ("password: hunter", "password: ***"),
+    ],
+)
+def test_values_are_hidden_and_sentences_stay(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_a_secret_may_begin_with_a_hyphen() -> None:
+    words = ["--hub_token", "-abc", "--token", "--lr", "3"]
+    assert words_without_secrets(words) == ["--hub_token", "***", "--token", "--lr", "3"]
