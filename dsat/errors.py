@@ -97,4 +97,4 @@ class InvalidTrial(DsatError):
 
 
 class Diverged(DsatError):
-    """Inside a trial: the loss is not finite, or has exploded."""
+    """Inside a trial: the loss is not finite."""

@@ -18,8 +18,7 @@ from dsat.in_trial import precision
 from dsat.values.outcome import TrainingCurve
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
-EXPLODED = 10.0  # times as large as any loss of the first few steps
-_SETTLING_STEPS, _EXPLODED_STEPS, _LOST_STEPS = 3, 3, 3
+_LOST_STEPS = 3  # skipped in a row without a finite loss: one overflow is an accident
 _DIGITS = 9  # that tell a float32 apart from its neighbours
 
 _WHAT_TO_DO = (
@@ -121,7 +120,7 @@ class LossWatch:
             mean_over_ranks: the elementwise mean over all ranks, the same on each.
 
         Raises:
-            Diverged: the loss is not finite any more, or has exploded.
+            Diverged: the loss is not finite any more.
         """
         new = self._steps[len(self._read) :]
         if not new:
@@ -156,7 +155,6 @@ class LossWatch:
             for number, ((loss, _), step) in enumerate(zip(self._read, self._steps, strict=True), 1)
             if loss is not None
         ]
-        applied = [(number, loss) for number, loss, was_applied in seen if was_applied]
         # DeepSpeed skips a step without finite gradients: one is an accident, several are not.
         latest = [loss for _, loss, _ in seen[-_LOST_STEPS:]]
         lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
@@ -165,15 +163,6 @@ class LossWatch:
                 before = [value for earlier, value, _ in seen if earlier < number]
                 was = f", after {before[-1]:.4g} in the step before" if before else ""
                 raise Diverged(f"the loss is {loss} in optimizer step {number}{was}. {_WHAT_TO_DO}")
-        first = applied[:_SETTLING_STEPS]
-        last = applied[_SETTLING_STEPS:][-_EXPLODED_STEPS:]
-        bound = EXPLODED * max((abs(loss) for _, loss in first), default=0.0)
-        if len(last) == _EXPLODED_STEPS and all(abs(loss) > bound for _, loss in last):
-            number, loss = last[-1]
-            raise Diverged(
-                f"the loss exploded: it is {loss:.4g} in optimizer step {number} and was at most "
-                f"{bound / EXPLODED:.4g} in the first {_SETTLING_STEPS}. {_WHAT_TO_DO}"
-            )
 
     def _add(self, loss: Any, weight: int) -> None:
         import torch

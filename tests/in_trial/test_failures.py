@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ CPU_ALLOCATOR = RuntimeError(
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "OOM"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "OOM"),
         (RuntimeError("std::bad_alloc"), "OOM"),
+        (RuntimeError("transformer_engine.cu:12: CUDA Error: out of memory"), "OOM"),
+        (RuntimeError("step failed: CUDA out of memory. Tried to allocate 2 GiB"), "OOM"),
+        (RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), "OOM"),
         (raised(ValueError("the step failed"), MemoryError()), "OOM"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "HOST_OOM"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "HOST_OOM"),
@@ -227,30 +231,37 @@ def test_pinned_memory_is_the_hosts() -> None:
     assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
 
 
-class FullHost:
-    """Stands for torch, or a tensor of it, whose functions are written in C: no frame is left."""
+def test_pinning_by_the_users_own_line_is_the_hosts(tmp_path: Path) -> None:
+    """`Tensor.pin_memory` is written in C and leaves no frame: the source line tells."""
+    path = tmp_path / "script.py"
+    path.write_text("def fail(x):\n    x.pin_memory()\n")
+    space: dict[str, object] = {}
 
-    def allocate(self, *_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
 
-    pin_memory = empty = cuda = allocate
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    tensor = SimpleNamespace(pin_memory=fail)
+    with pytest.raises(RuntimeError) as caught:
+        space["fail"](tensor)  # type: ignore[operator]
+    assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
 
 
 @pytest.mark.parametrize(
-    ("statement", "kind"),
-    [
-        ("x.pin_memory()", "HOST_OOM"),
-        ("y = [x for x in (x,)][0].pin_memory(\n    None\n)", "HOST_OOM"),
-        ("x.empty(4, pin_memory=True)", "HOST_OOM"),
-        ("x.empty(\n    4,\n    pin_memory=True,\n)", "HOST_OOM"),
-        ("x.cuda()", "OOM"),
-        ("pin_memory = True\nx.cuda()", "OOM"),
-    ],
+    "error",
+    [MemoryError(), CPU_ALLOCATOR, RuntimeError("std::bad_alloc")],
+    ids=repr,
 )
-def test_what_is_pinned_by_the_users_own_line_is_the_hosts(statement: str, kind: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        exec(statement, {"x": FullHost()})
-    test = caught.value.__traceback__
-    assert test is not None and test.tb_next is not None
-    test.tb_next.tb_next = None  # behind the statement
-    assert failures.classify(caught.value) is OutcomeKind(kind)
+def test_host_memory_beside_a_device_is_not_the_devices(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_uses_cuda", lambda: True)
+    assert failures.classify(error) is OutcomeKind.HOST_OOM
+
+
+def test_an_error_of_dsats_own_is_not_called_the_scripts() -> None:
+    with pytest.raises(AttributeError) as caught:
+        failures.of_text(None)  # type: ignore[arg-type]
+    raise_inside = caught.value
+    assert "inside dsat" in failures.message(raise_inside)
+    assert "failures.py" in failures.user_traceback(raise_inside)

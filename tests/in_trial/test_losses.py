@@ -45,16 +45,10 @@ def test_losses_are_those_that_the_script_sees(pair: Bench, behaviour: str) -> N
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "message"),
-    [
-        ("not a number", r"the loss is nan in optimizer step 4, after \d.* in the step before"),
-        ("explodes", r"the loss exploded: it is \S+ in optimizer step \d+ and was at most"),
-    ],
-)
-def test_a_loss_that_diverges_fails_the_trial(pair: Bench, behaviour: str, message: str) -> None:
-    outcome = pair.run(pair.trial(behaviour))
+def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
+    outcome = pair.run(pair.trial("not a number"))
     assert outcome.kind is OutcomeKind.DIVERGED
+    message = r"the loss is nan in optimizer step 4, after \d.* in the step before"
     assert re.search(message, outcome.message), outcome.message
     assert "Lower the learning rate" in outcome.message and outcome.detail == ""
 
@@ -95,8 +89,8 @@ def watch_of(*losses: float, skipped: tuple[int, ...] = ()) -> LossWatch:
     [
         (3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1),
         (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as of a policy gradient
-        (1.0, 2.0, 1.0, 2.0, 1.0, 19.0, 19.0, 19.0),
-        (1.0, 1.0, 1.0, 1.0, 1.0, 50.0, 1.0, 50.0, 50.0),  # two steps are no trend
+        (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as of GRPO
+        (1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 50.0, 50.0),
         (1e9, 2e9, 1e9, 2e9, 1e9, 1e9, 1e9, 1e9),
     ],
 )

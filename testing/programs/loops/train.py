@@ -64,19 +64,12 @@ def not_a_number(engine: Any) -> None:
         engine.step()
 
 
-def explodes(engine: Any) -> None:
-    for step, batch in enumerate(batches(engine), 1):
-        engine.backward(engine(batch).square().mean() * 40.0 ** max(0, step - 3))
-        engine.step()
-
-
 LOOPS = {
     "runs": by_the_engine,
     "loss.backward": by_itself,
     "torch.autograd.backward": by_autograd,
     "scales the loss": scaled_by_the_script,
     "not a number": not_a_number,
-    "explodes": explodes,
 }
 
 
