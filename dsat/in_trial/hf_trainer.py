@@ -66,9 +66,9 @@ def install(settings: TrainerSettings | None, warn: Callable[[str], None], *, on
     if settings is not None:
         arguments = functools.partial(_adapt_arguments, settings, warn)
         wrapt.register_post_import_hook(arguments, "transformers.training_args")
-        wrapt.register_post_import_hook(
-            functools.partial(_adapt_plugin, settings), "accelerate.utils.dataclasses"
-        )
+    if settings is not None and settings.config_path is not None:
+        plugin = functools.partial(_adapt_plugin, settings.config_path, settings.gas)
+        wrapt.register_post_import_hook(plugin, "accelerate.utils.dataclasses")
     if settings is not None and settings.max_steps is not None:
         wrapt.register_post_import_hook(_never_resume, "transformers.trainer")
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -175,22 +175,17 @@ def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], mod
     wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
 
 
-def _plugin_is_on() -> bool:
-    """Return True under `accelerate launch` with its DeepSpeed plugin."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
-def _adapt_plugin(settings: TrainerSettings, module: Any) -> None:
+def _adapt_plugin(config_path: Path, gas: int, module: Any) -> None:
     """Give accelerate's DeepSpeed plugin the trial's configuration, whoever makes the plugin."""
 
     def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
         given = plugin.hf_ds_config
         if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
-            config = json.loads(settings.config_path.read_text(encoding="utf-8"))
+            config = json.loads(config_path.read_text(encoding="utf-8"))
             zero = config.setdefault("zero_optimization", {"stage": 0})
             plugin.hf_ds_config = config
             plugin.zero_stage = stage = zero.get("stage", 0)
-            plugin.gradient_accumulation_steps = settings.gas
+            plugin.gradient_accumulation_steps = gas
             plugin.zero3_init_flag = stage == 3
             for part in ("optimizer", "param"):
                 device = (zero.get(f"offload_{part}") or {}).get("device", "none")
