@@ -90,7 +90,7 @@ class MemoryWatch:
         self._peaks: dict[tuple[str, str], int] = {}
 
     def reset(self) -> None:
-        """Begins a phase."""
+        """Begin a phase."""
         if self._has_allocator:
             self._accelerator.reset_peak_memory_stats()
         # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
@@ -98,13 +98,23 @@ class MemoryWatch:
             file.write("5")
 
     def note(self, phase: str) -> None:
-        """Ends a phase."""
+        """End a phase."""
+        for kind, value in self._read().items():
+            self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
+
+    def note_measured_steps(self) -> None:
+        """Add the peak since the last reset, of an unknown phase, to the phase with the largest."""
+        for kind, value in self._read().items():
+            peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
+            largest = max(peaks, key=lambda key: peaks[key])
+            self._peaks[largest] = max(value, self._peaks[largest])
+
+    def _read(self) -> dict[str, int]:
         values = {"host": _of_status("VmHWM:")}
         if self._has_allocator:
             values["allocated"] = self._accelerator.max_memory_allocated()
             values["reserved"] = self._accelerator.max_memory_reserved()
-        for kind, value in values.items():
-            self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
+        return values
 
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
         keys = sorted(self._peaks)

@@ -26,6 +26,7 @@ from dsat.in_trial import (
     precision,
     throttling,
 )
+from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
 from dsat.in_trial.conformance import check_engine, refuse_pipeline, refuse_shared_samples
 from dsat.in_trial.losses import LossWatch
@@ -258,8 +259,9 @@ class Meter:
         self._memory = MemoryWatch(self._accelerator, self._before)
         self._memory.note("init")
         self._throttling = throttling.Throttling(self._accelerator)
-        # The communicator of the meter's own all-reduces is made while there is memory for it.
-        self._maximum([0.0])
+        self._ranks = Ranks(engine)
+        # Its communicator is made while there is memory for it.
+        self._ranks.maximum([0.0])
         self._losses = LossWatch(engine, functools.partial(_in_training, engine))
         self._profiler = (
             ModelProfiler(
@@ -403,7 +405,7 @@ class Meter:
         applied = self.steps_seen - self._skipped
         if skipped:
             if self._skipped % LOOK_AT_SKIPPED == 0:
-                self._losses.read(self._mean)
+                self._losses.read(self._ranks.mean)
             return
         if marks.micro_steps > self.spec.gas:
             self.warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / self.spec.gas:g}"))
@@ -438,7 +440,7 @@ class Meter:
         unsteady = max(in_store + 1 if in_store else 0, compiling.steps_until_planned())
         steps = max(unsteady - applied, missing_ms / max(last_ms, 1e-3))
         more = float(min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS))
-        more, slowest_ms = self._maximum([more, last_ms])
+        more, slowest_ms = self._ranks.maximum([more, last_ms])
         return int(more), slowest_ms / 1e3
 
     def _affordable(self, wanted: int, step_s: float) -> int:
@@ -455,7 +457,7 @@ class Meter:
             is_last: the script has ended, so it is enough.
         """
         spec, seen = self.spec, len(self._steps)
-        per_step = self._slowest_rank(
+        per_step = self._ranks.slowest(
             [
                 [
                     *marks.milliseconds(self._clock),
@@ -466,8 +468,8 @@ class Meter:
                 for marks in self._steps
             ]
         )
-        self._losses.read(self._mean)
-        fed = self._mean(
+        self._losses.read(self._ranks.mean)
+        fed = self._ranks.mean(
             [m.samples(spec.gas, spec.micro_batch) for m in self._steps]
             + [m.tokens_fed() for m in self._steps]
         )
@@ -532,7 +534,7 @@ class Meter:
         if self.outcome is not None or not self.attached or not self.spec.measures:
             return
         self._steps = [*self._early, *self._steps]
-        fewest = -int(self._maximum([-float(len(self._steps))])[0])
+        fewest = -int(self._ranks.maximum([-float(len(self._steps))])[0])
         if fewest < self._next_check:
             return
         self._steps = self._steps[-fewest:]
@@ -569,10 +571,11 @@ class Meter:
         throughput = sum(samples[i] for i in kept) * spec.slots / taken_s
         tokens_per_second = sum(tokens[i] for i in kept) * spec.slots / taken_s
         lengths = self._tokens.lengths(self._engine)
+        self._memory.note_measured_steps()
         warnings = list(self._warnings)
         if times.accidents:
             warnings.append(HOST_ACCIDENTS)
-        slowed = throttling.warning(self._maximum(self._throttling.flags()))
+        slowed = throttling.warning(self._ranks.maximum(self._throttling.flags()))
         warnings += [] if slowed is None else [slowed]
         profile = None
         if self._profiler is not None:
@@ -596,12 +599,12 @@ class Meter:
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
-            memory=self._memory.over_ranks(self._maximum),
+            memory=self._memory.over_ranks(self._ranks.maximum),
             profile=profile,
             warnings=tuple(warnings),
             step_ms=tuple(round(row[0], 4) for row in rows),
             training=self._losses.curve(),
-            sequences=over_ranks(self._maximum(lengths)),
+            sequences=over_ranks(self._ranks.maximum(lengths)),
             most_samples=self._samples_of_epoch(),
         )
 
@@ -609,37 +612,8 @@ class Meter:
         """The samples that every rank has in an epoch, by the loader of such micro batches."""
         size = self.spec.micro_batch
         # A loader of single samples may be one whose script puts batches together itself.
-        [fewest] = self._maximum([-float(loaders.samples_of_epoch(size) if size > 1 else 0)])
+        [fewest] = self._ranks.maximum([-float(loaders.samples_of_epoch(size) if size > 1 else 0)])
         return -int(fewest) or None
-
-    def _slowest_rank(self, rows: list[list[float]]) -> list[list[float]]:
-        """Elementwise maximum over all ranks; every rank gets the same."""
-        flat = self._maximum([value for row in rows for value in row])
-        width = len(rows[0])
-        return [flat[i : i + width] for i in range(0, len(flat), width)]
-
-    def _maximum(self, values: list[float]) -> list[float]:
-        import torch.distributed as dist
-
-        return self._over_ranks(values, dist.ReduceOp.MAX)[0]
-
-    def _mean(self, values: list[float]) -> list[float]:
-        import torch.distributed as dist
-
-        total, ranks = self._over_ranks(values, dist.ReduceOp.SUM)
-        return [value / ranks for value in total]
-
-    def _over_ranks(self, values: list[float], how: Any) -> tuple[list[float], int]:
-        """The values reduced elementwise, and the number of ranks."""
-        import torch
-        import torch.distributed as dist
-
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return values, 1
-        # float32 holds bytes and milliseconds to seven digits, and every device has it.
-        tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
-        dist.all_reduce(tensor, op=how)
-        return [float(value) for value in tensor.tolist()], dist.get_world_size()
 
 
 def _may_be_accident(rows: list[list[float]], elements: list[float]) -> list[bool]:

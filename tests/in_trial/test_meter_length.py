@@ -119,13 +119,13 @@ def test_measures_on_after_a_check_without_counting_the_check(clock: Clock) -> N
     told: list[Outcome] = []
     meter = Meter(SPEC, told.append)
     meter.attach(engine)
-    maximum = meter._maximum
+    maximum = meter._ranks.maximum
 
     def slow_check(values: list[float]) -> list[float]:
         clock.advance(10_000)
         return maximum(values)
 
-    meter._maximum = slow_check  # type: ignore[method-assign]
+    meter._ranks.maximum = slow_check  # type: ignore[method-assign]
     measured = train(engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3)))
     assert measured is not None and told == [measured]
     assert max(measured.step_ms) == pytest.approx(11)
@@ -157,7 +157,7 @@ def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
             for a, b in zip(mine, their, strict=True)
         ]
 
-    meter._maximum = over_ranks  # type: ignore[method-assign]
+    meter._ranks.maximum = over_ranks  # type: ignore[method-assign]
     train(engine, steps=5)
     measured = meter.outcome
     assert measured is not None

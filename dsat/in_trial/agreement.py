@@ -1,0 +1,47 @@
+"""Reductions by which the ranks of a trial agree on what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Ranks:
+    """All ranks of an engine; each call is collective and returns the same on every rank.
+
+    Args:
+        engine: a DeepSpeed engine, whose data-parallel group is used: all its ranks are in it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the elementwise maximum."""
+        import torch.distributed as dist
+
+        return self._reduced(values, dist.ReduceOp.MAX)[0]
+
+    def mean(self, values: list[float]) -> list[float]:
+        """Return the elementwise mean."""
+        import torch.distributed as dist
+
+        total, ranks = self._reduced(values, dist.ReduceOp.SUM)
+        return [value / ranks for value in total]
+
+    def slowest(self, rows: list[list[float]]) -> list[list[float]]:
+        """Return the elementwise maximum of rows of equal width."""
+        flat = self.maximum([value for row in rows for value in row])
+        width = len(rows[0])
+        return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+    def _reduced(self, values: list[float], how: Any) -> tuple[list[float], int]:
+        """Return the reduced values and the number of ranks."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return values, 1
+        # float32 holds bytes and milliseconds to seven digits, and every device has it.
+        tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
+        dist.all_reduce(tensor, op=how, group=getattr(self._engine, "data_parallel_group", None))
+        return [float(value) for value in tensor.tolist()], dist.get_world_size()
