@@ -1,4 +1,4 @@
-"""What DeepSpeed is told of how much memory a device has left.
+"""Answer that DeepSpeed gets when it asks for the memory left on a device.
 
 By that, ZeRO decides whether parameters are flattened on the device or on the host
 (`available_memory` in deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).

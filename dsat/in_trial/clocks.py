@@ -150,7 +150,7 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What this process holds.
+    """Memory that this process holds.
 
     Attributes:
         rss_bytes: the resident set.

@@ -20,7 +20,7 @@ class CompileWatch:
         self._seen = _frames()
 
     def end_step(self) -> bool:
-        """Whether something was compiled since the last call."""
+        """Tell whether something was compiled since the last call."""
         before, self._seen = self._seen, _frames()
         return self._seen != before
 

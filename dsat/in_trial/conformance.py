@@ -1,4 +1,4 @@
-"""Whether a script does what its trial's configuration says."""
+"""Checks that a script does what its trial's configuration says."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None
 
 
 def feeds_own(shapes: Sequence[Shape], micro_batch: int, own: int) -> bool:
-    """Whether tensors without the trial's micro batch certainly have the user's own.
+    """Tell whether tensors without the trial's micro batch certainly have the user's own.
 
     All of them must have it in front, those with a single row excepted, which are for all samples.
     Twice the trial's micro batch may be pairs (a chosen and a rejected answer, two views of an

@@ -37,7 +37,7 @@ NO_CPU_RANKS = (
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What the Trainer of a trial must use.
+    """Settings that the Trainer of a trial must use.
 
     Attributes:
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its

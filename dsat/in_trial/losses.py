@@ -29,7 +29,7 @@ _WHAT_TO_DO = (
 
 @dataclass(frozen=True)
 class _Step:
-    """What one optimizer step left: tensors or numbers, None if DeepSpeed or the script has none.
+    """Results of one optimizer step: tensors or numbers, None if DeepSpeed or the script has none.
 
     Attributes:
         loss: the sum over the micro steps.

@@ -1,4 +1,4 @@
-"""What one training step tells of a model: its parameters, FLOPs and activations."""
+"""Facts of a model from one training step: its parameters, FLOPs and activations."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ModelProfiler:
 
 
 def _host_memory(accelerator: Any) -> int:
-    """What the host has for each rank of this trial, in bytes; 0 if slots are part of it."""
+    """Memory of the host for each rank of this trial, in bytes; 0 if slots are part of it."""
     if accelerator.is_synchronized_device():
         return 0
     import psutil

@@ -1,4 +1,4 @@
-"""How many samples a script really feeds, whatever form its batches have."""
+"""Count of the samples that a script really feeds, whatever form its batches have."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Path = tuple[str, ...]
 
 
 def is_about(warning: str) -> bool:
-    """Whether a warning is about the samples that were fed."""
+    """Tell whether a warning is about the samples that were fed."""
     return warning in (UNCOUNTED, UNSEEN) or warning.startswith(OF_ITS_OWN.partition("{")[0])
 
 
@@ -78,12 +78,12 @@ class SampleCounter:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the first micro step was looked at."""
+        """Tell whether the first micro step was looked at."""
         return self._carriers is not None
 
     @property
     def counts(self) -> bool:
-        """Whether the first micro step could be counted."""
+        """Tell whether the first micro step could be counted."""
         return bool(self._carriers)
 
     def first(self, leaves: Iterable[tuple[Path, Leaf]]) -> None:
@@ -140,7 +140,7 @@ class SampleCounter:
             )
 
     def _feeds_as_before(self, samples: int) -> bool:
-        """Whether the profile trial was fed as many, with another micro batch."""
+        """Tell whether the profile trial was fed as many, with another micro batch."""
         before = self._fed_before
         return before.get("rows") == samples and before["micro_batch"] != self._micro_batch
 

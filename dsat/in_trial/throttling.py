@@ -1,4 +1,4 @@
-"""What held a GPU's clocks down while it was measured, as NVIDIA's management library tells it."""
+"""Reasons that held a GPU's clocks down during a measurement, as NVML reports them."""
 
 from __future__ import annotations
 
