@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsat.app import estimate, simulation_engine
+from dsat.app import simulation_engine
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.machine import find_machines
 from dsat.engines.places import local as this_machine
@@ -47,10 +47,9 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
         [machine] = find_machines({"this machine": prefix})
         return machine
 
-    for module in (estimate, this_machine):
-        put(module, "find_machine", find_machine)
+    put(this_machine, "find_machine", find_machine)
     put(simulation_engine, "find_machine_for_simulations", find_machine)
-    for module in (estimate, this_machine, simulation_engine):
+    for module in (this_machine, simulation_engine):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
 
 

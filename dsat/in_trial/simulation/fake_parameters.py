@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
@@ -107,7 +108,9 @@ class FakeParameters:
         self._replace_zero_init()
         with contextlib.suppress(ImportError):
             self._replace(importlib.import_module("safetensors.torch"), "load_file", self._tensors)
-        _when_imported("transformers.modeling_utils", self._replace_from_pretrained)
+        wrapt.register_post_import_hook(
+            self._replace_from_pretrained, "transformers.modeling_utils"
+        )
 
     def uninstall(self) -> None:
         """Undoes `install`; fake tensors stay what they are."""
@@ -290,33 +293,6 @@ def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
             new.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = new
     return memo[id(tensor)]
-
-
-def _when_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Calls `change(module)` now, if it is imported, or else as soon as it is."""
-    if name in sys.modules:
-        change(sys.modules[name])
-        return
-
-    class Finder:
-        """Finds the module as everyone else does, and has a word when it has been run."""
-
-        def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-            if fullname != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(fullname)
-            assert spec is not None and spec.loader is not None
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                change(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-            return spec
-
-    sys.meta_path.insert(0, Finder())
 
 
 def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
