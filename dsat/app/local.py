@@ -31,6 +31,7 @@ from dsat.report.progress import Status
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
 from dsat.tuning.loop import Observer, drive
+from dsat.tuning.profile_phase import name_of_trial
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -438,7 +439,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
         OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
     }
     hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
-    which = "the profile trial" if trial.kind is TrialKind.PROFILE else f"trial {trial.id}"
+    which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
     return SearchFailed(
         f"{outcome.said_of(which)}.{hint} Its logs are in {trials / trial.name}.",
         "" if outcome.kind is OutcomeKind.OOM else outcome.detail,

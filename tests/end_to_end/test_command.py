@@ -306,7 +306,8 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     assert str(PROGRAMS / "behaviours" / "train.py") in told.err
     assert "in_trial" not in told.err and "dsat/cli/main.py" not in told.err
     assert last.startswith(
-        "dsat: error: the profile trial failed: rank 0: ValueError: the data set has no labels. "
+        "dsat: error: your own configuration failed: rank 0: ValueError: the data set has no "
+        "labels. "
     )
     assert "your script's own error" in last
     assert str(next((tmp_path / "run" / "trials").iterdir())) in last

@@ -15,6 +15,7 @@ import pytest
 
 from dsat.app.local import local_engine
 from dsat.app.prepare import Prepared
+from dsat.in_trial import side_effects
 from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.values.trial import Trial
@@ -105,6 +106,7 @@ def conditions(folder: Path, rank: int) -> dict[str, Any]:
         for name, value in found["environment"].items()
         if name not in IDENTITY
         and not name.startswith("TORCHELASTIC_")
+        and name not in (*side_effects.TRACKERS_OFF, "MLFLOW_TRACKING_URI")
         and SAME_WITHOUT.get(name) != value
     }
     config = next(i for i, word in enumerate(found["arguments"]) if word.endswith(".json"))

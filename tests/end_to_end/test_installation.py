@@ -148,7 +148,9 @@ def test_a_plain_script_is_estimated_with_nothing_else_installed(
 
 def test_a_trainer_script_is_tuned_without_determined(wheel: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment", wheel, without=("determined",))
-    words = "torchrun train.py --deepspeed ds_config.json --output_dir".split()
+    words = (
+        "python3 -m torch.distributed.run train.py --deepspeed ds_config.json --output_dir".split()
+    )
     words += [str(tmp_path / "output"), "--per_device_train_batch_size", "4"]
     folder = EXAMPLES / "hf_trainer"
     told = environment.run(

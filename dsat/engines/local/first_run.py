@@ -16,7 +16,7 @@ from pathlib import Path
 import wrapt
 
 import dsat
-from dsat.engines.local import trial_result
+from dsat.engines.local import no_accelerator, trial_result
 from dsat.engines.local.accelerators import has_nvml
 from dsat.engines.local.command_trial import with_hook
 from dsat.engines.local.hosts import Host
@@ -26,7 +26,7 @@ from dsat.engines.local.launch import (
     allocator_is_set,
     log_files,
 )
-from dsat.engines.local.machine import Machine
+from dsat.engines.local.machine import Machine, machine_of_cores
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.engines.local.views import WorkingFolder
@@ -100,6 +100,10 @@ class FirstRun:
         }
         [port] = free_ports(1)
         self.env.update(INTERFACES, MASTER_ADDR=ADDRESS, MASTER_PORT=str(port))
+        slots: tuple[str, ...] = ()
+        if options is not None and no_accelerator.is_certain():
+            slots = machine_of_cores().devices  # one thread each, as in all trials
+            self.env["OMP_NUM_THREADS"] = "1"
         if options is None:
             hooked = with_hook(self.env, self.folder, source=start_recorder)
         else:
@@ -118,7 +122,10 @@ class FirstRun:
                 "port": 0,
                 "command": [program, *command[1:]],
                 "ranks": [
-                    {"env": {**hooked, **_variables_of(rank, ranks)}, "cores": []}
+                    {
+                        "env": {**hooked, **_variables_of(rank, ranks)},
+                        "cores": [int(slots[rank % len(slots)])] if slots and ranks else [],
+                    }
                     for rank in range(ranks or 1)
                 ],
                 "logs": log_files(0),
