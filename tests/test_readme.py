@@ -40,7 +40,7 @@ def test_the_examples_in_python_run_as_they_stand(
         SEARCHES.pop("patient", None)
     result, again, run = names["result"], names["again"], names["run"]
     assert result.run_dir == Path("dsat_runs/tiny-1")
-    assert [trial["kind"] for trial in result.trials[:2]] == ["profile", "baseline"]
+    assert [trial["kind"] for trial in result.trials[:2]] == ["baseline", "profile"]
     assert len(result.trials) == 6 and result.best["outcome"] == "OK"
     assert names["config"] == result.best_config
     assert "train_micro_batch_size_per_gpu" in result.best_config

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ from dsat.in_trial.rank import (
     default_local_rank,
     lay_over,
     libraries,
+    limit_memory,
     step_counter,
     tell_of_compiling,
     write_outcome,
@@ -102,7 +104,11 @@ class CommandRank:
         task: Mapping[str, Any] = {**self._spec.task, "folder": self._folder}
         determined_shim.install(determined_shim.LocalTask(**task))
         self._doing.say("your command runs, up to its first optimizer step")
-        self._meters = lay_over(self._spec, self._folder, self._tell, self._count_step)
+        # What the script imports from here on does not count, as in a forked rank.
+        if self._spec.cpu_memory_bytes is not None:
+            _before_first_module(functools.partial(_limit, self._spec.cpu_memory_bytes))
+        spec = replace(self._spec, cpu_memory_bytes=None)
+        self._meters = lay_over(spec, self._folder, self._tell, self._count_step)
         config_injection.on_initialize(self._begin_engine)
         previous = sys.excepthook
 
@@ -206,3 +212,24 @@ def _with_own_devices(spec: RankSpec) -> RankSpec:
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )
+
+
+def _limit(budget_bytes: int) -> None:
+    """Limit this process's memory once DeepSpeed's own late imports are done (deepspeed 0.19.8)."""
+    importlib.import_module("torch._inductor.compile_fx")
+    limit_memory(budget_bytes)
+
+
+def _before_first_module(act: Callable[[], None]) -> None:
+    """Call `act` once, when the script begins to build its first model."""
+    import torch
+
+    original = torch.nn.Module.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.Module.__init__ = original  # type: ignore[method-assign]
+        act()
+        original(self, *args, **kwargs)
+
+    torch.nn.Module.__init__ = init  # type: ignore[method-assign]

@@ -203,7 +203,7 @@ def lay_over(
         available_memory.adapt(None, _say)
     _adapt_trainer(spec, folder, meters)
     if spec.cpu_memory_bytes is not None:
-        _limit_memory(spec.cpu_memory_bytes)
+        limit_memory(spec.cpu_memory_bytes)
     return meters
 
 
@@ -313,7 +313,7 @@ def _end_of_script(spec: RankSpec, folder: Path, rank: int, meters: list[Meter])
     _leave(FAILED)
 
 
-def _limit_memory(budget_bytes: int) -> None:
+def limit_memory(budget_bytes: int) -> None:
     """Lets this process allocate only so much more than it has now.
 
     The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
