@@ -77,6 +77,7 @@ class RandomSearch(Search):
         if is_at_the_top and self._predict is None:
             # The rough ceiling was too low: look as far again.
             lineage.hi = min(max(lineage.lo, 2 * lineage.hi + 1), len(lineage.micro_batches) - 1)
+            lineage.limit(self._most_samples)
         self._ready.append(lineage)
 
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
@@ -134,4 +135,5 @@ class RandomSearch(Search):
         last = len(lineage.micro_batches) - 1
         lineage.lo = min(position + 1, last)
         largest = lineage.position(self._largest_ran[lineage.branch])
+        lineage.limit(self._most_samples)
         lineage.hi = min(max(largest, hi, 2 * lineage.lo), last)
