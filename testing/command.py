@@ -124,7 +124,7 @@ class Background:
         below = self.below()
         self.process.kill()
         self.process.communicate()
-        wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes", 10)
+        wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes", 30)
 
     def end(self, timeout_s: float = 120.0) -> Told:
         out, err = self.process.communicate(timeout=timeout_s)

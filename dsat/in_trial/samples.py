@@ -116,7 +116,8 @@ class SampleCounter:
                 f"the script feeds {self._own} samples, its own micro batch, although the trial's "
                 f"train_micro_batch_size_per_gpu is {self._micro_batch}: take the batch size from "
                 "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping "
-                "train_micro_batch_size_per_gpu=--batch-size"
+                "train_micro_batch_size_per_gpu=--batch-size",
+                most_samples=self._own if self._own < self._micro_batch else None,
             )
         self.warning = UNCOUNTED
         samples = next(iter(rows)) if len(rows) == 1 else None

@@ -135,5 +135,5 @@ class RandomSearch(Search):
         last = len(lineage.micro_batches) - 1
         lineage.lo = min(position + 1, last)
         largest = lineage.position(self._largest_ran[lineage.branch])
-        lineage.limit(self._most_samples)
         lineage.hi = min(max(largest, hi, 2 * lineage.lo), last)
+        lineage.limit(self._most_samples)

@@ -339,12 +339,13 @@ def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
     told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
-    assert told.status == 2
-    [line] = told.err.splitlines()
-    assert "feeds 7 samples, its own micro batch" in line
-    assert "train_micro_batch_size_per_gpu is 1" in line
-    assert "engine.train_micro_batch_size_per_gpu()" in line
-    assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in line
+    assert told.status == 0, "your own configuration was measured"
+    assert "feeds 7 samples, its own micro batch" in told.out
+    assert "engine.train_micro_batch_size_per_gpu()" in told.out
+    assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in told.out
+    run = run_of(tmp_path / "run")
+    assert run.most_samples == 7
+    assert sum(trial.batch.micro_batch > 7 for trial in run.trials.values()) == 1
 
 
 # -- interrupted, killed and resumed
