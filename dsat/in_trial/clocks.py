@@ -39,6 +39,7 @@ class _DeviceClock(Clock):
 
 
 def clock_for(accelerator: Any) -> Clock:
+    """Return the clock for an accelerator."""
     if accelerator.is_synchronized_device() or accelerator.Event is None:
         return Clock()
     return _DeviceClock(accelerator)

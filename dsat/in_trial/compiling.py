@@ -1,4 +1,4 @@
-"""Which optimizer steps torch compiled in, and until when DeepCompile is going to compile anew.
+"""Optimizer steps in which torch compiled, and the end of DeepCompile's compilations.
 
 Nothing is imported here: a script that compiles has imported what is asked.
 """

@@ -42,7 +42,7 @@ class Passed:
 
 
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Whether a configuration has every setting of `overrides`, sections compared key by key."""
+    """Check that a configuration has every setting of `overrides`, section by section."""
     for key, wanted in overrides.items():
         value = config.get(key)
         if isinstance(wanted, Mapping) and isinstance(value, Mapping):
@@ -96,12 +96,12 @@ def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
-    """Whether the engine gets an optimizer; a reference model, say, gets none."""
+    """Check that the engine gets an optimizer; a reference model gets none."""
     return names_what_to_train(arguments) or "optimizer" in passed.content
 
 
 def names_what_to_train(arguments: Mapping[str, Any]) -> bool:
-    """Whether the script leaves no doubt that the engine is to train."""
+    """Check that the script itself names what to train."""
     return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
 
 

@@ -20,8 +20,10 @@ def refuse_pipeline(engine: Any) -> None:
 
 
 def refuse_shared_samples(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidTrial if ranks are to work on the same samples: DeepSpeed would say that the
-    batch sizes contradict each other (`DeepSpeedConfig.__init__`, 0.19.8).
+    """Raise InvalidTrial if ranks are to work on the same samples.
+
+    DeepSpeed would say that the batch sizes contradict each other (`DeepSpeedConfig.__init__`,
+    0.19.8).
 
     Args:
         arguments: of `deepspeed.initialize`, by name.

@@ -1,5 +1,4 @@
-"""What PyTorch's data loaders tell before training begins: how many batches they have in store, and
-how many samples there are in an epoch.
+"""Batches that PyTorch's data loaders prepare in advance, and samples of an epoch.
 
 As long as a loader feeds from what its workers made in advance, a script looks faster than it is.
 """

@@ -174,8 +174,7 @@ class LossWatch:
         self._count += 1
 
     def _remember_unscaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`engine.scale(loss).backward()`: fp16 multiplies the loss so that gradients do not
-        vanish."""
+        """Remember the loss that fp16 scales in `engine.scale(loss).backward()`."""
 
         @functools.wraps(original)
         def scale(loss: Any, *args: Any, **kwargs: Any) -> Any:

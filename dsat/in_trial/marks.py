@@ -1,4 +1,4 @@
-"""What is noted of one optimizer step while it runs."""
+"""Notes about one optimizer step while it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepMarks:
 
     @property
     def micro_steps(self) -> int:
-        """How often a micro batch went through; 0 if that cannot be seen.
+        """Number of micro batches that went through; 0 if that cannot be seen.
 
         A script may call the model twice for one loss (pairs), or give it two losses; and it may
         leave out the engine's `forward` or `backward`, but hardly both.
@@ -48,7 +48,7 @@ class StepMarks:
         return min(seen, default=0)
 
     def is_full(self, gas: int, micro_batch: int) -> bool:
-        """Whether neither a micro step is missing nor a sample, as at the end of an epoch."""
+        """Tell whether no micro step and no sample is missing, as at the end of an epoch."""
         enough = self.micro_steps == 0 or self.micro_steps >= gas
         return enough and all(rows is None or rows >= micro_batch for rows in self.rows)
 

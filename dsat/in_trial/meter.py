@@ -123,7 +123,7 @@ def install(
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether an engine can train: at stage 3 a reference model's optimizer is a mere stand-in."""
+    """Check that an engine can train: at stage 3 a reference model has a stand-in optimizer."""
     optimizer = getattr(engine, "optimizer", None)
     return optimizer is not None and type(optimizer).__name__ != "DeepSpeedZeRoOffload"
 
@@ -167,7 +167,7 @@ class Meter:
 
     @property
     def shortfall(self) -> str:
-        """Why nothing was measured, if the script came to its own end."""
+        """Reason why nothing was measured, if the script came to its own end."""
         if not self.watches:
             return "the script ended without calling deepspeed.initialize with an optimizer"
         return (
@@ -444,7 +444,7 @@ class Meter:
         return int(more), slowest_ms / 1e3
 
     def _affordable(self, wanted: int, step_s: float) -> int:
-        """How many steps may be measured of those that are wanted, one at least."""
+        """Number of the wanted steps that may be measured, at least one."""
         longest_s = self.spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
             return max(wanted, 1)
@@ -542,7 +542,7 @@ class Meter:
         self._check(is_last=True)
 
     def _is_beaten(self, outcome: Outcome) -> bool:
-        """Whether not even the better end of the interval reaches what there is to beat."""
+        """Tell whether even the better end of the interval misses the best so far."""
         metrics = outcome.metrics
         assert metrics is not None
         return any(
@@ -558,7 +558,7 @@ class Meter:
         samples: list[float],
         tokens: list[float],
     ) -> Outcome:
-        """What was measured in full steps: by the ordinary ones, accidents told apart.
+        """Return the metrics of full steps, accidents left out.
 
         Args:
             rows: of each step, ms: its latency and its phases.
@@ -617,8 +617,10 @@ class Meter:
 
 
 def _may_be_accident(rows: list[list[float]], elements: list[float]) -> list[bool]:
-    """Of each step, whether it took its time inside of its phases (waiting for data is the script's
-    own) and had no more to work on than usual (longer sequences, say)."""
+    """Mark the steps that spent their time inside their phases with no more work than usual.
+
+    Waiting for data is the script's own, and longer sequences are more work.
+    """
     usual = statistics.median(elements)
     return [
         sum(phases) > 0.5 * latency and size <= usual

@@ -1,4 +1,4 @@
-"""What a meter is told of its trial."""
+"""Specification of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either re
 
 @dataclass(frozen=True)
 class MeterSpec(Recorded):
-    """What to measure and what to expect.
+    """Measurement to make, and facts to expect.
 
     Attributes:
         options: what holds for all trials of the run.
@@ -46,7 +46,7 @@ class MeterSpec(Recorded):
     def of_trial(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
-        """What to measure in a trial."""
+        """Return the measurement of a trial."""
         measures = trial.kind is not TrialKind.PROFILE
         if not measures:
             # One step is enough. Peaks are those of the second, since an optimizer's moments are

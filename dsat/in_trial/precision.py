@@ -45,7 +45,7 @@ def of_engine(engine: Any) -> str:
 
 
 def _of_dtype(dtype: Any) -> str:
-    """What is computed with weights of a type; those of quantised ones are made into bf16."""
+    """Return the type that weights are computed in: bf16 for quantised ones."""
     import torch
 
     if dtype is torch.float16:

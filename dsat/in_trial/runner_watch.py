@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Cluster(Protocol):
-    """What is asked of the master; any of it may raise an `OSError`."""
+    """Requests to the master; each may raise an `OSError`."""
 
     def experiment_state(self, experiment_id: int) -> str:
         """`RUNNING`, `PAUSED`, `STOPPING_CANCELED` and so on; `DELETED` if there is none."""
@@ -183,7 +183,7 @@ def _name_of(state: Any) -> str:
 
 
 def _with_os_errors(ask: Callable[[], T]) -> T:
-    """What a request answers; determined's own errors become one that a trial lives through."""
+    """Return the answer to a request; determined's own errors become an `OSError`."""
     from determined.common.api import errors
 
     try:

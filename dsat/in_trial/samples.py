@@ -217,7 +217,7 @@ def _name(path: Path) -> str:
 
 
 def _shape(leaf: Leaf) -> tuple[int, ...]:
-    """Of nested tensors and packed sequences it is the number of sequences alone."""
+    """Return the shape; for nested tensors and packed sequences only the number of sequences."""
     import torch
 
     if not isinstance(leaf, torch.Tensor):

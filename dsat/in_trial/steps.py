@@ -1,4 +1,4 @@
-"""What the times of a trial's steps say: their mean, how sure it is, and accidents of the host.
+"""Statistics of a trial's step times: mean, confidence interval, accidents of the host.
 
 Steps that follow each other are not independent: a machine is slower for a while, and then faster.
 The interval takes them for a first-order autoregressive process whose coefficient is unknown, and
@@ -113,7 +113,7 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """How many steps to have measured before looking again."""
+    """Number of steps to measure before the next look."""
     wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most twice as many at a time: the first few steps say little of the spread.
     return max(count + 1, min(most, wanted, 2 * count))

@@ -46,7 +46,7 @@ class Throttling:
             self._seen |= reasons.value
 
     def flags(self) -> list[float]:
-        """Of each of `REASONS`, 1 if it was seen, for a maximum over ranks."""
+        """Return 1 for each of `REASONS` that was seen, for a maximum over ranks."""
         return [float(bool(self._seen & bit)) for bit in REASONS]
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens a script feeds, and how long its sequences are."""
+"""Counts of tokens, and lengths of sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class Fed:
-    """What one call of the model was fed.
+    """Tokens of one call of the model.
 
     Attributes:
         tokens: their number, on whatever device it was counted; None if there are none to be seen.
@@ -58,8 +58,10 @@ class TokenCounter:
         return fed
 
     def lengths(self, engine: Any) -> list[float]:
-        """What the ranks agree upon by its maximum: the negative of the shortest length so far, the
-        longest, and what the model takes at most; 0 for what is not known."""
+        """Return figures that ranks combine by their maximum; 0 for unknown ones.
+
+        They are the negative of the shortest length so far, the longest, and the model's maximum.
+        """
         if not self._lengths:
             return [-math.inf, 0.0, 0.0]
         return [-min(self._lengths), max(self._lengths), float(_longest_of(engine.module))]
@@ -116,8 +118,7 @@ def _is_of_ids(tensor: Any, *, dimensions: int) -> bool:
 
 
 def _longest_of(model: Any) -> int:
-    """`max_position_embeddings` of a transformers model, whatever it is wrapped in (PEFT, say); 0
-    of any other."""
+    """Return `max_position_embeddings` of a transformers model, wrapped or not; 0 of any other."""
     for module in model.modules():
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and most > 0:

@@ -1,4 +1,4 @@
-"""What came of a trial: how it ended, what it measured, what it learned of the model."""
+"""Outcome of a trial: its end, its measurements, and facts about the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsat.values.text import MOST_OF_A_LOG, printable
 
 
 class OutcomeKind(str, enum.Enum):
-    """How a trial ended."""
+    """Kind of a trial's end."""
 
     OK = "OK"
     OOM = "OOM"
@@ -25,7 +25,7 @@ class OutcomeKind(str, enum.Enum):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether memory ran out, the device's or the host's."""
+        """Tell whether memory ran out, the device's or the host's."""
         return self in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 
@@ -58,7 +58,7 @@ def student_t95(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Metrics(Recorded):
-    """What a trial measured. Times are per optimizer step, the slowest rank's.
+    """Measurements of a trial. Times are per optimizer step, the slowest rank's.
 
     Attributes:
         throughput: samples/s over all slots.
@@ -92,7 +92,7 @@ class Metrics(Recorded):
 
     @property
     def standard_error(self) -> float:
-        """Of `latency`, as a fraction of it; of two steps alone an interval says little else."""
+        """Standard error of `latency`, as a fraction of it."""
         return self.ci95 / student_t95(max(1, self.num_steps - 1))
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
@@ -128,7 +128,7 @@ class MemoryUse:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is limited was counted; a resident set has no pages that nobody touched."""
+        """Tell whether the limited quantity was counted; a resident set misses untouched pages."""
         return bool(self.allocated_bytes or self.data_bytes)
 
     @property
@@ -146,7 +146,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ModelProfile(Recorded):
-    """What trial 0 learns of the model and its slots.
+    """Facts about the model and its slots, from the first trial.
 
     Attributes:
         num_params, trainable_params: of the whole model, whatever the partitioning.
@@ -178,7 +178,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """How the training went: the first and the last optimizer steps of a trial, in order.
+    """Training curve: the first and the last optimizer steps of a trial, in order.
 
     Attributes:
         steps: optimizer steps, counted from 1.
@@ -200,7 +200,7 @@ class TrainingCurve:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """How long the sequences of a trial were, over all ranks and steps, in tokens.
+    """Lengths of a trial's sequences over all ranks and steps, in tokens.
 
     Attributes:
         shortest, longest: of the micro batches' lengths, the padding included.
@@ -214,7 +214,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Outcome(Recorded):
-    """How a trial ended and what it measured.
+    """End of a trial, and its measurements.
 
     Attributes:
         message: one line for people; empty when all went well.
