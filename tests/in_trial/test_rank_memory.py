@@ -26,7 +26,7 @@ def compiled(self, verbose=True):
 
 
 OpBuilder.jit_load = compiled
-rank._limit_memory(BUDGET)
+rank.limit_memory(BUDGET)
 """
 
 
