@@ -19,6 +19,7 @@ from dsat.engines.local.launch import (
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.retries import COMMAND_AGAIN
 from dsat.in_trial.rank import MALLOC_VARIABLES
+from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.report import summary
 from dsat.tuning.run import Run
@@ -50,7 +51,7 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         run.best.script_args,
         ready.experiment.arg_mappings,
     )
-    if program.needs_command:
+    if runs_own_command(program, slots):
         return _again(program, found)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
@@ -69,12 +70,36 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     return [*launcher, *script, *found.args]
 
 
+def runs_own_command(program: Entrypoint, slots: int) -> bool:
+    """Return whether training with other arguments is the user's own command with these.
+
+    It is where nothing else starts its ranks, and where it ends with the arguments of its script
+    and has a launcher that starts as many ranks as a trial has.
+    """
+    command = program.started_by
+    if program.needs_command or not command:
+        return bool(program.needs_command)
+    has_variables = command[0] == "env"  # which may be credentials
+    if has_variables or program.slots != slots or program.binds_cores:
+        return False
+    if not _ends_with(command, program.args):
+        return False
+    if not Path(command[0]).name.startswith("python"):
+        return True
+    started = entrypoints.of_interpreter(command[1:])
+    return (started.script, started.module) != (program.script, program.module)
+
+
+def _ends_with(command: tuple[str, ...], args: tuple[str, ...]) -> bool:
+    return command[max(len(command) - len(args), 0) :] == args
+
+
 def _again(seen: Entrypoint, wanted: Entrypoint) -> list[str] | None:
     """The user's command with other arguments of its script; None if they do not end it."""
-    command, count = list(seen.started_by), len(seen.args)
-    if tuple(command[-count:]) != seen.args:
+    command = seen.started_by
+    if not _ends_with(command, seen.args):
         return None
-    return [*command[:-count], *wanted.args]
+    return [*command[: len(command) - len(seen.args)], *wanted.args]
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
@@ -102,9 +127,10 @@ def _variables(ready: Prepared, run: Run) -> dict[str, str]:
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
         return dict(ALLOCATOR_SETTINGS) if unset else {}
+    own = {} if runs_own_command(program, ready.plan.slots_per_trial) else program.env
     origins = dict.fromkeys(ready.experiment.env, "environment_variables")
-    origins |= dict.fromkeys(ready.program.env, "your command")
-    for name, value in {**ready.experiment.env, **ready.program.env}.items():
+    origins |= dict.fromkeys(own, "your command")
+    for name, value in {**ready.experiment.env, **own}.items():
         shown = f"{name}={value}"
         is_open = without_secrets(shown) == shown
         words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origins[name]}}}"'
@@ -145,7 +171,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
     if command is not None:
         program = program_of(ready, run)
         cwd = working_folder(ready.experiment, folder)
-        if program.needs_command:
+        if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
             cwd = Path(program.started_in)
         return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
     if ready.argv is None:

@@ -67,8 +67,7 @@ def install(folder: Path, warn: Callable[[str], None]) -> None:
             told.add(name)
             warn(NOT_SAVED.format(name))
 
-    os.environ.update(TRACKERS_OFF)
-    os.environ["MLFLOW_TRACKING_URI"] = (folder / "mlruns").resolve().as_uri()
+    os.environ.update(trackers_off(folder))
     config_injection.on_initialize(_without_reports)
     _after_import("deepspeed.runtime.engine", functools.partial(_adapt_engine, skip))
     for module, names in _SAVERS.items():
@@ -77,6 +76,11 @@ def install(folder: Path, warn: Callable[[str], None]) -> None:
         _after_import(module, functools.partial(_adapt_writer, skip, folder.resolve(), writer))
     _after_import("torch.utils.tensorboard.writer", functools.partial(_adapt_tensorboard, folder))
     _after_import("hydra._internal.utils", functools.partial(_adapt_hydra, folder))
+
+
+def trackers_off(folder: Path) -> dict[str, str]:
+    """Return the variables with which no tracker writes anywhere but into a trial's folder."""
+    return {**TRACKERS_OFF, "MLFLOW_TRACKING_URI": (folder / "mlruns").resolve().as_uri()}
 
 
 def without_reports(config: Mapping[str, Any]) -> dict[str, Any]:

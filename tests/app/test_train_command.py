@@ -95,7 +95,8 @@ def test_another_interpreter_has_its_own_launchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
-    other = replace(ready.program, interpreter="/other/bin/python", python_options=("-O",))
+    inside = replace(ready.program, started_by=("bash", "run.sh"))
+    other = replace(inside, interpreter="/other/bin/python", python_options=("-O",))
     line = printed_line(replace(ready, program=other), tmp_path)
     assert "/other/bin/python -m deepspeed.launcher.runner --num_gpus 1 --no_python" in line
     assert "/other/bin/python -O train.py" in line

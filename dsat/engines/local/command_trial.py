@@ -17,6 +17,7 @@ from dsat.in_trial import command_hook
 from dsat.in_trial.command_hook import CHANGES_FILE
 from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
+from dsat.in_trial.side_effects import trackers_off
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.files import write_atomically
 from dsat.values.text import words_without_secrets
@@ -115,6 +116,8 @@ class CommandLaunch(Launch):
             DS_ACCELERATOR=self._machine.accelerator,
             DSAT_TRIAL_DIR=str(self.folder.resolve()),  # by which the hook knows what to do
         )
+        if self.meter is not None:
+            env.update(trackers_off(self.folder))
         if self._machine.is_cpu:
             env["OMP_NUM_THREADS"] = "1"
         elif self._machine.expandable_segments and not allocator_is_set(env):

@@ -31,7 +31,7 @@ from dsat.engines.local.ports import free_ports
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.engines.local.views import WorkingFolder
 from dsat.errors import EngineError, ScriptFailed, UserInputError
-from dsat.in_trial import start_recorder
+from dsat.in_trial import side_effects, start_recorder
 from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
@@ -97,6 +97,8 @@ class FirstRun:
             "PYTHONUNBUFFERED": "1",
             "DSAT_TRIAL_DIR": str(self.folder),
             start_recorder.FOLDER_VARIABLE: str(self._records),
+            # Here too: what a launcher's process adds would be recorded as the user's own.
+            **side_effects.trackers_off(self.folder),
         }
         [port] = free_ports(1)
         self.env.update(INTERFACES, MASTER_ADDR=ADDRESS, MASTER_PORT=str(port))

@@ -16,6 +16,7 @@ from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.values.trial import TrialOptions
 from testing.local import PROGRAMS, processes_of
 
 BIN = Path(sys.executable).parent
@@ -28,8 +29,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-def seen(place: Path, *command: str, timeout_s: float = 60.0) -> Entrypoint:
-    run = FirstRun(command, place, timeout_s=timeout_s)
+def seen(
+    place: Path, *command: str, timeout_s: float = 60.0, options: TrialOptions | None = None
+) -> Entrypoint:
+    run = FirstRun(command, place, timeout_s=timeout_s, options=options)
     try:
         ranks = run.ranks()
     finally:
@@ -238,6 +241,31 @@ def test_real_launchers(
     program = seen(place, *command)
     assert (program.script, program.args, program.slots) == ("train.py", (), slots)
     assert not [name for name in program.env if name.startswith(("OMPI_", "TORCHELASTIC_"))]
+
+
+ENGINE = """
+import deepspeed, torch
+model = torch.nn.Linear(4, 4)
+config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+
+
+@pytest.mark.slow
+def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerate's launcher, whose process imports transformers and starts another one."""
+    place = tmp_path / "work"
+    place.mkdir()
+    (place / "train.py").write_text(ENGINE)
+    launcher = "import os, sys, transformers; os.execlp('python', 'python', *sys.argv[1:])"
+    (place / "launcher.py").write_text(launcher)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    named(place, {}, monkeypatch)
+    command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
+    program = seen(place, *command, options=TrialOptions(timeout_s=60))
+    assert (program.script, program.env) == ("train.py", {"WANDB_ENTITY": "us"})
 
 
 @pytest.mark.slow
