@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dsat.app import keywords
@@ -66,6 +68,10 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
             )
     elif values.get("hf_config") is not None:
         return  # the settings themselves know what goes with it
+    elif values["config"] is not None and _is_program(str(values["config"])):
+        raise UserInputError(
+            f"a command comes after --: dsat {values['method']} -- {values['config']} ..."
+        )
     elif values["model_dir"] is None:
         raise UserInputError("what to tune is missing: CONFIG MODEL_DIR, or -- COMMAND")
     elif values["ds_config"] is not None:
@@ -73,6 +79,10 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
             "--ds-config is for a command after --; in an experiment configuration it is "
             "hyperparameters.deepspeed_config"
         )
+
+
+def _is_program(word: str) -> bool:
+    return word.endswith(".py") or (not Path(word).is_file() and shutil.which(word) is not None)
 
 
 def _launcher_command(values: dict[str, Any]) -> list[str]:
@@ -85,4 +95,10 @@ def _launcher_command(values: dict[str, Any]) -> list[str]:
         given = values.pop(flag[2:])
         if given is not None:
             command += [flag, given]
-    return [*command, values.pop("script"), *values.pop("args")]
+    script = values.pop("script")
+    if not script.endswith(".py") and _is_program(script):
+        raise UserInputError(
+            f"{values['method']} takes a script and its arguments, as deepspeed --autotuning does; "
+            f"for a whole command: dsat model -- {script} ..."
+        )
+    return [*command, script, *values.pop("args")]
