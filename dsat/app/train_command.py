@@ -179,11 +179,12 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
             f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "
             "rest as before"
         )
-    argv, again = list(ready.argv), ["--resume", "--run-full-experiment"]
-    if "--run-dir" in argv:
-        position = argv.index("--run-dir")
-        del argv[position : position + 2]
-    again += ["--run-dir", str(folder)]
+    argv = list(ready.argv)
     end = argv.index("--") if "--" in argv else len(argv)
-    kept = [word for word in argv[:end] if word not in again]
-    return shlex.join(["python3", "-m", "dsat", *kept, *again, *argv[end:]])
+    kept, command = argv[:end], argv[end:]
+    if "--run-dir" in kept:
+        position = kept.index("--run-dir")
+        del kept[position : position + 2]
+    again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
+    kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
+    return shlex.join(["python3", "-m", "dsat", *kept, *again, *command])

@@ -78,7 +78,9 @@ def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
             search, ended = _search(ready, view)
             done.append(search)
             status = max(status, ended)
-        if len(runs) > 1:
+            if search.interrupted:
+                break
+        if len(done) > 1:
             for search in local.compare(done):
                 slots = search.ready.plan.slots_per_trial
                 print(f"{slots} slots: {verdict(search.run)[0]}")

@@ -85,8 +85,8 @@ class Entrypoint:
         ssh_port: of these machines, if the command names one.
         interpreter: another one than that which runs dsat, if its ranks need another.
         lacks_wrapt: whether a package is missing there that ranks need.
-        started_by: the user's command, if it had to be run to see what it starts.
-        started_in: the folder that it was run in.
+        started_by: the user's command; empty for an entrypoint.
+        started_in: the folder that it was run in; empty if it was not run.
         needs_command: why its ranks cannot be started by themselves, so that each trial runs the
             user's command again; empty if they can be.
     """

@@ -10,7 +10,7 @@ from dsat.in_trial import samples
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
-from dsat.tuning.finals import Finals
+from dsat.tuning.finals import LEAST_RUN, Finals
 from dsat.tuning.run import Run
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
@@ -216,14 +216,36 @@ def _of_search(run: Run, best: Trial) -> list[str]:
         return [f"Your own configuration did not run: {own}."]
     if baseline is best and not any(t.kind is TrialKind.SEARCH for t in _ended(run)):
         return ["This is your own configuration: nothing else was measured yet."]
-    if baseline is best:
+    if baseline is best and run.leader is baseline:
         return ["This is your own configuration: nothing faster was found."]
-    why = "the finals are not over" if run.finals is not None else "no finals were run"
+    found = run.leaders_gain
+    why = "no finals were run"
+    if run.finals is not None:
+        why = "the finals are not over"
+    elif run.plan.finals is None and run.plan.max_trials < LEAST_RUN:
+        why += f", which need a budget of {LEAST_RUN} trials"
+    if found is not None and baseline is best and run.leader is not None:
+        return [
+            f"{_not_enough(run, run.leader, found)}: {_KEEP}. The best of the search, "
+            f"{run.leader.name}, is {say_gain(found)} it, measured once: {why}."
+        ]
+    said = f"{ratio:.2f}x" if found is None else say_gain(found)
     return [
-        f"Gain: {ratio:.2f}x your own configuration ({own}), unconfirmed: measured once by the "
+        f"Gain: {said} your own configuration ({own}), unconfirmed: measured once by the "
         f"search, which overstates its best, and {why}.",
         *_at_the_same_batch(run, best),
     ]
+
+
+def _not_enough(run: Run, leader: Trial, found: Gain) -> str:
+    """Return why the best of the search is not recommended."""
+    assert run.plan is not None
+    if found.low <= 1:
+        return "No significant difference"
+    return (
+        f"The gain does not justify a global batch of {leader.batch.train_batch_size} instead of "
+        f"{run.plan.own_batch.train_batch_size}"
+    )
 
 
 def _ended(run: Run) -> list[Trial]:

@@ -27,7 +27,7 @@ ROOM_FOR_PAIRS = 6  # trials; only what is left beyond them goes into choosing a
 # By default the finals have 2 of 11 trials, 2 for 9 of the search: 30 % of its time at most, for
 # they are measured to the end, and most trials of a search are given up before.
 LEAST_TRIALS, MOST_TRIALS = 5, 12
-_LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no search
+LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no search
 
 # After so many pairs they are looked at, and whenever the budget is spent.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
@@ -44,7 +44,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
     """
     if asked is not None:
         return min(asked, max(0, max_trials - 3))  # the profile, their own, one to compare
-    if max_trials < _LEAST_RUN:
+    if max_trials < LEAST_RUN:
         return 0
     return min(MOST_TRIALS, max(LEAST_TRIALS, 2 * max_trials // 11))
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import same_training
+from dsat.tuning.comparison import Gain
 from dsat.tuning.events import (
     EVENT_BUDGET,
     EVENT_FINALS,
@@ -293,16 +295,49 @@ class Run:
 
     @property
     def best(self) -> Trial | None:
-        """Trial of the recommended configuration: the finals' winner, before that the leader."""
+        """Trial of the recommended configuration.
+
+        The finals' winner; without finals the leader, if it is surely better than the user's own.
+        """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
-            return self.leader
+            return self.leader if self._leads_surely() else own
         assert self.plan is not None and own is not None
         if finals.pick is not None and (
             finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)
         ):
             return self.trials[finals.pick.trial_id]
         return own if self.plan.admits(own.batch) else self.leader
+
+    def _leads_surely(self) -> bool:
+        """Return whether the leader is better than the user's own, by enough for its batch."""
+        found, own, leader = self.leaders_gain, self.baseline, self.leader
+        if found is None:
+            return True
+        assert self.plan is not None and own is not None and leader is not None
+        larger = leader.batch.train_batch_size > own.batch.train_batch_size
+        return found.low > 1 and (not larger or found.ratio > 1 + self.plan.indifference)
+
+    @property
+    def leaders_gain(self) -> Gain | None:
+        """Gain of the leader over the user's own configuration, both measured once.
+
+        Its interval is as wide as the best of so many trials needs (Bonferroni).
+
+        Returns:
+            None if either is missing, if they are the same, or if the user's own is not within the
+            batch sizes of the plan.
+        """
+        own, leader, plan = self.baseline, self.leader, self.plan
+        if own is None or leader is None or plan is None or leader is own:
+            return None
+        if self.value(own) is None or not plan.admits(own.batch):
+            return None
+        first, then = self.contestant(own), self.contestant(leader)
+        tried = sum(outcome.ok for outcome in self.outcomes.values())
+        margin = NormalDist().inv_cdf(1 - 0.025 / tried)
+        margin *= math.hypot(first.standard_error, then.standard_error)
+        return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
     def best_outcome(self) -> Outcome | None:

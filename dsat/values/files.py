@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,7 +35,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; the error names the file itself.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open_private(temporary) as file:
             file.write(text)

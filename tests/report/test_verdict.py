@@ -25,7 +25,26 @@ from tests.tuning.test_finals_phase import ran_to_the_end
 def test_the_best_is_compared_with_the_users_own() -> None:
     said = " ".join(verdict(run_of((1, 8, ran(150)), baseline=ran(100))))
     assert "Best: t2, 150 samples/s" in said
-    assert "1.50x your own" in said
+    assert "1.50x (1.48 to 1.52) your own" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (101.5, "No significant difference: keep your own configuration."),
+        (103.0, "The gain does not justify a global batch of 16 instead of 8: keep your own"),
+    ],
+)
+def test_without_finals_a_gain_within_the_noise_or_not_worth_its_batch_is_not_recommended(
+    value: float, why: str
+) -> None:
+    plan = plan_of(finals=None, max_trials=3, indifference=0.05)
+    run = run_of((1, 8, ran(value)), baseline=ran(100), plan=plan)
+    said = " ".join(verdict(run))
+    assert run.best is run.baseline
+    assert f"{why}" in said and f"t2, is {value / 100:.2f}" in said
+    assert "which need a budget of 12 trials" in said
+    assert "learning rate" not in said
 
 
 def test_smaller_is_better_for_latency() -> None:
@@ -34,7 +53,7 @@ def test_smaller_is_better_for_latency() -> None:
     run = run_of((1, 8, fast), baseline=slow, plan=plan)
     assert run.best is not None
     assert run.best.name == "t2"
-    assert "1.50x your own" in " ".join(verdict(run))
+    assert "1.50x (1.48 to 1.52) your own" in " ".join(verdict(run))
 
 
 def test_the_users_own_may_be_the_best() -> None:

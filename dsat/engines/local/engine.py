@@ -129,7 +129,7 @@ class LocalEngine:
         self._retries = Retries(
             cold=options.cold
             or bool(program.python_options or program.interpreter or program.needs_command),
-            has_command=bool(program.started_by) and len(hosts) == 1,
+            has_command=bool(program.started_in) and len(hosts) == 1,
         )
         self._working = WorkingFolder(working_folder(experiment, folder), folder)
         self._failed_in_view: set[int] = set()
