@@ -181,10 +181,10 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
         )
     argv = list(ready.argv)
     end = argv.index("--") if "--" in argv else len(argv)
-    kept, command = argv[:end], argv[end:]
+    kept, rest = argv[:end], argv[end:]
     if "--run-dir" in kept:
         position = kept.index("--run-dir")
         del kept[position : position + 2]
     again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
     kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
-    return shlex.join(["python3", "-m", "dsat", *kept, *again, *command])
+    return shlex.join(["python3", "-m", "dsat", *kept, *again, *rest])
