@@ -12,6 +12,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section, script_args
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.option import ANY
 from dsat.inputs.settings import Settings
 from dsat.inputs.value_lists import STAGES
 from dsat.space.knobs import KNOB_NAMES
@@ -90,7 +91,11 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
         max_profile_steps=max(
             settings.max_profile_steps, section.end_profile_step - section.start_profile_step + 1
         ),
-        max_train_batch_size=None if settings.train_batch_size else section.max_train_batch_size,
+        # As DeepSpeed's autotuner, which replaces what the configuration gives.
+        train_batch_size=settings.train_batch_size or ANY,
+        max_train_batch_size=section.max_train_batch_size
+        if settings.train_batch_size in (None, ANY)
+        else None,
         min_micro_batch=section.min_micro_batch,
         max_micro_batch=largest,
     )

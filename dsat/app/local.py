@@ -255,6 +255,11 @@ def _notes(ready: Prepared) -> list[str]:
             f"{plan.metric} is a time per optimizer step, which small batches make short; add "
             "--train-batch-size to compare like with like"
         )
+    if plan.train_batch_size is not None and ready.settings.train_batch_size is None:
+        found.append(
+            f"your configuration gives train_batch_size {plan.train_batch_size}, which the search "
+            "keeps; --train-batch-size any tries others"
+        )
     if ready.native is not None:
         found += ready.native.notes
     return found

@@ -9,6 +9,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.option import OWN
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
 from dsat.search import SEARCHES
@@ -16,6 +17,7 @@ from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.values.objective import Objective
+from dsat.values.trial import BatchTriple
 
 ALL = "all"  # in the place of a list of knobs
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -48,14 +50,15 @@ def plan_of(
     listed = dict(experiment.choices)
     stages = listed.pop("stage", DEFAULT_STAGES)
     micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
-    if settings.train_batch_size is not None or settings.max_train_batch_size is not None:
+    global_batch = _global_batch(settings, base, own_batch, is_listed=GAS in listed)
+    any_batch = global_batch is None and settings.max_train_batch_size is None
+    if not any_batch:
         listed.pop(GAS, None)
-    decided = plan_values(settings)
+    decided = {**plan_values(settings), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
-    any_batch = settings.train_batch_size is None and settings.max_train_batch_size is None
     is_time = Objective(settings.metric).smaller_is_better
     plan = Plan(
         **decided,
@@ -76,6 +79,22 @@ def plan_of(
     )
     check_micro_batches(plan)
     return plan
+
+
+def _global_batch(
+    settings: Settings, base: Mapping[str, Any], own: BatchTriple, *, is_listed: bool
+) -> int | None:
+    """Return the global batch size that all configurations keep to; None for any.
+
+    Args:
+        is_listed: the user lists numbers of accumulation steps, which change it.
+    """
+    given = settings.train_batch_size
+    if isinstance(given, int):
+        return given
+    named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
+    held = named and given is None and settings.max_train_batch_size is None
+    return own.train_batch_size if held or given == OWN else None
 
 
 def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dsat.inputs.document import LARGEST_INTEGER
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+OWN, ANY = "own", "any"  # in the place of a global batch size
 _LONGEST_S = 1e9  # a longer time-out overflows in the system's calls
 
 
@@ -225,6 +226,10 @@ def at_least(least: int) -> Kind:
     return Kind(read, metavar="N")
 
 
+def _global_batch(value: str | int) -> int | str:
+    return str(value) if value in (OWN, ANY) else int(at_least(1).read(value))
+
+
 def _positive_number(value: str | float) -> float:
     number = _number(value)
     if not 0 < number < float("inf"):
@@ -294,6 +299,7 @@ def _lora(value: Any) -> dict[str, str]:
 MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
 WHOLE_NUMBER = at_least(0)
+GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")
 POSITIVE_NUMBER = Kind(_positive_number, metavar="X")
 FRACTION = Kind(_fraction, metavar="PART")
 WORD = Kind(_word)

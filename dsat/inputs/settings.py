@@ -17,8 +17,10 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import (
+    ANY,
     ARG_MAPPING,
     DURATION,
+    GLOBAL_BATCH,
     MEMORY_SIZE,
     PATH,
     WHOLE_NUMBER,
@@ -264,14 +266,15 @@ class Settings(Target):
         group=Group.FIRST,
         help="continue the run in --run-dir, or the newest one of this experiment",
     )
-    train_batch_size: int | None = option(
+    train_batch_size: int | str | None = option(
         "--train-batch-size",
-        kind=at_least(1),
+        kind=GLOBAL_BATCH,
         any_command=True,
         plan_field="train_batch_size",
         group=Group.FIRST,
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
-        "exactly N",
+        "exactly N, or that of your own configuration, or any (default: your own if your "
+        "configuration gives a train_batch_size)",
     )
     trial_timeout_s: float = option(
         "--trial-timeout",
@@ -365,7 +368,7 @@ class Settings(Target):
                 f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
                 f"{self.min_micro_batch}"
             )
-        if self.train_batch_size is not None and self.max_train_batch_size is not None:
+        if self.train_batch_size not in (None, ANY) and self.max_train_batch_size is not None:
             raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:

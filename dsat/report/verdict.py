@@ -277,7 +277,7 @@ def learning_rate_advice(run: Run) -> list[str]:
         advice = f"with an Adam-like optimizer {root}, with SGD {linear}"
     return [
         f"The global batch size changed from {old} to {new}, so the learning rate should too: "
-        f"{advice}. To keep the batch, use --train-batch-size {old}."
+        f"{advice}. To keep the batch, use --train-batch-size own."
     ]
 
 

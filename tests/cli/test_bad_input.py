@@ -420,6 +420,30 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     assert told["command"][-1] == "train.py"
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "kept"),
+    [
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 4}, "", 16),
+        ({"train_batch_size": 16}, "--train-batch-size any", None),
+        ({"train_batch_size": 16}, "--max-train-batch-size 64", None),
+        ({"train_batch_size": 16}, "--train-batch-size 8", 8),
+        ({"train_micro_batch_size_per_gpu": 4}, "", None),
+        ({"train_micro_batch_size_per_gpu": 4}, "--train-batch-size own", 8),
+    ],
+)
+def test_a_global_batch_that_the_configuration_gives_is_kept(
+    config: dict[str, int],
+    options: str,
+    kept: int | None,
+    folder: Folder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    argv = ["binary", "deepspeed.yaml", ".", "--dry-run", "--json", *options.split()]
+    assert main.main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["train_batch_size"] == kept
+
+
 def test_auto_stands_for_the_trainers_flags(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def test_the_best_is_compared_with_the_users_own() -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (101.5, "No significant difference: keep your own configuration."),
+        (101.0, "No significant difference: keep your own configuration."),
         (103.0, "The gain does not justify a global batch of 16 instead of 8: keep your own"),
     ],
 )
