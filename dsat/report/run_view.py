@@ -214,10 +214,10 @@ class RunView:
 
 
 def _gain(run: Run) -> tuple[float | None, str]:
+    if run.best is not None and run.best is run.baseline:
+        return 1.0, "1.00x, your own"
     confirmed = gain(run)
     if confirmed is not None:
-        if run.best is run.baseline:
-            return 1.0, "1.00x, your own"
         return confirmed.ratio, say_gain(confirmed)
     measured = search_gain(run)
     return measured, "-" if measured is None else f"{measured:.2f}x, unconfirmed"

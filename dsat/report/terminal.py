@@ -82,15 +82,19 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
     found.append(_line(f"took {fmt.duration(outcome.duration_s)}"))
     found += [_line(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
-        told = outcome.metrics.to_json()
+        measured = outcome.metrics
         cells = [
-            (
-                name.replace("_", " "),
-                fmt.metric(name, value) if name in METRIC_NAMES else f"{value:.6g}",
-            )
-            for name, value in told.items()
-            if value is not None
+            (name.replace("_", " "), fmt.metric(name, measured.value(name)))
+            for name in METRIC_NAMES
+            if measured.value(name) is not None
         ]
+        cells += [
+            ("measured steps", str(measured.num_steps)),
+            ("95 % interval of the latency", f"±{fmt.percent(measured.ci95)}"),
+        ]
+        if measured.accidents:
+            lost = fmt.percent(measured.lost_to_accidents)
+            cells.append(("rare long steps, left out", f"{measured.accidents}, {lost} of the time"))
         found.append(_table(("measured", "value"), cells))
     found.append(_line("configuration, where it differs from yours:"))
     found.append(_table(("setting", "yours", "here"), _changes(run, trial)))
