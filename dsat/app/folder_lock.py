@@ -67,6 +67,13 @@ def is_marked(folder: Path) -> bool:
     return (folder / MARK_FILE).is_file() and not (folder / MARK_FILE).is_symlink()
 
 
+def host_of(path: Path) -> str:
+    """Return the host whose process wrote the mark last; empty if it does not say."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["host"])
+    return ""
+
+
 def _holder(descriptor: int) -> str:
     """` (process 71 on host, since 10:31:02)`; empty if the file does not say."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.app.folder_lock import MARK_FILE
+from dsat.app.folder_lock import MARK_FILE, host_of
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.tuning.journal import FILE_NAME, read_events
@@ -21,7 +24,7 @@ class PastRun:
 
     Attributes:
         run: what is known so far.
-        goes_on: a process of this machine works on it.
+        goes_on: a process works on it.
         changed_s: when something last happened, in seconds since the epoch.
     """
 
@@ -122,10 +125,24 @@ def find(path: Path | None) -> Path:
 
 
 def is_locked(folder: Path) -> bool:
-    """Check for a process that works on a run, without trying its lock."""
+    """Check for a process that works on a run; on this host without trying its lock."""
+    path = folder / MARK_FILE
     try:
-        inode = (folder / MARK_FILE).stat().st_ino
+        if host_of(path) != socket.gethostname():
+            return _is_refused(path)
+        found = path.stat()
         held = _LOCKS.read_text(encoding="ascii").splitlines()
     except OSError:
         return False
-    return any(f":{inode} " in line and "FLOCK" in line for line in held)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    return any(f" {device}:{found.st_ino} " in line and "FLOCK" in line for line in held)
+
+
+def _is_refused(path: Path) -> bool:
+    """Try the lock of a process on another host, which network file systems pass on."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -11,15 +11,20 @@ import functools
 import json
 import math
 import secrets
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dsat.app import mailbox, past_runs
+from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
 from dsat.report.watch_page import Watched
@@ -38,6 +43,7 @@ LOOPBACK = "127.0.0.1"
 _HOSTS = [LOOPBACK, "localhost"]  # by other names a foreign page might reach it (DNS rebinding)
 _EVERY_S, _LOOK_S = 1.0, 0.2
 _FILES = ("stdout.log", "stderr.log", "ds_config.json")
+_MOST_CONNECTIONS = 100
 _MOST_OF_FILE, _MOST_OF_REQUEST = 4 * 2**20, 4096
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -118,7 +124,8 @@ class Watcher:
         if not self._is_run:
             routes.append(Route("/", self._guarded(self._list)))
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS, www_redirect=False)
-        return Starlette(routes=routes, middleware=[hosts])
+        missing = dict.fromkeys((UserInputError, JournalError, FileNotFoundError), _missing)
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=missing)
 
     # -- answers
 
@@ -127,10 +134,7 @@ class Watcher:
         def guarded(request: Request) -> Response:
             if not self._knows_token(request.query_params.get("token", "")):
                 return _text("The address lacks the token that dsat printed.", 403)
-            try:
-                response = answer(request)
-            except (UserInputError, JournalError, FileNotFoundError) as error:
-                return _text(str(error), 404)
+            response = answer(request)
             response.headers.update(_HEADERS)
             return response
 
@@ -184,12 +188,14 @@ class Watcher:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme != "Bearer" or not self._knows_token(token):
             return _told("Refused: only whoever has the token may ask for anything.", 403)
-        body = await request.body()
-        if len(body) > _MOST_OF_REQUEST:
-            return _told("Refused: that is too long for a request.", 413)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_OF_REQUEST:
+                return _told("Refused: that is too long for a request.", 413)
         try:
             wanted = RunRequest.from_json(json.loads(body))
-        except (ValueError, TypeError, DecodeError) as error:
+        except (ValueError, TypeError, RecursionError, DecodeError) as error:
             return _told(f"Refused: that is no request: {error}", 400)
         return await asyncio.to_thread(self._leave, self._reader(request), wanted)
 
@@ -233,31 +239,45 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """A server that is ready.
+class Page:
+    """The address of a page.
 
     Attributes:
         url: to open, the token in it.
-        port: on the loopback.
     """
 
     url: str
-    port: int
-    _server: uvicorn.Server
-    _socket: socket.socket
 
     @property
     def told(self) -> list[str]:
         """Return the address, from here and from another machine."""
+        port = urlsplit(self.url).port
         return [
             f"Watch it at {self.url}",
-            "From another machine, first: "
-            f"ssh -L {self.port}:{LOOPBACK}:{self.port} {socket.gethostname()}",
+            f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
         ]
+
+
+@dataclass(frozen=True)
+class Serving(Page):
+    """A server that is ready."""
+
+    _server: uvicorn.Server
+    _socket: socket.socket
 
     def run(self) -> None:
         """Serves until Ctrl-C."""
         self._server.run(sockets=[self._socket])
+
+
+def _check_packages() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            f"needs packages that are not installed: {error}", hint="pip install 'dsat[watch]'"
+        ) from None
 
 
 def open_server(folder: Path, port: int | None = None) -> Serving:
@@ -270,13 +290,9 @@ def open_server(folder: Path, port: int | None = None) -> Serving:
     Raises:
         UserInputError: what it needs is not installed, or the port is taken.
     """
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise UserInputError(
-            f"needs packages that are not installed: {error}", hint="pip install 'dsat[watch]'"
-        ) from None
+    _check_packages()
+    import uvicorn
+
     token = secrets.token_urlsafe(24)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -292,26 +308,43 @@ def open_server(folder: Path, port: int | None = None) -> Serving:
         log_level="error",
         access_log=False,
         lifespan="off",
+        limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=3,
     )
-    port = listening.getsockname()[1]
-    url = f"http://{LOOPBACK}:{port}/?token={token}"
+    url = f"http://{LOOPBACK}:{listening.getsockname()[1]}/?token={token}"
     server = uvicorn.Server(config)
     watcher.ends = lambda: server.should_exit
-    return Serving(url, port, server, listening)
+    return Serving(url, server, listening)
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Serving]:
-    """Serves a run while the block runs."""
-    server = open_server(folder)
-    thread = threading.Thread(target=server.run, name="dsat watch", daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server._server.should_exit = True
-        thread.join(timeout=5)
+def serving(folder: Path) -> Iterator[Page]:
+    """Serve a run while the block runs, in a process of its own: connections cost the search none.
+
+    Raises:
+        UserInputError: what it needs is not installed.
+    """
+    _check_packages()
+    command = [sys.executable, "-m", "dsat", "watch", str(folder), "--json"]
+    end_with_this = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    with subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the search, which ends the page
+        preexec_fn=end_with_this,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            lines = [server.stdout.readline() for _ in range(3)]
+            yield Page(json.loads("".join(lines))["url"])
+        finally:
+            server.terminate()
+
+
+def _missing(request: Request, error: Exception) -> Response:
+    return _text(str(error), 404)
 
 
 def _html(text: str) -> Response:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -18,6 +21,7 @@ from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
 from dsat.tuning.requests import Request
 from dsat.tuning.run import Run
+from testing.local import wait_until
 from testing.made_up_runs import Steady, write_run
 from testing.simulated import SimulatedEngine
 
@@ -145,6 +149,42 @@ def test_what_may_be_asked(
     assert len(left) == (1 if status == 202 else 0)
     if left:
         assert left[0] == Request.from_json(asked)
+
+
+def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None:
+    _, base, token, _ = served
+    body = b"[" * 4000
+    request = urllib.request.Request(
+        f"{base}requests", body, {"Authorization": f"Bearer {token}"}, method="POST"
+    )
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=10)
+
+
+def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    write_run(tmp_path / "model-1", Steady(), trials=3)
+    with watch.serving(tmp_path) as server:
+        base, _, token = server.url.partition("?token=")
+        for path in ("", "state", "events"):
+            status, _, _ = answer(f"{base}runs/model-2/{path}?token={token}")
+            assert status == 404
+        headers = {"Authorization": f"Bearer {token}"}
+        asked = answer(f"{base}runs/model-2/requests", data={"kind": "stop"}, headers=headers)
+        assert asked[0] == 404
+
+
+def test_connections_that_ask_nothing_cost_the_search_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "model-1", Steady(), trials=3)
+    with watch.serving(tmp_path / "model-1") as server:
+        port = urlsplit(server.url).port or 0
+        mine = len(os.listdir("/proc/self/fd"))
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+        try:
+            assert len(os.listdir("/proc/self/fd")) == mine + len(idle)
+        finally:
+            for each in idle:
+                each.close()
+        wait_until(lambda: answer(server.url)[0] == 200, "that the page answers again")
 
 
 def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path) -> None:

@@ -76,8 +76,14 @@ def test_runs_are_listed_the_newest_first(run: Run, capsys: pytest.CaptureFixtur
         rows = json.loads(said(capsys, "runs", "--json"))
         assert [Path(row["run_dir"]).name for row in rows] == ["model-2", "model-1"]
         assert [row["state"] for row in rows] == ["over", "goes on"]
+        # As it looks from another host, whose /proc/locks does not list it.
+        Path("dsat_runs/model-1/.dsat").write_text('{"pid": 1, "host": "elsewhere"}')
+        rows = json.loads(said(capsys, "runs", "--json"))
+        assert [row["state"] for row in rows] == ["over", "goes on"]
     finally:
         lock.close()
+    rows = json.loads(said(capsys, "runs", "--json"))
+    assert [row["state"] for row in rows] == ["over", "over"]
     Path("dsat_runs/torn-1").mkdir()
     Path("dsat_runs/torn-1/journal.jsonl").write_text("{}\nno\n")
     assert main(["runs"]) == 0
