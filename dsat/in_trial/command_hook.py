@@ -55,6 +55,9 @@ def _rank_of_trial(folder: str) -> _Adapters:
     """Return adapters that make a process a rank at its first relevant import."""
 
     def begin(module: ModuleType) -> None:
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed is not None and not hasattr(deepspeed, "initialize"):
+            return  # DeepSpeed below 0.18 imports transformers itself; it begins when that is done
         from dsat.in_trial import command_rank
 
         command_rank.begin(folder)

@@ -36,6 +36,7 @@ def install() -> None:
     def store(*args: Any, **options: Any) -> Any:
         host, port = options.get("host_name"), options.get("port")
         if options.get("is_master") and port and is_loopback(host):
+            options["use_libuv"] = False
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dsat.in_trial.versions.transformers_types import type_argument
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048
 _USUAL_IMAGE, _CHANNELS = 224, 3
@@ -84,12 +86,13 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
     config.use_cache = False
+    named = type_argument(config, dtype)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     if names:
-        return getattr(transformers, names[0])._from_config(config, dtype=dtype)  # type: ignore[no-any-return]
+        return getattr(transformers, names[0])._from_config(config, **named)  # type: ignore[no-any-return]
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
-            return auto.from_config(config, dtype=dtype)  # type: ignore[no-any-return]
+            return auto.from_config(config, **named)  # type: ignore[no-any-return]
     raise SystemExit(f"transformers has no model for {type(config).__name__}")
 
 

@@ -1,7 +1,7 @@
 """A device that exists only for fake tensors, and DeepSpeed's view of it.
 
-torch lets a Python module stand in for the backend of its private device type
-(`torch.utils.backend_registration`), so autograd finds streams and guards for a device that no
+A Python module stands in for the backend of torch's private device type
+(`dsat.in_trial.versions.device_types`), so autograd finds streams and guards for a device that no
 machine has. DeepSpeed asks its accelerator object for everything else.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch.utils import backend_registration
 
 from dsat.in_trial.simulation.storage_tracker import DEVICE, PINNED, StorageTracker
+from dsat.in_trial.versions import device_types
 
 DEVICE_TYPE = "dsat"
 # More than any model needs: nothing in DeepSpeed is to act as if memory were short.
@@ -224,15 +224,8 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Makes torch know the device; for the rest of the process.
-
-    Raises:
-        NotImplementedError: this torch takes backends in C++ only.
-    """
-    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-    if setup is None:
-        raise NotImplementedError(f"torch {torch.__version__} has no devices made in Python")
-    setup(DEVICE_TYPE, backend_module=_Backend())
+    """Make the device known to torch, for the rest of the process."""
+    device_types.register(DEVICE_TYPE, _Backend())
 
 
 def install(accelerator: CPU_Accelerator) -> None:

@@ -24,6 +24,8 @@ import torch
 import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from dsat.in_trial.versions.transformers_types import loads_float32
+
 aten = torch.ops.aten
 
 # Smaller parameters and buffers are real, because some scripts read them, until they are this many.
@@ -48,7 +50,6 @@ _OF_LOADING = (
     *("tqdm_class", "use_safetensors", "variant", "weights_only", "_fast_init"),
 )
 _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan", "distributed_config", "device_mesh")
-_TRANSFORMERS_LOADS_FLOAT32 = 4  # up to this version, where a script names no type
 
 
 class NotFaked(Exception):
@@ -336,11 +337,8 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
     """The type in which `from_pretrained` would load."""
-    if asked is None:
-        import transformers
-
-        if int(transformers.__version__.split(".")[0]) <= _TRANSFORMERS_LOADS_FLOAT32:
-            return torch.float32
+    if asked is None and loads_float32():
+        return torch.float32
     if asked is None or asked == "auto":
         asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(asked, str):

@@ -25,6 +25,7 @@ _MEMORY_BYTES = 80 * 2**30
 _CAPABILITY = (9, 0)
 _CONSTANTS = {
     "is_bf16_supported": True,
+    "is_current_stream_capturing": False,  # asked by optimizers
     "current_device": 0,
     "device_count": 1,
     "get_device_capability": _CAPABILITY,

@@ -24,6 +24,7 @@ from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.fake_quantizer import QuantizerBuilder
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
+from dsat.in_trial.versions import collectives
 
 aten = torch.ops.aten
 FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
@@ -182,11 +183,9 @@ def make_process_group(size: int, device_type: str) -> None:
     # Makes the backend known, which a fresh process has not got by itself.
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
-        # Torch 2.7: collectives take fake tensors once these are registered.
-        importlib.import_module("torch.distributed._tools.fake_collectives")
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
     torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=0, world_size=size)
+    collectives.take_fake_tensors()
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:

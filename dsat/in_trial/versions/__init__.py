@@ -1,0 +1,1 @@
+"""Differences between versions of torch and transformers, one module for each."""

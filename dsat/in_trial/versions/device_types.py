@@ -1,0 +1,69 @@
+"""Device types whose functions are Python's.
+
+torch 2.10 makes one of a Python module. Older versions want a device guard and hooks in C++
+(`c10/core/impl/DeviceGuardImplInterface.h`, `ATen/detail/PrivateUse1HooksInterface.h`), which are
+compiled once for each version of torch, as DeepSpeed's operators are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from dsat.values.files import PRIVATE_FOLDER, cache_folder
+
+_SOURCE = Path(__file__).with_name("device_guard.cpp")
+_NAME = "dsat_device_guard"
+
+
+def register(name: str, module: Any) -> None:
+    """Make a device type known to torch, for the rest of the process.
+
+    Args:
+        name: of the device type.
+        module: its functions, as torch expects them of a backend.
+
+    Raises:
+        RuntimeError: this torch needs a C++ compiler for it, and there is none that works.
+    """
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is not None:
+        setup(name, backend_module=module)
+        return
+    torch.ops.load_library(str(_compiled()))  # type: ignore[no-untyped-call]
+    torch.utils.rename_privateuse1_backend(name)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(name, module)
+
+
+def _compiled() -> Path:
+    """Return the compiled guard, from the cache if it was compiled before."""
+    text = _SOURCE.read_bytes()
+    versions = f"{torch.__version__} {platform.python_version()} {platform.machine()}"
+    key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]
+    folder = cache_folder("devices") / key
+    library = folder / f"{_NAME}.so"
+    if library.is_file():
+        return library
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} needs a C++ compiler (g++) to simulate a device, which "
+            "torch 2.10 does not"
+        )
+    from torch.utils import cpp_extension
+
+    try:
+        folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    except OSError:  # a cache is no need
+        folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+    cpp_extension.load(
+        _NAME, [str(_SOURCE)], build_directory=str(folder), is_python_module=False, verbose=False
+    )
+    return folder / f"{_NAME}.so"
