@@ -56,9 +56,14 @@ class Pair:
 
 
 PAIRS: Mapping[str, Pair] = {
+    "oldest": Pair(
+        "==2.5.1",
+        "==0.15.4",
+        ("accelerate==1.1.1", "torchvision==0.20.1", "transformers==4.46.3"),
+    ),
     "older": Pair(
         "==2.7.1",
-        "==0.17.2",
+        "==0.17.6",
         ("accelerate==1.8.1", "torchvision==0.22.1", "transformers==4.53.3"),
     ),
     "between": Pair("==2.11.0", "==0.19.8"),

@@ -1,0 +1,72 @@
+"""Differences between versions, on both sides of each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsat.in_trial.versions import device_types, transformers_types
+
+# A process of its own: what torch is told of its devices and operators stays.
+OF_OLDER_TORCH = """
+    import sys
+    import torch
+    from torch.utils import backend_registration
+
+    from dsat.in_trial.versions import device_types
+
+    if sys.argv[1] == "older":
+        del backend_registration._setup_privateuseone_for_python_backend
+
+    class Module:
+        def __getattr__(self, name):
+            return lambda *_: 0
+
+    device_types.register("dsat", Module())
+    with torch._subclasses.FakeTensorMode():
+        weight = torch.ones(4, 4, device="dsat", requires_grad=True)
+        (weight @ torch.ones(4, device="dsat")).sum().backward()
+    print(weight.grad.device)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["newer", "older"])
+def test_a_device_is_known_to_autograd(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Python's devices the guard is compiled, once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = textwrap.dedent(OF_OLDER_TORCH)
+    for _ in range(2):
+        told = subprocess.run(
+            [sys.executable, "-c", code, version], capture_output=True, text=True, check=False
+        )
+        assert told.stdout.strip() == "dsat:0", told.stderr
+    assert len(list(tmp_path.rglob("*.so"))) == (version == "older")
+
+
+def test_without_a_compiler_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setup = "_setup_privateuseone_for_python_backend"
+    monkeypatch.delattr(torch.utils.backend_registration, setup, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler"):
+        device_types.register("dsat", SimpleNamespace())
+
+
+def test_a_models_type_has_the_name_that_its_configuration_has() -> None:
+    newer = SimpleNamespace(dtype=None)
+    assert transformers_types.type_argument(newer, torch.bfloat16) == {"dtype": torch.bfloat16}
+    older = SimpleNamespace(torch_dtype=None)
+    found = transformers_types.type_argument(older, torch.bfloat16)
+    assert found == {"torch_dtype": torch.bfloat16}
