@@ -14,6 +14,8 @@ import torch
 
 from dsat.in_trial.versions import device_types, transformers_types
 
+ROOT = Path(__file__).parents[2]
+
 # A process of its own: what torch is told of its devices and operators stays.
 OF_OLDER_TORCH = """
     import sys
@@ -70,3 +72,33 @@ def test_a_models_type_has_the_name_that_its_configuration_has() -> None:
     older = SimpleNamespace(torch_dtype=None)
     found = transformers_types.type_argument(older, torch.bfloat16)
     assert found == {"torch_dtype": torch.bfloat16}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", [("2.5.1", "0.15.4"), ("2.7.1", "0.17.6"), ("2.9.1", "0.18.9")])
+def test_an_installation_leaves_torch_and_deepspeed_as_they_are(
+    version: tuple[str, str], tmp_path: Path
+) -> None:
+    """By what pip would do in an environment that says it has them; needs the package index."""
+    place = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    [packages] = place.glob("lib/python*/site-packages")
+    for name, number in zip(("torch", "deepspeed"), version, strict=True):
+        folder = packages / f"{name}-{number}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+        )
+        (folder / "RECORD").write_text("")
+    uv = Path(sys.executable).with_name("uv")
+    told = subprocess.run(
+        [uv, "pip", "install", "--dry-run", "--python", place / "bin" / "python", ROOT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    added = [line.split("==")[0] for line in told.stderr.splitlines() if line.startswith(" + ")]
+    assert " + numpy" in added, told.stderr
+    assert not [
+        name for name in added if name.startswith((" + torch", " + deepspeed", " + nvidia"))
+    ]
