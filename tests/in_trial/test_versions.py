@@ -66,12 +66,14 @@ def test_without_a_compiler_the_reason_is_said(
         device_types.register("dsat", SimpleNamespace())
 
 
-def test_a_models_type_has_the_name_that_its_configuration_has() -> None:
-    newer = SimpleNamespace(dtype=None)
-    assert transformers_types.type_argument(newer, torch.bfloat16) == {"dtype": torch.bfloat16}
-    older = SimpleNamespace(torch_dtype=None)
-    found = transformers_types.type_argument(older, torch.bfloat16)
-    assert found == {"torch_dtype": torch.bfloat16}
+@pytest.mark.parametrize(("known", "name"), [({"dtype": None}, "dtype"), ({}, "torch_dtype")])
+def test_a_models_type_has_the_name_that_transformers_knows(
+    known: dict[str, None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "PretrainedConfig", lambda: SimpleNamespace(**known))
+    assert transformers_types.type_argument(torch.bfloat16) == {name: torch.bfloat16}
 
 
 @pytest.mark.nightly

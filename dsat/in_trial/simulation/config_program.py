@@ -86,7 +86,7 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
     config.use_cache = False
-    named = type_argument(config, dtype)
+    named = type_argument(dtype)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     if names:
         return getattr(transformers, names[0])._from_config(config, **named)  # type: ignore[no-any-return]

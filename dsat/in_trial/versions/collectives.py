@@ -1,7 +1,7 @@
 """Collectives of torch's fake process group that take fake tensors.
 
-Newer versions of torch have kernels for these; 2.7 registers them with a module of its own, and
-versions below have none.
+Newer versions of torch have kernels for these; 2.6 and 2.7 register them with a module of their
+own, and versions below have none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 _TESTED = "c10d::broadcast_"
-_MODULE = "torch.distributed._tools.fake_collectives"  # torch 2.6
+_MODULE = "torch.distributed._tools.fake_collectives"
 # Operators of torch/csrc/distributed/c10d/Ops.cpp (2.5.1): those that return their first argument
 # with the work, and those that return the work alone.
 _WITH_FIRST = (

@@ -7,7 +7,9 @@ compiled once for each version of torch, as DeepSpeed's operators are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
 import shutil
 import tempfile
@@ -37,21 +39,21 @@ def register(name: str, module: Any) -> None:
     if setup is not None:
         setup(name, backend_module=module)
         return
-    torch.ops.load_library(str(_compiled()))  # type: ignore[no-untyped-call]
+    _load_guard()
     torch.utils.rename_privateuse1_backend(name)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(name, module)
 
 
-def _compiled() -> Path:
-    """Return the compiled guard, from the cache if it was compiled before."""
+def _load_guard() -> None:
+    """Load the guard, compiled before or now."""
     text = _SOURCE.read_bytes()
     versions = f"{torch.__version__} {platform.python_version()} {platform.machine()}"
     key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]
-    folder = cache_folder("devices") / key
-    library = folder / f"{_NAME}.so"
+    library = cache_folder("devices") / key / f"{_NAME}.so"
     if library.is_file():
-        return library
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        return
     if shutil.which("c++") is None and shutil.which("g++") is None:
         raise RuntimeError(
             f"torch {torch.__version__} needs a C++ compiler (g++) to simulate a device, which "
@@ -59,11 +61,15 @@ def _compiled() -> Path:
         )
     from torch.utils import cpp_extension
 
-    try:
-        folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-    except OSError:  # a cache is no need
-        folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-    cpp_extension.load(
-        _NAME, [str(_SOURCE)], build_directory=str(folder), is_python_module=False, verbose=False
-    )
-    return folder / f"{_NAME}.so"
+    with tempfile.TemporaryDirectory(prefix="dsat-") as building:
+        cpp_extension.load(_NAME, [str(_SOURCE)], build_directory=building, is_python_module=False)
+        _keep(Path(building) / library.name, library)
+
+
+def _keep(built: Path, library: Path) -> None:
+    """Copy what was built into the cache, where no other process sees a part of it."""
+    temporary = library.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # a cache is no need
+        library.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        shutil.copyfile(built, temporary)
+        os.replace(temporary, library)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _LOADS_FLOAT32 = 4  # its last major version that loads in float32 unless it is told otherwise
 
 
-def type_argument(config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the keyword argument with which a configuration's model gets a data type.
+def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the keyword argument with which a model is made in a data type: new in 4.56."""
+    import transformers
 
-    Args:
-        config: of the model; from 4.56 on it has a `dtype` itself.
-        dtype: of the model.
-    """
-    return {"dtype" if hasattr(config, "dtype") else "torch_dtype": dtype}
+    # Of an empty one: a file may give an older configuration what it does not know.
+    known = hasattr(transformers.PretrainedConfig(), "dtype")
+    return {"dtype" if known else "torch_dtype": dtype}
 
 
 def loads_float32() -> bool:
