@@ -63,7 +63,7 @@ class _Recorder:
                 return original(*args, **kwargs)
             config = _passed(arguments)
             if config is not None and _trains(arguments, config):
-                self._record(config)
+                self._record(_without_filled_batch(config))
             return original(*args, **kwargs)
 
         initialize.__doc__, initialize.__signature__ = original.__doc__, signature  # type: ignore[attr-defined]
@@ -202,6 +202,16 @@ def _passed(arguments: dict[str, Any]) -> dict[str, Any] | None:
 def _trains(arguments: dict[str, Any], config: dict[str, Any]) -> bool:
     named = any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
     return named or "optimizer" in config
+
+
+def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop the global batch size if accelerate has filled it in: it follows from the others."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.accelerator":
+            return {key: value for key, value in config.items() if key != "train_batch_size"}
+        frame = frame.f_back
+    return config
 
 
 def _finite(value: Any) -> Any:

@@ -345,7 +345,14 @@ def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in told.out
     run = run_of(tmp_path / "run")
     assert run.most_samples == 7
-    assert sum(trial.batch.micro_batch > 7 for trial in run.trials.values()) == 1
+    events = events_of(tmp_path / "run")
+    told_so = next(
+        place
+        for place, event in enumerate(events)
+        if event["event"] == "finished" and event["outcome"]["kind"] == "INVALID"
+    )
+    later = [event["trial"] for event in events[told_so:] if event["event"] == "proposed"]
+    assert later and all(trial["batch"]["micro_batch"] <= 7 for trial in later)
 
 
 # -- interrupted, killed and resumed
