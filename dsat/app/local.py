@@ -125,7 +125,7 @@ class LocalSearch:
     @property
     def at_once(self) -> int:
         """Trials of the search that may run at a time."""
-        if train_command.program_of(self.ready, self.run).needs_command:
+        if train_command.as_shown(self.ready, self.run).program.needs_command:
             return 1
         room = self.num_slots // self.ready.plan.slots_per_trial
         return max(1, min(room, self.ready.settings.max_concurrent_trials))
@@ -147,9 +147,7 @@ class LocalSearch:
                 make_engine = ENGINES.get(self.ready.settings.engine)
                 if make_engine is None:
                     cold = needs_fresh_processes(self.run)
-                    ready = replace(
-                        self.ready, program=train_command.program_of(self.ready, self.run)
-                    )
+                    ready = train_command.as_shown(self.ready, self.run)
                     self._engine = self._local_engine(ready, cold=cold)
                 else:
                     self._engine = make_engine(self.ready, self.folder)

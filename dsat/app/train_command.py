@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsat.app.prepare import Prepared
+from dsat.engines.local.hosts import without_segments
 from dsat.engines.local.launch import (
     ALLOCATOR_SETTINGS,
     allocator_is_set,
@@ -17,7 +18,7 @@ from dsat.engines.local.launch import (
     working_folder,
 )
 from dsat.engines.local.machine import Machine
-from dsat.engines.local.retries import COMMAND_AGAIN
+from dsat.engines.local.retries import COMMAND_AGAIN, NO_SEGMENTS
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
@@ -26,12 +27,15 @@ from dsat.tuning.run import Run
 from dsat.values.text import without_secrets
 
 
-def program_of(ready: Prepared, run: Run) -> Entrypoint:
-    """Return the program of the trials, with what earlier trials have shown of it."""
-    program = ready.program
-    if any(COMMAND_AGAIN in outcome.warnings for outcome in run.outcomes.values()):
-        return replace(program, needs_command="they failed, started by dsat, in an earlier trial")
-    return program
+def as_shown(ready: Prepared, run: Run) -> Prepared:
+    """Return what is run, and where, with what earlier trials have shown of it."""
+    shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+    if NO_SEGMENTS in shown:
+        ready = replace(ready, found=replace(ready.found, hosts=without_segments(ready.hosts)))
+    if COMMAND_AGAIN in shown:
+        why = "they failed, started by dsat, in an earlier trial"
+        ready = replace(ready, program=replace(ready.program, needs_command=why))
+    return ready
 
 
 def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
@@ -39,7 +43,7 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
 
     None if its script cannot be told the file, runs as a Determined task only, or on several hosts.
     """
-    program, slots = program_of(ready, run), ready.plan.slots_per_trial
+    program, slots = as_shown(ready, run).program, ready.plan.slots_per_trial
     given = ready.experiment.entrypoint
     needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
     over_hosts = slots > ready.machine.num_slots
@@ -123,7 +127,8 @@ def _variables(ready: Prepared, run: Run) -> dict[str, str]:
 
     Credentials are named and not written down; the shell refuses to go on without them.
     """
-    machine, program, words = ready.machine, program_of(ready, run), {}
+    ready, words = as_shown(ready, run), {}
+    machine, program = ready.machine, ready.program
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
         return dict(ALLOCATOR_SETTINGS) if unset else {}
@@ -169,7 +174,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
     """Return the command that trains with the best configuration from any folder."""
     command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
-        program = program_of(ready, run)
+        program = as_shown(ready, run).program
         cwd = working_folder(ready.experiment, folder)
         if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
             cwd = Path(program.started_in)

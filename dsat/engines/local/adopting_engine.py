@@ -9,6 +9,7 @@ from typing import Any
 
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.first_run import FirstRun
+from dsat.engines.local.retries import refuses_segments
 from dsat.in_trial.rank import CONFIG_FILE
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
@@ -81,8 +82,13 @@ class AdoptingEngine:
         if outcome is None:
             return []
         first, self._first = self._first, None
-        first.close(keep_files=True)
         folder = self._trials / self._adopted.name
+        if refuses_segments(outcome):
+            first.close()
+            folder.unlink()
+            self.engine.launch(self._adopted)  # which sees it again, and goes on without them
+            return []
+        first.close(keep_files=True)
         first.move_to(folder, self._run)
         self._imported_by = folder
         return [(self._adopted.id, outcome)]

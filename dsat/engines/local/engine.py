@@ -17,7 +17,7 @@ from typing import Any
 
 from dsat.engines.local import leftovers, trial_result
 from dsat.engines.local.command_trial import CommandLaunch
-from dsat.engines.local.hosts import Host, Share
+from dsat.engines.local.hosts import Host, Share, without_segments
 from dsat.engines.local.launch import COMMAND_FILE, Launch, offloads, working_folder
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.retries import Again, Retries
@@ -54,6 +54,7 @@ _AGAIN = {
     Again.FRESH: "%s failed in a forked process (%s); trying it once in a fresh one",
     Again.ALONE: "%s failed beside other trials (%s); it is run again alone",
     Again.BY_COMMAND: "%s failed where your command did not (%s): it is run again in each trial",
+    Again.NO_SEGMENTS: "%s failed (%s); it is run again, without expandable segments",
     Again.ELSEWHERE: "%s could not go on (%s); it is run again on other slots",
 }
 _LINGER_S = 20.0
@@ -118,7 +119,7 @@ class LocalEngine:
         self._trials = trials or folder / "trials"
         self._options = options
         self._slots_per_trial = slots_per_trial
-        self._slots = Slots(hosts, slots_per_trial)
+        self._slots = Slots(self._hosts, slots_per_trial)
         self._waiting: list[Start] = []
         self._known: set[int] = set()
         self._running: dict[int, Running] = {}
@@ -213,7 +214,7 @@ class LocalEngine:
     def has_simulation_server(self) -> bool:
         """Return whether the simulation server runs, or is yet to begin."""
         if not self._closed:
-            self._untold += self._ended(0.0)
+            self._wait(0.0)
         waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
         return waiting or SIMULATION_ID in self._running
 
@@ -224,22 +225,27 @@ class LocalEngine:
         """
         self.cancel(SIMULATION_ID)
         while SIMULATION_ID in self._running and not self._closed:
-            self._untold += self._ended(_SIMULATION_POLL_S)
+            self._wait(_SIMULATION_POLL_S)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        if self._untold and not self._closed:
-            told, self._untold = self._untold, []
-            return told
-        return self._ended(timeout_s)
-
-    def _ended(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         if self._closed:
             return []
-        if not (self._running or self._waiting):
-            self._slots.check_enough()
-        deadline = time.monotonic() + timeout_s
-        ended: list[tuple[int, Outcome]] = []
-        while not ended:
+        if not self._untold:
+            self._wait(timeout_s)
+        told, self._untold = self._untold, []
+        return told
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until a trial has ended or for so long; what has ended is kept for `poll`.
+
+        Raises:
+            EngineError: too few slots are left; not before `poll` has told of what has ended.
+        """
+        deadline, told = time.monotonic() + timeout_s, len(self._untold)
+        while len(self._untold) == told:
+            if not (self._running or self._waiting):
+                self._slots.check_enough()
+            self._start_waiting()
             # What has ended by now did so in time, however long this process was busy.
             messages = self._supervisors.receive(0.0)
             if not messages:
@@ -249,10 +255,9 @@ class LocalEngine:
                 wait_s = min([deadline - now, *self._times_left(now)])
                 messages = self._supervisors.receive(max(0.0, wait_s))
             for host, message in messages:
-                ended += self._hear(host, message)
+                self._hear(host, message)
             if time.monotonic() >= deadline:
                 break
-        return ended
 
     def cancel(self, trial_id: int) -> None:
         for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
@@ -276,11 +281,9 @@ class LocalEngine:
         folder: Path,
         meter: MeterSpec | None,
         simulation_socket: Path | None = None,
-        *,
-        alone: bool = False,
     ) -> None:
         self._known.add(trial.id)
-        self._waiting.append(Start(trial, folder, meter, simulation_socket, alone))
+        self._waiting.append(Start(trial, folder, meter, simulation_socket))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -373,27 +376,26 @@ class LocalEngine:
 
     # -- ending
 
-    def _hear(self, host: int, message: Mapping[str, Any]) -> list[tuple[int, Outcome]]:
-        """Takes in what a host's supervisor says; returns the trials that ended with it."""
+    def _hear(self, host: int, message: Mapping[str, Any]) -> None:
+        """Take in what a host's supervisor says."""
         if message["event"] == LOST:
-            return self._lose(host, message["reason"])
+            self._lose(host, message["reason"])
+            return
         running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.hosts_going_on:
-            return self._conclude(running)
-        if any(message["statuses"]):
+            self._conclude(running)
+        elif any(message["statuses"]):
             # As among the ranks of one host: they see it fail, and their own report may say more.
             self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
         elif running.trial.id != FULL_RUN_ID:
             self._end(running, grace_s=_LINGER_S)
-        return []
 
-    def _lose(self, host: int, reason: str) -> list[tuple[int, Outcome]]:
-        """Goes on without a host. Trials that had ranks there are ended elsewhere too."""
+    def _lose(self, host: int, reason: str) -> None:
+        """Go on without a host. Trials that had ranks there are ended elsewhere too."""
         line = self._slots.lose(host, reason)
         _log.warning("%s", line)
         self._lost.append(line)
-        told: list[tuple[int, Outcome]] = []
         for running in list(self._running.values()):
             if host not in running.hosts_going_on:
                 continue
@@ -404,8 +406,7 @@ class LocalEngine:
             if running.hosts_going_on:
                 self._end(running, grace_s=0)
             else:
-                told += self._conclude(running)
-        return told
+                self._conclude(running)
 
     def _end(self, running: Running, *, grace_s: float) -> None:
         """Has the ranks of a trial killed that do not end by themselves in time."""
@@ -413,13 +414,12 @@ class LocalEngine:
             request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
             self._supervisors.send(host, request)
 
-    def _conclude(self, running: Running) -> list[tuple[int, Outcome]]:
-        """Takes in that a trial has ended; tells nothing if it is run again, or was none."""
+    def _conclude(self, running: Running) -> None:
+        """Take in that a trial has ended; there is no outcome if it is run again, or was none."""
         del self._running[running.trial.id]
         leftovers.remove(running.swap)
         if running.trial.id == SIMULATION_ID:
-            self._start_waiting()
-            return []
+            return
         outcome = trial_result.of(running, timeout_s=self._options.trial.timeout_s)
         lost = self._slots.check(running.shares, outcome, stuck=running.stuck)
         self._lost += lost
@@ -438,8 +438,7 @@ class LocalEngine:
             time.sleep(_SETTLE_S)
         if again is not None:
             self._run_again(running, outcome, again)
-            return []
-        self._start_waiting()
+            return
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
             outcome = self._with_smallest_device(outcome)
@@ -448,7 +447,7 @@ class LocalEngine:
         if self._lost:
             outcome = replace(outcome, warnings=(*outcome.warnings, *self._lost))
             self._lost = []
-        return [(running.trial.id, outcome)]
+        self._untold.append((running.trial.id, outcome))
 
     def _with_smallest_device(self, outcome: Outcome) -> Outcome:
         """A profile's outcome with the memory of the slot that has least.
@@ -503,6 +502,8 @@ class LocalEngine:
                 self._end(running, grace_s=0)
 
     def _run_again(self, running: Running, outcome: Outcome, again: Again) -> None:
+        if again is Again.NO_SEGMENTS:
+            self._hosts[:] = without_segments(self._hosts)
         if again is Again.BY_COMMAND:
             why = f"started by dsat, they failed with {outcome.message}"
             self._program = replace(self._program, needs_command=why)
@@ -512,7 +513,7 @@ class LocalEngine:
         folder = running.folder
         if running.lost:  # where its ranks may still write, on a host that is only cut off
             folder = folder.with_name(folder.name + _ANEW)
-        self._start(running.trial, folder, running.meter, alone=alone)
+        self._waiting.append(Start(running.trial, folder, running.meter, None, alone))
 
     def _check_folders(self) -> None:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.loopback import ADDRESS, is_loopback
@@ -30,6 +31,13 @@ class Host:
     def is_loopback(self) -> bool:
         """Its address is one that no other host can reach."""
         return is_loopback(self.address)
+
+
+def without_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Return hosts whose ranks do not use expandable segments of torch's allocator."""
+    return tuple(
+        replace(host, machine=replace(host.machine, expandable_segments=False)) for host in hosts
+    )
 
 
 @dataclass(frozen=True)

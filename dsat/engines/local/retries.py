@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import replace
 
 from dsat.engines.local.running import Running
@@ -14,6 +15,10 @@ FRESH_PROCESSES_ONLY = (
 COMMAND_AGAIN = (
     "each trial runs your command again: its ranks cannot be started by themselves (they failed "
     "before deepspeed.initialize, where your command did not)"
+)
+NO_SEGMENTS = (
+    "your script's memory pools refuse expandable segments of torch's allocator, which trials use "
+    "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
 BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
 _NO_FORK_CUDA = (
@@ -33,6 +38,8 @@ _NEVER_OF_FORK = tuple(
 )
 _ENDED_FROM_OUTSIDE = "was killed by SIGTERM"
 _MOST_STARTS = 3
+# What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
+_REFUSED_SEGMENTS = re.compile(r"(Error|Exception): .*expandable.?segment", re.IGNORECASE)
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
 
@@ -44,6 +51,7 @@ class Again(enum.Enum):
     ALONE = "alone"
     ELSEWHERE = "on other hosts"
     BY_COMMAND = "by the user's command"
+    NO_SEGMENTS = "without expandable segments"
 
 
 class Retries:
@@ -61,6 +69,7 @@ class Retries:
         self.cold = cold
         self._has_command = has_command
         self._took_command = False
+        self._took_segments: set[int] = set()  # trials that refused them
         self._fell_back = False
         self._aborts_by_itself = False
         self._proven = False  # a trial that dsat started has trained
@@ -83,6 +92,9 @@ class Retries:
         """
         if running.lost or _ENDED_FROM_OUTSIDE in outcome.message:
             return self._elsewhere(running, outcome)
+        if refuses_segments(outcome) and running.trial.id not in self._took_segments:
+            self._took_segments.add(running.trial.id)
+            return Again.NO_SEGMENTS
         if self._may_be_the_fork(running, outcome) and not broken:
             self.cold = self._fell_back = True
             return Again.FRESH
@@ -98,6 +110,8 @@ class Retries:
         warnings = list(outcome.warnings)
         if running.again_alone:
             warnings.append(BESIDE_OTHERS)
+        if running.trial.id in self._took_segments and outcome.ok:
+            warnings.append(NO_SEGMENTS)
         is_first = self._is_first(running)
         self._proven |= outcome.ok
         if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
@@ -167,6 +181,12 @@ class Retries:
         if broken:  # by its own doing perhaps, and there are fewer slots each time
             return not running.canceled and starts <= _MOST_STARTS
         return lost and starts <= 2
+
+
+def refuses_segments(outcome: Outcome) -> bool:
+    """Return whether a trial failed because of expandable segments of torch's allocator."""
+    said = f"{outcome.message}\n{outcome.detail}"
+    return outcome.kind is OutcomeKind.ERROR and _REFUSED_SEGMENTS.search(said) is not None
 
 
 def _may_be_the_others(running: Running, outcome: Outcome) -> bool:

@@ -245,6 +245,11 @@ def main() -> None:
             mark.touch()
             time.sleep(10_000)
         train(config)
+    elif behaviour == "refuses segments":
+        # As vLLM's CuMemAllocator does.
+        segments = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        assert not segments, "Expandable segments are not compatible with memory pool."
+        train(config)
     elif behaviour == "is a pipeline":
         as_pipeline(config)
     elif on_1_only and rank == 0:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsat.app import local
-from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
+from dsat.engines.local import Host
+from dsat.engines.local.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
-from testing.local import bench_of, warnings_of
+from testing.local import bench_of, cpu_machine, warnings_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +35,15 @@ def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
         outcome = bench.run(bench.trial(micro_batch=1))
     assert outcome.kind is OutcomeKind.ERROR
     assert "this library cannot be forked" in outcome.message
+
+
+def test_what_refuses_expandable_segments_runs_without(tmp_path: Path) -> None:
+    machine = replace(cpu_machine(1), expandable_segments=True)
+    with bench_of("behaviours", tmp_path, hosts=[Host(machine)]) as bench:
+        outcome = bench.run(bench.trial("refuses segments"))
+        assert (outcome.kind, warnings_of(outcome)) == (OutcomeKind.OK, (NO_SEGMENTS,))
+        outcome = bench.run(bench.trial("refuses segments", micro_batch=4))
+        assert (outcome.kind, warnings_of(outcome)) == (OutcomeKind.OK, ())
 
 
 def test_a_resumed_run_remembers() -> None:

@@ -30,14 +30,14 @@ class Scripted:
 
     Attributes:
         stuck: devices on which every rank gets stuck.
-        measures: a trial is measured before ranks of it get stuck.
+        measures: trials that are measured before ranks of them get stuck.
         holds: ranks go on until they are let go.
         launched: by trial, the devices it was started on, one start after the other.
     """
 
     def __init__(self) -> None:
         self.stuck: set[str] = set()
-        self.measures = False
+        self.measures: set[int] = set()
         self.holds = False
         self.launched: dict[int, list[str]] = {}
         self._requests: list[Mapping[str, Any]] = []
@@ -58,7 +58,7 @@ class Scripted:
         devices = self.launched[request["trial"]][-1].split(",")
         stuck = [device in self.stuck for device in devices]
         assert len(stuck) == len(request["ranks"])
-        if self.measures or not any(stuck):
+        if request["trial"] in self.measures or not any(stuck):
             outcome = json.dumps(ran().to_json())
             (Path(request["folder"]) / "metrics.json").write_text(outcome)
         return {
@@ -147,7 +147,7 @@ def test_all_devices_are_left_of_a_command_that_is_stuck() -> None:
 def test_a_device_is_left_whose_rank_gets_stuck_after_its_trial_was_measured(
     supervisor: Scripted, engine: LocalEngine
 ) -> None:
-    supervisor.stuck, supervisor.measures = {"0"}, True
+    supervisor.stuck, supervisor.measures = {"0"}, {1}
     engine.launch(trial(1))
     [(_, outcome)] = engine.poll(1)
     assert outcome.ok
@@ -170,6 +170,19 @@ def test_a_configuration_that_breaks_every_device_is_given_up_before_there_are_n
         engine.poll(1)
 
 
+@pytest.mark.parametrize("slots_per_trial", [2])
+def test_what_has_ended_is_told_before_the_last_device_is_missed(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck, supervisor.measures = {"0", "1", "2", "3"}, {1}
+    engine.launch(trial(1))
+    engine.launch(trial(2))
+    [(number, outcome)] = engine.poll(1)
+    assert number == 1 and outcome.ok
+    with pytest.raises(EngineError, match="a trial needs 2 slots, and 0 of 4 still work"):
+        engine.poll(1)
+
+
 def test_an_offloading_trial_runs_alone(supervisor: Scripted, engine: LocalEngine) -> None:
     supervisor.holds = True
     for number in (1, 2):
@@ -179,8 +192,8 @@ def test_an_offloading_trial_runs_alone(supervisor: Scripted, engine: LocalEngin
     assert list(supervisor.launched) == [1, 2]
     supervisor.holds = False
     assert {number for number, _ in engine.poll(1)} == {1, 2}
-    assert list(supervisor.launched) == [1, 2, 3]
     assert [number for number, _ in engine.poll(1)] == [3]
+    assert list(supervisor.launched) == [1, 2, 3], "the fourth waits for it"
     assert [number for number, _ in engine.poll(1)] == [4]
 
 
