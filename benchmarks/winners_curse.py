@@ -71,7 +71,8 @@ class World:
         lift: by what all but the user's own are faster.
         drift: by what the machine slows down during the run.
         wander: of the machine's speed from trial to trial, which a trial inherits by 0.8.
-        outliers: part of the runs that another job slows down, by a third.
+        outliers: part of the runs that another job slows down.
+        by: by what these are slower.
     """
 
     name: str
@@ -82,6 +83,7 @@ class World:
     drift: float = 0.0
     wander: float = 0.0
     outliers: float = 0.0
+    by: float = 1 / 3
 
 
 WORLDS = (
@@ -100,6 +102,10 @@ WORLDS = (
     World("3 % of runs disturbed, runs 1 %", run=0.01, outliers=0.03),
     World("spread 2 %, runs 5 %", spread=0.02, run=0.05),
     World("spread 10 %, runs 5 %", spread=0.10, run=0.05),
+    World("3 % to gain, runs 1 %", spread=0.0, lift=1.03, step=0.01, run=0.01),
+    World("3 % to gain, runs 2 %", spread=0.0, lift=1.03, step=0.01, run=0.02),
+    World("nothing to gain, runs 2 %", spread=0.0, step=0.01, run=0.02),
+    World("30 % of runs 12 % slower, runs 1 %", run=0.01, outliers=0.30, by=0.12),
 )
 
 
@@ -152,7 +158,7 @@ class Machine:
         self._wander = 0.8 * self._wander + 0.6 * world.wander * normal()
         slow = 1 + world.drift * self._trials / MOST_TRIALS
         if self._rng.random() < world.outliers:
-            slow *= 4 / 3
+            slow *= 1 + world.by
         mean_s = slow * math.exp(world.run * normal() + self._wander) / self.speed(trial)
         to_beat = trial.to_beat.get("throughput")
         steps = mean_s * np.maximum(0.05, 1 + world.step * normal(size=MOST_STEPS))

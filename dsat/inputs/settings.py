@@ -73,9 +73,9 @@ class Settings(Target):
         kind=at_least(0),
         any_command=True,
         group=Group.SEARCH,
-        help="of these trials, N at most come after the search: its leaders and your own "
-        "configuration run again in turns, until it is certain which is better (default: up to 2 "
-        "of 11, and 12 at most; 0: none)",
+        help="of these trials, N at most come after the search: its best and your own "
+        "configuration run again in turns, until it is certain which is better (default: up to 1 "
+        "of 4 and 30 % of the search's time, 15 at most; 0: none)",
     )
     max_slots: int | None = option(
         "-ms",

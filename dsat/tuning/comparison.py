@@ -7,28 +7,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_PAIRS = 2  # with fewer there is no spread to estimate
-# Two-sided quantiles of Student's t for 1..30 degrees of freedom.
-_T97 = (
-    *(21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527),
-    *(2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368, 2.356, 2.346, 2.336),
-    *(2.328, 2.320, 2.313, 2.307, 2.301, 2.296, 2.291, 2.286, 2.282, 2.278),
-)
-_T99 = (
-    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169),
-    *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
-    *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
-)
+# Confidence of what is reported. The number of pairs depends on what they showed, so that an
+# interval of 97 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
+REPORTED, CLEAR = 0.97, 0.99
 
 
-def student_t97(freedom: int) -> float:
-    """Half-width of a 97 % confidence interval in standard errors."""
-    return _T97[freedom - 1] if freedom <= len(_T97) else 2.170 + 3.2 / freedom
+def student(level: float, freedom: int) -> float:
+    """Half-width of a two-sided confidence interval in standard errors."""
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-
-def student_t99(freedom: int) -> float:
-    """Half-width of a 99 % confidence interval in standard errors."""
-    return _T99[freedom - 1] if freedom <= len(_T99) else 2.576 + 5.1 / freedom
+    return float(stdtrit(freedom, (1 + level) / 2))
 
 
 @dataclass(frozen=True)
@@ -61,24 +49,27 @@ class Comparison:
     noise: float
 
     @classmethod
-    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Comparison:
-        """Compares the second of each pair with the first.
+    def of_pairs(
+        cls, pairs: Sequence[tuple[float, float]], before: tuple[float, float]
+    ) -> Comparison:
+        """Compare the second of each pair with the first.
 
         From three pairs on, the spread of their differences counts. That of two differences says
         next to nothing; there the spread of each configuration's own runs does, which is no smaller
-        if the machine drifts.
+        if the machine drifts. For a single pair these are its runs and those of the search.
 
         Args:
-            pairs: two at least.
+            pairs: one at least.
+            before: what both had reached in the search.
         """
         count = len(pairs)
-        assert count >= LEAST_PAIRS
         differences = [second - first for first, second in pairs]
         if count > 2:
             spread, freedom = statistics.variance(differences), count - 1
         else:
-            spread = sum(statistics.variance(runs) for runs in zip(*pairs, strict=True))
-            freedom = 2 * (count - 1)
+            runs = [*pairs, before] if count == 1 else pairs
+            spread = sum(statistics.variance(each) for each in zip(*runs, strict=True))
+            freedom = 2
         return cls(
             statistics.fmean(differences),
             math.sqrt(spread / count),
@@ -87,15 +78,25 @@ class Comparison:
         )
 
     @property
+    def margin(self) -> float:
+        """Half-width of the 95 % confidence interval of `mean`."""
+        return student(REPORTED, self.freedom) * self.standard_error
+
+    @property
     def gain(self) -> Gain:
-        return Gain.of_log(self.mean, student_t97(self.freedom) * self.standard_error)
+        return Gain.of_log(self.mean, self.margin)
 
     @property
     def is_better(self) -> bool:
         """True if the second is better with 95 % confidence."""
-        return self.mean > student_t97(self.freedom) * self.standard_error
+        return self.mean > self.margin
 
-    @property
-    def is_clear(self) -> bool:
-        """True if one of them is better with 99 % confidence."""
-        return abs(self.mean) > student_t99(self.freedom) * self.standard_error
+    def is_clear(self, least: float | None) -> bool:
+        """Return whether one of them is better with 99 % confidence, or no gain is worth it.
+
+        Args:
+            least: the logarithm of a gain that is worth something; None to find out which is
+                better, however little.
+        """
+        margin = student(CLEAR, self.freedom) * self.standard_error
+        return abs(self.mean) > margin or (least is not None and self.mean + margin < least)

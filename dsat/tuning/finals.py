@@ -1,15 +1,15 @@
 """The finals: after a search its leaders and the user's own configuration run again, in turns.
 
 The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
-search measured is reported. The finals have two parts, each with runs of its own: the leaders among
-themselves choose one of them, the pick; then the pick and the user's own configuration run in
-pairs, and only these pairs tell the gain. The order within a pair changes from one to the next, so
-that a machine that slows down steadily favours neither.
+search measured is reported. One of the leaders is the pick: the best by what the search expects of
+it, and with many trials after runs of the leaders among themselves. The pick and the user's own
+configuration run in pairs, and only these tell the gain. The order within a pair changes from one
+to the next, so that a machine that slows down steadily favours neither.
 
-The pairs are looked at a few times only, and end early only if a 99 % interval leaves out "no
-gain" (Haybittle 1971, Peto 1976). Since all the same their number depends on what they showed, the
-95 % interval that is reported is as wide as one of 97 % of a fixed number: simulated with normal
-noise, it covers 0.94 to 0.97. `benchmarks/winners_curse.py` measures it with the tuner.
+The pairs are looked at a few times only, and end early if a 99 % interval leaves out "no gain"
+(Haybittle 1971, Peto 1976) or any gain that is worth something. Since all the same their number
+depends on what they showed, the 95 % interval that is reported is as wide as one of 97 % of a
+fixed number. `benchmarks/winners_curse.py` measures with the tuner how often it holds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dsat.tuning.comparison import LEAST_PAIRS, Comparison, Gain, student_t97
+from dsat.tuning.comparison import REPORTED, Comparison, Gain, student
 
 MOST_LEADERS = 4
-ROOM_FOR_PAIRS = 6  # trials; only what is left beyond them goes into choosing among leaders
-# By default the finals have 2 of 11 trials, 2 for 9 of the search: 30 % of its time at most, for
-# they are measured to the end, and most trials of a search are given up before.
-LEAST_TRIALS, MOST_TRIALS = 5, 12
-LEAST_RUN = 12  # trials of a run; in a shorter one finals would leave no search
+ROOM_FOR_PAIRS = 14  # trials; only what is left beyond them goes into choosing among leaders
+# With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in more
+# than half of all runs. They take 30 % of the search's time at most, but for the least.
+MOST_TRIALS, LEAST_TRIALS = 15, 5
+SHARE, MOST_COST = 0.25, 0.30
+SHORT_RUN, LEAST_RUN = 12, 6  # trials of a run; one pair in a short one, none in a shorter one
+_PAIR = 2
 
 # After so many pairs they are looked at, and whenever the budget is spent.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
@@ -40,21 +42,28 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
     Args:
         max_trials: of the whole run.
-        asked: what the user wants; by default as many as take 30 % of the search's time.
+        asked: what the user wants; by default a share of them.
     """
     if asked is not None:
         return min(asked, max(0, max_trials - 3))  # the profile, their own, one to compare
-    if max_trials < LEAST_RUN:
-        return 0
-    return min(MOST_TRIALS, max(LEAST_TRIALS, 2 * max_trials // 11))
+    if max_trials < SHORT_RUN:
+        return _PAIR if max_trials >= LEAST_RUN else 0
+    return min(MOST_TRIALS, max(LEAST_TRIALS, int(SHARE * max_trials)))
 
 
-def budget(max_trials: int, searched: int, asked: int | None = None) -> int:
-    """Return the number of trials for the finals of a search that used `searched` trials."""
+def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: float) -> int:
+    """Return the number of trials for the finals of a search.
+
+    Args:
+        max_trials: of the whole run.
+        searched: trials that the search used.
+        asked: what the user wants.
+        cost: of a trial of the finals, as a part of the search's time.
+    """
     room = min(reserved(max_trials, asked), max_trials - searched)
     if asked is None:
-        room = min(room, max(LEAST_TRIALS, 2 * searched // 9))
-    return room if room >= 2 * LEAST_PAIRS else 0
+        room = min(room, max(LEAST_TRIALS, int(MOST_COST / cost)))
+    return room if room >= _PAIR else 0
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,7 @@ def leaders(
 
     Returns:
         Configurations that are slower than the fastest by no more than that, or cannot be told
-        apart from it. If only one is wanted, the smallest of those that are expected to be slower
-        by no more than that.
+        apart from it, the first of which is the fastest.
     """
     if not tried:
         return []
@@ -113,14 +121,26 @@ def leaders(
         if behind(contestant)
         <= max(worth, 1.96 * math.hypot(fastest.standard_error, contestant.standard_error))
     ]
-    if most == 1:  # nothing will tell more of these
-        expected = _expected_again(close)
-        level = max(expected)
-        close = [c for c, value in zip(close, expected, strict=True) if level - value <= worth]
-        return [min(close, key=lambda c: (c.size, behind(c)))]
     smallest = min(close, key=lambda c: (c.size, behind(c)))
     ordered = [fastest, smallest, *sorted(close, key=lambda c: (behind(c), c.trial_id))]
     return list(dict.fromkeys(ordered))[:most]
+
+
+def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) -> list[Contestant]:
+    """Return configurations in the order in which they are worth a comparison with the own.
+
+    First the smallest of those that are expected to be slower than the fastest by no more than
+    what is worth nothing, then the others by what is expected of them.
+    """
+    if not tried:
+        return []
+    expected = dict(zip(tried, _expected_again(list(tried)), strict=True))
+    level = max(expected.values()) - math.log1p(indifference)
+    first = min(
+        (c for c in tried if expected[c] >= level), key=lambda c: (c.size, -expected[c], c.trial_id)
+    )
+    others = sorted(tried, key=lambda c: (-expected[c], c.trial_id))
+    return list(dict.fromkeys([first, *others]))
 
 
 def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
@@ -149,14 +169,15 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def num_leaders(trials: int, *, same_batch: bool = False) -> int:
+def num_leaders(trials: int, *, same_batch: bool = False, pairs: int = ROOM_FOR_PAIRS) -> int:
     """Return the number of leaders that finals of so many trials can compare.
 
     Args:
         trials: of the finals.
         same_batch: one trial goes to a configuration with the user's own global batch.
+        pairs: trials that are left for pairs.
     """
-    return max(1, min(MOST_LEADERS, trials // 3, trials - ROOM_FOR_PAIRS - same_batch))
+    return max(1, min(MOST_LEADERS, trials // 3, trials - pairs - same_batch))
 
 
 class Role(str, enum.Enum):
@@ -181,8 +202,10 @@ class Finals:
     Args:
         own: the user's own configuration.
         leaders: in the order of `leaders`; as many as `num_leaders` of them take part.
+        reserves: take the place of leaders, one after the other, when all have failed.
         trials: how many runs there may be.
         indifference: a gain that is not worth a larger global batch, as a fraction.
+        least_gain: pairs end early if the gain is surely below it, as a fraction; None if not.
         same_batch: trial ids of the leaders beside which another configuration is to be run, with
             the user's own global batch, since they have another.
 
@@ -201,7 +224,9 @@ class Finals:
         leaders: Sequence[Contestant],
         *,
         trials: int,
+        reserves: Sequence[Contestant] = (),
         indifference: float = 0.0,
+        least_gain: float | None = None,
         same_batch: Collection[int] = (),
     ) -> None:
         self.own = own
@@ -210,9 +235,12 @@ class Finals:
         self.used = 0
         self._trials = trials
         self._indifference = indifference
+        self._least = None if least_gain is None else math.log1p(least_gain)
         self.with_same_batch = frozenset(same_batch)
-        count = num_leaders(trials, same_batch=bool(same_batch))
+        # Earlier runs kept room for three pairs.
+        count = num_leaders(trials, same_batch=bool(same_batch), pairs=6)
         self._leaders = list(leaders[:count])
+        self._reserves = list(reserves)
         self._values: dict[int, list[float]] = {c.trial_id: [] for c in self._leaders}
         self._own_failures = 0
         self._pair: dict[Role, float] = {}
@@ -237,8 +265,11 @@ class Finals:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Comparison of the pick with the user's own configuration; None before two pairs."""
-        return Comparison.of_pairs(self.pairs) if len(self.pairs) >= LEAST_PAIRS else None
+        """Comparison of the pick with the user's own configuration; None before a pair."""
+        if not self.pairs or self.pick is None:
+            return None
+        before = (self.own.log_value, self.pick.log_value)
+        return Comparison.of_pairs(self.pairs, before)
 
     @property
     def is_better(self) -> bool:
@@ -262,7 +293,7 @@ class Finals:
         if self._same_batch is None or comparison is None:
             return None
         # Of one pair there is no spread: that of the others counts.
-        margin = student_t97(comparison.freedom) * comparison.noise * math.sqrt(2)
+        margin = student(REPORTED, comparison.freedom) * comparison.noise * math.sqrt(2)
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:
@@ -323,7 +354,9 @@ class Finals:
 
     def _choose(self) -> None:
         """The smallest leader of those that are as fast as the fastest in the finals."""
-        if not self._leaders or self._trials - self.used < 2 * LEAST_PAIRS:
+        if not self._leaders and self._reserves:
+            self._leaders = [self._reserves.pop(0)]
+        if not self._leaders or self._trials - self.used < _PAIR:
             return
         self.pick = _smallest_of_the_fastest(
             self._leaders, lambda c: self._values[c.trial_id], self._indifference
@@ -338,10 +371,10 @@ class Finals:
         if len(self.pairs) not in _LOOKS:
             return False
         comparison = self.comparison
-        return comparison is not None and comparison.is_clear
+        return comparison is not None and comparison.is_clear(self._least)
 
     def _next_pair(self) -> None:
-        if self._trials - self.used < 2:
+        if self._trials - self.used < _PAIR:
             return
         assert self.pick is not None
         own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)

@@ -13,6 +13,8 @@ from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
+_RESERVES = 3  # for leaders that fail or train differently
+
 
 class FinalsPhase(Phase):
     """One trial at a time, alone on the machine, as `Run.finals` decides.
@@ -38,11 +40,11 @@ class FinalsPhase(Phase):
         searched = len(run.trials) - run.num_finals
         assert run.plan is not None
         most = run.plan.max_trials - run.num_finals
-        count = finals.budget(most, searched, plan.finals)
         own = run.baseline
-        if not count or run.leader is None or own is None or run.leader is own:
+        if run.leader is None or own is None or run.leader is own or run.value(own) is None:
             return None
-        if run.value(own) is None:
+        count = finals.budget(most, searched, plan.finals, cost=self._cost(own, run.leader))
+        if not count:
             return None
         tried = [
             run.contestant(trial)
@@ -52,20 +54,31 @@ class FinalsPhase(Phase):
             and plan.admits(trial.batch)
         ]
         # One more than may be needed: a trial with the own batch takes the place of a leader.
-        most = finals.num_leaders(count)
-        leaders = finals.leaders(tried, most, indifference=plan.indifference)
+        most, worth = finals.num_leaders(count), plan.indifference
+        expected = finals.by_expectation(tried, indifference=worth)
+        leaders = expected[:1] if most == 1 else finals.leaders(tried, most, indifference=worth)
+        reserves = [contestant for contestant in expected if contestant not in leaders]
         return {
             "event": EVENT_FINALS,
             "reason": reason,
             "trials": count,
             "indifference": plan.indifference,
             "leaders": [contestant.trial_id for contestant in leaders],
+            "reserves": [contestant.trial_id for contestant in reserves[:_RESERVES]],
+            "least_gain": worth,
             "same_batch": [
                 contestant.trial_id
-                for contestant in leaders
+                for contestant in (*leaders, *reserves[:_RESERVES])
                 if self._with_own_batch(run.trials[contestant.trial_id]) is not None
             ],
         }
+
+    def _cost(self, own: Trial, leader: Trial) -> float:
+        """Return the cost of a trial of the finals, as a part of the search's time."""
+        outcomes = self._run.outcomes
+        took_s = sum(outcome.duration_s for outcome in outcomes.values())
+        of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
+        return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
 
     def next_trial(self) -> Trial | None:
         run = self._run

@@ -193,7 +193,9 @@ class Run:
             self.contestant(self.baseline),
             [self.contestant(self.trials[trial_id]) for trial_id in event["leaders"]],
             trials=event["trials"],
+            reserves=[self.contestant(self.trials[t]) for t in event.get("reserves", ())],
             indifference=event["indifference"],
+            least_gain=event.get("least_gain"),
             same_batch=event["same_batch"],
         )
 

@@ -45,7 +45,8 @@ def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: flo
 @pytest.mark.parametrize(
     ("max_trials", "asked", "kept"),
     [
-        *((11, None, 0), (12, None, 5), (33, None, 6), (50, None, 9), (500, None, 12)),
+        *((5, None, 0), (6, None, 2), (11, None, 2), (12, None, 5), (50, None, 12)),
+        (500, None, 15),
         *((50, 20, 20), (50, 0, 0), (10, 20, 7), (2, 20, 0)),
     ],
 )
@@ -54,11 +55,16 @@ def test_finals_keep_a_share_of_the_trials(max_trials: int, asked: int | None, k
 
 
 @pytest.mark.parametrize(
-    ("searched", "asked", "trials"),
-    [(41, None, 9), (30, None, 6), (14, None, 5), (45, None, 5), (47, None, 0), (14, 20, 20)],
+    ("searched", "asked", "cost", "trials"),
+    [
+        *((38, None, 0.02, 12), (38, None, 0.03, 10), (14, None, 0.07, 5)),
+        *((45, None, 0.02, 5), (49, None, 0.02, 0), (14, 20, 0.07, 20)),
+    ],
 )
-def test_a_short_search_has_short_finals(searched: int, asked: int | None, trials: int) -> None:
-    assert rules.budget(50, searched, asked) == trials
+def test_finals_cost_a_share_of_the_search(
+    searched: int, asked: int | None, cost: float, trials: int
+) -> None:
+    assert rules.budget(50, searched, asked, cost=cost) == trials
 
 
 # -- who takes part
@@ -80,13 +86,13 @@ def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
         leader(3, 1.38, batch=16, error=0.001),
         leader(4, 1.39, batch=32, error=0.001),
     ]
-    assert [c.trial_id for c in rules.leaders(tried, 1)] == [2]
-    assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.01)] == [4]
-    assert [c.trial_id for c in rules.leaders(tried, 1, indifference=0.02)] == [3]
-    assert rules.leaders([], 1) == []
+    assert [c.trial_id for c in rules.by_expectation(tried)] == [2, 4, 3]
+    assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.01)] == [4, 2, 3]
+    assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.02)] == [3, 2, 4]
+    assert rules.by_expectation([]) == rules.leaders([], 2) == []
 
 
-@pytest.mark.parametrize(("error", "chosen"), [(0.03, 2), (0.002, 4)])
+@pytest.mark.parametrize(("error", "chosen"), [(0.03, 3), (0.002, 4)])
 def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, chosen: int) -> None:
     tried = [
         leader(2, 1.33, batch=16, error=error),
@@ -95,7 +101,7 @@ def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, c
         leader(5, 1.36, batch=128, error=error),
         leader(6, 1.10, batch=8, error=error),
     ]
-    assert [c.trial_id for c in rules.leaders(tried, 1)] == [chosen]
+    assert rules.by_expectation(tried, indifference=0.02)[0].trial_id == chosen
 
 
 # -- who runs, and when it is enough
@@ -152,6 +158,33 @@ def test_a_leader_that_fails_makes_room_for_the_next() -> None:
     finals = Finals(OWN, [leader(2), leader(3)], trials=12)
     assert play(finals, {2: None, 3: 1.4}, noise=0.001) == "233o33o"
     assert finals.pick is not None and finals.pick.trial_id == 3
+
+
+def test_a_reserve_takes_the_place_of_a_leader_that_fails_or_trains_differently() -> None:
+    finals = Finals(OWN, [leader(2)], trials=12, reserves=[leader(3), leader(4)])
+    finals.record(0.0)
+    finals.record(0.5)
+    finals.disqualify()
+    assert play(finals, {3: None, 4: 1.4}, noise=0.001) == "o3o44o"
+    assert finals.pick is not None and finals.pick.trial_id == 4 and finals.is_better
+
+
+def test_pairs_end_when_the_gain_is_surely_worth_nothing() -> None:
+    finals = Finals(OWN, [leader(2)], trials=14, least_gain=0.02)
+    assert play(finals, {2: 1.001}, noise=0.0005) == "o22o"
+    assert not finals.is_better
+    finals = Finals(OWN, [leader(2)], trials=14, least_gain=None)
+    assert play(finals, {2: 1.001}, noise=0.0005) == "o22o" * 3 + "o2"
+
+
+def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
+    for own, first, second in ((0.0, 1.4, True), (0.05, 1.1, False)):
+        finals = Finals(OWN, [leader(2, first)], trials=2)
+        finals.record(own)
+        finals.record(math.log(1.4 if second else 1.2))
+        assert finals.over and finals.comparison is not None
+        assert finals.comparison.freedom == 2
+        assert finals.is_better == second
 
 
 def test_no_leader_is_left() -> None:
@@ -223,18 +256,17 @@ def test_the_users_own_batch_is_compared_too() -> None:
 def test_a_paired_interval_by_hand() -> None:
     differences = (0.10, 0.14, 0.12)
     pairs = [(level, level + d) for level, d in zip((0.0, 5.0, -3.0), differences, strict=True)]
-    found = Comparison.of_pairs(pairs)
+    found = Comparison.of_pairs(pairs, (0.0, 0.0))
     assert found.mean == pytest.approx(0.12)
     assert found.standard_error == pytest.approx(0.02 / math.sqrt(3))
     assert found.freedom == 2
     assert found.noise == pytest.approx(0.02 / math.sqrt(2))
-    margin = 5.643 * 0.02 / math.sqrt(3)
+    margin = 5.643 * 0.02 / math.sqrt(3)  # the quantile of 97 %
     assert found.gain.high == pytest.approx(math.exp(0.12 + margin))
-    assert found.is_better and found.is_clear, "0.12 is 10.4 standard errors, and 9.9 are asked for"
+    assert found.is_better
+    assert found.is_clear(None), "0.12 is 10.4 standard errors, and 9.9 are asked for"
 
 
 def test_quantiles() -> None:
     known = {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}
-    assert {n: comparison.student_t99(n) for n in known} == pytest.approx(known, abs=2e-3)
-    known = {1: 21.205, 10: 2.527, 30: 2.278, 40: 2.250, 120: 2.196}
-    assert {n: comparison.student_t97(n) for n in known} == pytest.approx(known, abs=2e-3)
+    assert {n: comparison.student(0.99, n) for n in known} == pytest.approx(known, abs=2e-3)
