@@ -15,7 +15,7 @@ from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import LookSettings
+from dsat.inputs.look_settings import LookSettings, WatchSettings
 from dsat.inputs.settings import Settings
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
@@ -35,6 +35,8 @@ def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
             return _estimate(settings)
+        if isinstance(settings, WatchSettings) and settings.experiment is not None:
+            return _told_of(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
             return look(settings)
         choice = submit.where(settings)
@@ -59,8 +61,12 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
         view.say(ready.where)
         output.print_submission(ready)
         return EXIT_OK
-    submitted = submit.submit(ready, detach=settings.detach)
-    if settings.json:
+    return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
+
+
+def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
+    """Tell of a search on a cluster, and return the exit status."""
+    if as_json:
         output.print_json(submitted.to_json())
     if submitted.interrupted:
         return EXIT_INTERRUPTED

@@ -24,6 +24,7 @@ from dsat.values.trial import TrialOptions
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
+RUNNER_NAME = "(DSAT) "  # before the user's own
 RUNNER_MODULE = "dsat.determined_cluster.runner"
 SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
 RUNNER_LENGTH = 100  # its progress is in percent
@@ -121,7 +122,7 @@ def runner_config(
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
     config.update(
-        name=f"(DSAT) {user.name}",
+        name=f"{RUNNER_NAME}{user.name}",
         entrypoint=["python3", "-m", RUNNER_MODULE, JOB_FILE],
         resources={**resources, "slots_per_trial": 0},
         searcher={

@@ -137,6 +137,36 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     if detach:
         _tell_how_to_go_on(master, number)
         return submitted
+    return _follow(master, submitted, ready.experiment.name)
+
+
+def follow(experiment_id: int) -> Submitted:
+    """Follow a search that was submitted before to its end.
+
+    Raises:
+        DsatError: the master cannot be reached, or has no such experiment.
+    """
+    choice = choose("determined", os.environ, logins_of(auth_file()), fits=True)
+    assert choice.master is not None
+    clients.check_installed(choice.master)
+    master = clients.connect(choice.master, _log.info)
+    with clients.explained(choice.master):
+        config = master.submitted_config(experiment_id)
+    if job.RUNNER_MODULE not in str(config.get("entrypoint")):
+        raise UserInputError(
+            f"experiment {experiment_id} is no search of dsat", where=master.address
+        )
+    name = str(config.get("name", "")).removeprefix(job.RUNNER_NAME)
+    return _follow(master, Submitted(experiment_id, master.url(experiment_id)), name)
+
+
+def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
+    """Print what a search runner says until its end, and write its result files.
+
+    Args:
+        name: of the user's experiment.
+    """
+    number = submitted.experiment_id
     try:
         ended = clients.follow(master, number, _log.info)
     except KeyboardInterrupt:
@@ -151,7 +181,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
             _log.info("without it nobody closes the trials of experiment %d: ended too", left_over)
     told = dict(ended.result)
     files = told.pop("files", None)
-    run_dir = None if files is None else _write_files(files, ready.experiment.name)
+    run_dir = None if files is None else _write_files(files, name)
     return replace(submitted, state=ended.state, result=told, run_dir=run_dir)
 
 
@@ -221,9 +251,10 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
 
 def _tell_how_to_go_on(master: Master, number: int) -> None:
     det = f"det -m {master.address}"
-    _log.info("Follow it: %s experiment logs --follow %d, or %s", det, number, master.url(number))
+    _log.info("Follow it: dsat watch %d, or %s", number, master.url(number))
     _log.info("End it, and its trials: %s experiment cancel %d", det, number)
     _log.info(
-        "Its result: best_ds_config.json and summary.md in the latest checkpoint of experiment %d",
+        "Its result: best_ds_config.json and summary.md, which dsat watch writes here at the end, "
+        "and in the latest checkpoint of experiment %d",
         number,
     )

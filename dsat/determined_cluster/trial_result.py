@@ -63,8 +63,9 @@ def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Ou
         return Outcome.from_json([*oom, *telling][0])
     text, tail = "\n".join(plain), "\n".join(plain[-_TAIL_LINES:])
     if failed:
-        if failures.of_text(text) is OutcomeKind.OOM:
-            return Outcome(OutcomeKind.OOM, message="out of memory, by its log", detail=tail)
+        kind = failures.of_text(text)
+        if kind.is_out_of_memory:
+            return Outcome(kind, message="out of memory, by its log", detail=tail)
         if any(mark in text for mark in _KILLED):
             return Outcome(
                 OutcomeKind.HOST_OOM,

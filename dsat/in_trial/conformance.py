@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial import start_recorder
 
 Shape = tuple[int, ...]
 
@@ -16,6 +17,23 @@ def refuse_pipeline(engine: Any) -> None:
         raise InvalidTrial(
             "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
             "tuned. Train the model without PipelineModule"
+        )
+
+
+def refuse_other_ranks(slots: int) -> None:
+    """Raise InvalidTrial if a trial has another number of ranks than slots.
+
+    DeepSpeed would say that the batch sizes contradict each other.
+
+    Args:
+        slots: 0 if that is not known yet.
+    """
+    _, ranks = start_recorder.rank_and_size()
+    if slots and ranks != slots:
+        raise InvalidTrial(
+            f"{ranks} rank{'s' if ranks > 1 else ''} on {slots} slots: let the entrypoint start a "
+            "rank for each slot, or give a trial as many slots as it starts ranks "
+            "(resources.slots_per_trial, --slots)"
         )
 
 

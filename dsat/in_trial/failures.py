@@ -112,10 +112,12 @@ def message(error: BaseException) -> str:
 
 
 def of_text(text: str) -> OutcomeKind:
-    """Classify what a process left in its log, for want of the exception: OOM or ERROR."""
+    """Classify what a process left in its log, for want of the exception."""
     text = text.lower()
+    if _has(text, _HOST_OUT_OF_MEMORY):
+        return OutcomeKind.HOST_OOM
     marks = ("outofmemoryerror", *_OUT_OF_MEMORY, *_CPU_OUT_OF_MEMORY)
-    return OutcomeKind.OOM if any(mark in text for mark in marks) else OutcomeKind.ERROR
+    return OutcomeKind.OOM if _has(text, marks) else OutcomeKind.ERROR
 
 
 def user_traceback(error: BaseException) -> str:

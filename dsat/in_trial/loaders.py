@@ -16,8 +16,19 @@ def watch() -> None:
     """From now on, notes what each loader that is iterated has."""
     from torch.utils.data import DataLoader
 
-    original = DataLoader.__iter__
-    if hasattr(original, "dsat_watches"):
+    if hasattr(DataLoader.__iter__, "dsat_watches"):
+        return
+    kinds: list[Any] = [DataLoader]
+    for kind in kinds:  # torchdata's StatefulDataLoader, for example, iterates by itself
+        kinds += kind.__subclasses__()
+        _watch(kind)
+    DataLoader.__init_subclass__ = classmethod(_watch)  # type: ignore[assignment]
+
+
+def _watch(kind: Any) -> None:
+    """Watch loaders of a class."""
+    original = vars(kind).get("__iter__")
+    if original is None or hasattr(original, "dsat_watches"):
         return
 
     @functools.wraps(original)
@@ -31,7 +42,7 @@ def watch() -> None:
         return original(self)
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    kind.__iter__ = iterate
 
 
 def batches_in_store() -> int:

@@ -28,7 +28,12 @@ from dsat.in_trial import (
 )
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory, clock_for, wait_for_memory
-from dsat.in_trial.conformance import check_engine, refuse_pipeline, refuse_shared_samples
+from dsat.in_trial.conformance import (
+    check_engine,
+    refuse_other_ranks,
+    refuse_pipeline,
+    refuse_shared_samples,
+)
 from dsat.in_trial.losses import LossWatch
 from dsat.in_trial.marks import PHASES, StepMarks
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
@@ -40,6 +45,7 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 
 MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
+LONGEST_STORE_S = 60.0  # of warm-up, until what data loaders have in store is used up
 LOOK_AT_SKIPPED = 5  # how often losses are looked at while steps are skipped
 
 SEVERAL_ENGINES = (
@@ -69,6 +75,11 @@ ALWAYS_COMPILES = (
 NOT_WARM = (
     "the script ended after {steps} optimizer steps, before its device had run long enough to be "
     "warm: its last steps were measured. Give it more data for figures that can be relied on"
+)
+STORE_NOT_USED_UP = (
+    "the data loader's workers prepare {batches} batches in advance, too many to use up within "
+    f"{LONGEST_STORE_S:g} s: if your training waits for its data, it is slower than measured. "
+    "Fewer workers, or a smaller prefetch_factor, would show it"
 )
 HOST_ACCIDENTS = (
     "rare steps took far longer than all others, by the host's doing rather than the training's; "
@@ -118,6 +129,7 @@ def install(
         return result
 
     deepspeed.initialize = initialize
+    config_injection.on_initialize(lambda _: refuse_other_ranks(spec.slots))
     config_injection.on_initialize(refuse_shared_samples)
     return meter
 
@@ -431,8 +443,12 @@ class Meter:
 
         The same on all ranks.
         """
-        in_store = math.ceil(loaders.batches_in_store() / max(1, marks.micro_steps))
         last_ms = self._clock.ms(marks.begin, marks.end)
+        in_store = math.ceil(loaders.batches_in_store() / max(1, marks.micro_steps))
+        used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
+        if in_store > used_up:
+            self.warn(STORE_NOT_USED_UP.format(batches=loaders.batches_in_store()))
+            in_store = used_up
         missing_ms = 0.0
         if not self._accelerator.is_synchronized_device():
             warmed_up_ms = self._clock.ms(self._began, marks.end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dsat.values import host_memory
@@ -64,8 +65,7 @@ class ModelProfiler:
 
         parameter = torch.nn.Parameter
         if not isinstance(tensor, parameter) and not isinstance(tensor._base, parameter):
-            storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
+            self._storages.update(_storages_of(tensor))
         return tensor
 
     def result(self, accelerator: Any) -> ModelProfile:
@@ -91,6 +91,19 @@ class ModelProfiler:
         else:
             has = int(accelerator.total_memory())
         return min(has, self._slot_memory_bytes or has)
+
+
+def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Address and bytes of what a tensor consists of: jagged ones, for example, of several."""
+    import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
 
 
 def _host_memory(accelerator: Any) -> int:

@@ -93,14 +93,21 @@ class WatchSettings:
     """Settings of `dsat watch`.
 
     Attributes:
-        run: a run, or a folder with runs; None for the newest run.
+        run: a run, or a folder with runs; None for the newest run; the number of an experiment that
+            searches on a Determined cluster.
     """
 
     run: Path | None = None
     port: int | None = option(
         "--port", kind=at_least(1), metavar="N", help="of this machine (default: any free one)"
     )
-    json: bool = option("--json", shell_only=True, help="print where as JSON")
+    json: bool = option("--json", shell_only=True, help="print where, or the result, as JSON")
+
+    @property
+    def experiment(self) -> int | None:
+        """Number of the experiment on a Determined cluster that is meant; None for a run here."""
+        name = "" if self.run is None else str(self.run)
+        return int(name) if name.isdecimal() and not Path(name).exists() else None
 
 
 LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings

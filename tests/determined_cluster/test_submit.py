@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import yaml
 
 from dsat import api as dsat_api
 from dsat.cli import main
-from dsat.determined_cluster import client
+from dsat.determined_cluster import client, result
 from dsat.determined_cluster.submit import Submitted
 from dsat.errors import UserInputError
 from testing.local import PROGRAMS
 from testing.master import StandIn
+from testing.master.states import State
 
 PRETEND = PROGRAMS / "pretend"
 
@@ -92,6 +94,29 @@ def test_the_search_is_submitted_where_the_user_wants_it(
             "model/deepspeed.yaml",
         } <= files
         assert "model/notes.bin" not in files
+
+
+def test_a_search_is_followed_again(
+    master: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After Ctrl-C or --detach, from any process: to its end, with its result files."""
+    monkeypatch.chdir(tmp_path)
+    assert dsat("--detach") == 0
+    assert "Follow it: dsat watch 1" in capsys.readouterr().out
+    told = {"over": True, "best": {"name": "z1"}, "files": {"best_ds_config.json": "{}"}}
+    master.experiment(1).state = State.COMPLETED
+    lines = result.to_lines(told)
+    monkeypatch.setattr(client, "_runner_lines", lambda *_: ["measured z1", *lines])
+    assert main.main(["watch", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["experiment_id"], found["state"]) == (1, "COMPLETED")
+    assert (Path(found["run_dir"]) / "best_ds_config.json").read_text() == "{}"
+    assert Path(found["run_dir"]).name.startswith("pretend")
+    assert main.main(["watch", "2"]) == 2
+    assert master.url in refused(capsys)
 
 
 def test_why_a_search_did_not_come_to_its_end() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.conformance import check_engine, refuse_shared_samples
+from dsat.in_trial.conformance import check_engine, refuse_other_ranks, refuse_shared_samples
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,14 @@ def test_a_script_that_splits_samples_is_refused(arguments: dict[str, Any], said
 )
 def test_others_are_not(arguments: dict[str, Any]) -> None:
     refuse_shared_samples(arguments)
+
+
+def test_fewer_ranks_than_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    refuse_other_ranks(4)
+    refuse_other_ranks(0)
+    with pytest.raises(InvalidTrial, match=r"4 ranks on 8 slots: .*resources\.slots_per_trial"):
+        refuse_other_ranks(8)
 
 
 def test_an_engine_with_fewer_data_parallel_ranks_is_refused() -> None:

@@ -43,6 +43,7 @@ class Pairs:
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
     monkeypatch.setattr(loaders, "_samples", {})
+    monkeypatch.setattr(loaders, "_in_store", 0)
     loaders.watch()
 
 
@@ -73,3 +74,15 @@ def test_of_several_loaders_the_longest_counts() -> None:
     for count in (30, 100, 20):
         next(iter(DataLoader(TensorDataset(torch.zeros(count)), batch_size=8)))
     assert loaders.samples_of_epoch(8) == 100
+
+
+def test_a_loader_that_iterates_by_itself_is_watched() -> None:
+    """As torchdata's StatefulDataLoader does, which may be imported later."""
+
+    class Stateful(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.zeros(8)])
+
+    assert len(list(Stateful(DATA, batch_size=8, num_workers=2, prefetch_factor=3))) == 1
+    assert loaders.samples_of_epoch(8) == 103
+    assert loaders.batches_in_store() == 6

@@ -12,6 +12,7 @@ import torch
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial.meter import (
     SEVERAL_ENGINES,
+    STORE_NOT_USED_UP,
     Meter,
     TrialComplete,
     install,
@@ -280,6 +281,24 @@ def test_what_loaders_have_in_store_is_used_up_first(
     measured = train(engine, before=cheap)
     assert metrics_of(measured).latency == pytest.approx(18)
     assert meter.steps_seen == 5 + 3
+
+
+def test_what_loaders_have_in_store_is_used_up_for_a_minute_at_most(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsat.in_trial.loaders.batches_in_store", lambda: 64)
+    engine = FakeEngine(clock)
+    engine.times_ms = (10_000, 10_000, 5_000)
+    meter = attach(engine)
+    measured = train(engine)
+    assert meter.steps_seen == 2 + 1 + 3
+    assert measured is not None
+    assert STORE_NOT_USED_UP.format(batches=64) in measured.warnings
+    engine = FakeEngine(clock)
+    meter = attach(engine)
+    measured = train(engine, steps=100)
+    assert meter.steps_seen == 64 + 1 + 3
+    assert measured is not None and measured.warnings == ()
 
 
 def test_the_profile_trials_peaks_are_of_a_later_step() -> None:
