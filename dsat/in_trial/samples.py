@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
@@ -28,8 +29,11 @@ UNSEEN = (
 )
 OF_ITS_OWN = (
     "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
-    "here): take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's "
-    "flag: --arg-mapping train_micro_batch_size_per_gpu=--batch-size"
+    "here): {advice}"
+)
+_ADVICE = (
+    "take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+    "--arg-mapping train_micro_batch_size_per_gpu={flag}"
 )
 _DEPTH = 4
 
@@ -114,9 +118,7 @@ class SampleCounter:
         if self._own is not None and feeds_own(list(shapes.values()), self._micro_batch, self._own):
             raise InvalidTrial(
                 f"the script feeds {self._own} samples, its own micro batch, although the trial's "
-                f"train_micro_batch_size_per_gpu is {self._micro_batch}: take the batch size from "
-                "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping "
-                "train_micro_batch_size_per_gpu=--batch-size",
+                f"train_micro_batch_size_per_gpu is {self._micro_batch}: {_advice(self._own)}",
                 most_samples=self._own if self._own < self._micro_batch else None,
             )
         self.warning = UNCOUNTED
@@ -124,7 +126,9 @@ class SampleCounter:
         if samples is not None:
             self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
             if self._feeds_as_before(samples):
-                said = OF_ITS_OWN.format(rows=samples, micro_batch=self._micro_batch)
+                said = OF_ITS_OWN.format(
+                    rows=samples, micro_batch=self._micro_batch, advice=_advice(samples)
+                )
                 if self._micro_batch != self._own:
                     fewer = samples < self._micro_batch
                     raise InvalidTrial(said, most_samples=samples if fewer else None)
@@ -160,6 +164,27 @@ class SampleCounter:
             if path in self._carriers
         ]
         return max((size for size in sizes if size is not None), default=None)
+
+
+def _advice(fed: int) -> str:
+    """Tell how the batch that a script feeds can follow the trial's."""
+    return _ADVICE.format(flag=batch_flag(sys.argv[1:], fed) or "--batch-size")
+
+
+def batch_flag(args: Sequence[str], fed: int) -> str | None:
+    """Return the flag of a script that sets its batch size, by name; None if it was given none.
+
+    Args:
+        args: of the script.
+        fed: samples that it feeds; a flag with this value comes first.
+    """
+    named = {}
+    for word, after in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag.startswith("--") and "batch" in flag.lower():
+            named[flag] = value if has_value else after
+    of_that_value = [flag for flag, value in named.items() if value == str(fed)]
+    return next(iter([*of_that_value, *named]), None)
 
 
 def leaves_of(values: Iterable[Any]) -> Iterator[tuple[Path, Leaf]]:

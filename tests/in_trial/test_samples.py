@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.samples import UNCOUNTED, SampleCounter, is_about, leaves_of
+from dsat.in_trial.samples import UNCOUNTED, SampleCounter, batch_flag, is_about, leaves_of
 
 TRIAL, OWN = 5, 8
 
@@ -211,3 +211,18 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused() -> None:
     seen = first_step(2, SampleCounter(1, 4)).fed_instead
     assert seen == {"micro_batch": 1, "rows": 2}
     assert first_step(8, SampleCounter(4, 4, fed_instead=seen)).warning == UNCOUNTED
+
+
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        (["--epochs", "3", "--batch_size", "7"], "--batch_size"),
+        (["--eval_batch_size", "32", "--train.batch=7"], "--train.batch"),
+        (["--bs", "7"], None),
+        (["--batch-size"], "--batch-size"),
+    ],
+)
+def test_the_flag_of_the_batch_size_is_one_that_the_script_was_given(
+    args: list[str], flag: str | None
+) -> None:
+    assert batch_flag(args, 7) == flag

@@ -43,7 +43,7 @@ def test_without_finals_a_gain_within_the_noise_or_not_worth_its_batch_is_not_re
     said = " ".join(verdict(run))
     assert run.best is run.baseline
     assert f"{why}" in said and f"t2, is {value / 100:.2f}" in said
-    assert "which need a budget of 12 trials" in said
+    assert "which need a budget of 6 trials" in said
     assert "learning rate" not in said
 
 
@@ -235,7 +235,9 @@ def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
     ]
     assert "cannot be counted" not in " ".join(verdict(run_of((1, 8, ran(150)))))
     # What it is compared with counts as well.
-    own = replace(ran(100), warnings=(UNSEEN, OF_ITS_OWN.format(rows=12, micro_batch=4), "hot"))
+    own = replace(
+        ran(100), warnings=(UNSEEN, OF_ITS_OWN.format(rows=12, micro_batch=4, advice=""), "hot")
+    )
     said = verdict(run_of((1, 8, ran(150)), baseline=own))
     assert [line[:26] for line in said if "script feeds" in line] == [
         "The samples that the scrip",
