@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsat.in_trial.steps import CI_TARGET, steps_wanted, summarize
-from dsat.values.outcome import student_t95
+from dsat.values.student import half_width
 
 EXPLANATION = (
     "Steps are drawn from processes whose mean is known, and measured until the meter's rule stops "
@@ -73,7 +73,9 @@ NOISES = (
 def before(values: Sequence[float]) -> Estimate:
     """Student's t of independent steps."""
     count, mean = len(values), float(np.mean(values))
-    return mean, student_t95(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count) / mean
+    return mean, half_width(0.95, count - 1) * float(np.std(values, ddof=1)) / math.sqrt(
+        count
+    ) / mean
 
 
 def after(values: Sequence[float]) -> Estimate:

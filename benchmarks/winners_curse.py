@@ -34,7 +34,8 @@ from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
 from dsat.values.files import write_atomically
-from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind, student_t95
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.student import half_width
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.simulated import SimulatedEngine
 
@@ -174,7 +175,7 @@ def _measure(steps: Any, to_beat_s: float | None) -> tuple[float, float, int]:
     while True:
         taken = steps[:count]
         mean = float(taken.mean())
-        half = student_t95(count - 1) * float(taken.std(ddof=1)) / math.sqrt(count) / mean
+        half = half_width(0.95, count - 1) * float(taken.std(ddof=1)) / math.sqrt(count) / mean
         beaten = to_beat_s is not None and mean * (1 - half) > to_beat_s
         if half <= TARGET or beaten or count == MOST_STEPS:
             return mean, half, count

@@ -7,11 +7,12 @@ averages over it; with Student's t for independent steps it would be far too nar
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dsat.values import student
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,8 +103,8 @@ def relative_ci95(values: Sequence[float]) -> float:
     scale = np.sqrt(rest / freedom / weight)
 
     def inside(half_width: float) -> float:
-        upper = _student_cdf((half_width - shift) / scale, freedom)
-        return float(posterior @ (upper - _student_cdf((-half_width - shift) / scale, freedom)))
+        upper = student.cdf((half_width - shift) / scale, freedom)
+        return float(posterior @ (upper - student.cdf((-half_width - shift) / scale, freedom)))
 
     low, high = 0.0, float(np.abs(shift).max() + 100 * scale.max())
     for _ in range(40):
@@ -133,22 +134,3 @@ def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
 def _median(values: Sequence[float]) -> float:
     ordered, middle = sorted(values), len(values) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def _student_cdf(x: Array, freedom: int) -> Array:
-    import numpy as np
-
-    angles, cumulated = _student_table(freedom)
-    share: Array = np.interp(np.arctan(x / math.sqrt(freedom)), angles, cumulated)
-    return share
-
-
-@functools.lru_cache(maxsize=64)
-def _student_table(freedom: int) -> tuple[Any, Any]:
-    """With t = sqrt(n) tan(a), the density of Student's t is that of the angle, cos(a)^(n-1)."""
-    import numpy as np
-
-    angles = np.linspace(-math.pi / 2, math.pi / 2, 2001)
-    density = np.cos(angles) ** (freedom - 1)
-    cumulated = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
-    return angles, cumulated / cumulated[-1]

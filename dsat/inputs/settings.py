@@ -75,7 +75,7 @@ class Settings(Target):
         group=Group.SEARCH,
         help="of these trials, N at most come after the search: its best and your own "
         "configuration run again in turns, until it is certain which is better (default: up to 1 "
-        "of 4 and 30 % of the search's time, 15 at most; 0: none)",
+        "of 4 and 30 %% of the search's time, 15 at most; 0: none)",
     )
     max_slots: int | None = option(
         "-ms",

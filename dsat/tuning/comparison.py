@@ -7,16 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsat.values import student
+
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.97, 0.99
-
-
-def student(level: float, freedom: int) -> float:
-    """Half-width of a two-sided confidence interval in standard errors."""
-    from scipy.special import stdtrit  # type: ignore[import-untyped]
-
-    return float(stdtrit(freedom, (1 + level) / 2))
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Comparison:
     @property
     def margin(self) -> float:
         """Half-width of the 95 % confidence interval of `mean`."""
-        return student(REPORTED, self.freedom) * self.standard_error
+        return student.half_width(REPORTED, self.freedom) * self.standard_error
 
     @property
     def gain(self) -> Gain:
@@ -98,5 +93,5 @@ class Comparison:
             least: the logarithm of a gain that is worth something; None to find out which is
                 better, however little.
         """
-        margin = student(CLEAR, self.freedom) * self.standard_error
+        margin = student.half_width(CLEAR, self.freedom) * self.standard_error
         return abs(self.mean) > margin or (least is not None and self.mean + margin < least)

@@ -20,7 +20,8 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dsat.tuning.comparison import REPORTED, Comparison, Gain, student
+from dsat.tuning.comparison import REPORTED, Comparison, Gain
+from dsat.values import student
 
 MOST_LEADERS = 4
 ROOM_FOR_PAIRS = 14  # trials; only what is left beyond them goes into choosing among leaders
@@ -293,7 +294,7 @@ class Finals:
         if self._same_batch is None or comparison is None:
             return None
         # Of one pair there is no spread: that of the others counts.
-        margin = student(REPORTED, comparison.freedom) * comparison.noise * math.sqrt(2)
+        margin = student.half_width(REPORTED, comparison.freedom) * comparison.noise * math.sqrt(2)
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from dsat.values import student
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.text import MOST_OF_A_LOG, printable
@@ -42,18 +43,6 @@ _SAID = {
 
 _MOST_WARNINGS = 50
 _BEYOND_MEASURE = 1e50  # no trial measures that, or its inverse: sums of squares of it are floats
-
-# Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom.
-_T95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-
-
-def student_t95(freedom: int) -> float:
-    """By how many standard errors a 95 % confidence interval reaches to each side."""
-    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.45 / freedom
 
 
 @dataclass(frozen=True)
@@ -93,11 +82,11 @@ class Metrics(Recorded):
     @property
     def standard_error(self) -> float:
         """Standard error of `latency`, as a fraction of it."""
-        return self.ci95 / student_t95(max(1, self.num_steps - 1))
+        return self.ci95 / student.half_width(0.95, max(1, self.num_steps - 1))
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
         """The same with an interval that is as wide as this standard error makes it, or wider."""
-        least = standard_error * student_t95(max(1, self.num_steps - 1))
+        least = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
         return self if self.ci95 >= least else replace(self, ci95=least)
 
     def value(self, metric: str) -> float | None:

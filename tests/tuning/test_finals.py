@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from dsat.tuning import comparison
 from dsat.tuning import finals as rules
 from dsat.tuning.comparison import Comparison
 from dsat.tuning.finals import Contestant, Finals, Role
+from dsat.values import student
 
 OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)
 
@@ -261,12 +261,19 @@ def test_a_paired_interval_by_hand() -> None:
     assert found.standard_error == pytest.approx(0.02 / math.sqrt(3))
     assert found.freedom == 2
     assert found.noise == pytest.approx(0.02 / math.sqrt(2))
-    margin = 5.643 * 0.02 / math.sqrt(3)  # the quantile of 97 %
-    assert found.gain.high == pytest.approx(math.exp(0.12 + margin))
+    margin = 5.6428 * 0.02 / math.sqrt(3)  # the quantile of 97 %
+    assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-5)
     assert found.is_better
     assert found.is_clear(None), "0.12 is 10.4 standard errors, and 9.9 are asked for"
 
 
-def test_quantiles() -> None:
-    known = {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}
-    assert {n: comparison.student(0.99, n) for n in known} == pytest.approx(known, abs=2e-3)
+@pytest.mark.parametrize(
+    ("level", "known"),
+    [
+        (0.95, {1: 12.706, 2: 4.3027, 5: 2.5706, 30: 2.0423, 120: 1.9799}),
+        (0.97, {1: 21.205, 2: 5.6428, 10: 2.527, 40: 2.250, 120: 2.196}),
+        (0.99, {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}),
+    ],
+)
+def test_quantiles(level: float, known: dict[int, float]) -> None:
+    assert {n: student.half_width(level, n) for n in known} == pytest.approx(known, rel=3e-4)

@@ -100,7 +100,7 @@ def finals_of(run: Run) -> list[Trial]:
 
 
 def test_finals_follow_the_search_and_count_as_trials() -> None:
-    for max_trials, finals, most in ((30, None, 5), (16, 9, 9), (30, 0, 0), (8, None, 0)):
+    for max_trials, finals, most in ((30, None, 7), (16, 9, 9), (30, 0, 0), (8, None, 2)):
         run = ran_to_the_end({}, {3: 1.01}, max_trials=max_trials, finals=finals)
         kinds = [trial.kind for trial in run.trials.values()]
         assert kinds[: len(kinds) - len(finals_of(run))].count(TrialKind.FINAL) == 0

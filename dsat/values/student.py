@@ -1,0 +1,39 @@
+"""Student's t distribution; containers of a cluster have numpy, and not SciPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+
+def half_width(level: float, freedom: int) -> float:
+    """Half-width of a two-sided confidence interval in standard errors.
+
+    Args:
+        level: of confidence, between 0 and 1.
+        freedom: degrees of freedom, at least 1.
+    """
+    import numpy as np
+
+    angles, cumulated = _table(freedom)
+    angle = float(np.interp((1 + level) / 2, cumulated, angles))
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def cdf(x: Any, freedom: int) -> Any:
+    """Cumulative distribution at the values of an array."""
+    import numpy as np
+
+    return np.interp(np.arctan(x / math.sqrt(freedom)), *_table(freedom))
+
+
+@functools.lru_cache(maxsize=64)
+def _table(freedom: int) -> tuple[Any, Any]:
+    """With t = sqrt(n) tan(a), the density of Student's t is that of the angle, cos(a)^(n-1)."""
+    import numpy as np
+
+    angles = np.linspace(-math.pi / 2, math.pi / 2, 4001)
+    density = np.cos(angles) ** (freedom - 1)
+    cumulated = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return angles, cumulated / cumulated[-1]
