@@ -29,7 +29,7 @@ ROOM_FOR_PAIRS = 14  # trials; only what is left beyond them goes into choosing 
 # than half of all runs. They take 30 % of the search's time at most, but for the least.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
 SHARE, MOST_COST = 0.25, 0.30
-SHORT_RUN, LEAST_RUN = 12, 6  # trials of a run; one pair in a short one, none in a shorter one
+SHORT_RUN, LEAST_RUN = 12, 8  # trials of a run; one pair in a short one, none in a shorter one
 _PAIR = 2
 
 # After so many pairs they are looked at, and whenever the budget is spent.

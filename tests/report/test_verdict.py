@@ -43,7 +43,7 @@ def test_without_finals_a_gain_within_the_noise_or_not_worth_its_batch_is_not_re
     said = " ".join(verdict(run))
     assert run.best is run.baseline
     assert f"{why}" in said and f"t2, is {value / 100:.2f}" in said
-    assert "which need a budget of 6 trials" in said
+    assert "which need a budget of 8 trials" in said
     assert "learning rate" not in said
 
 

@@ -45,7 +45,7 @@ def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: flo
 @pytest.mark.parametrize(
     ("max_trials", "asked", "kept"),
     [
-        *((5, None, 0), (6, None, 2), (11, None, 2), (12, None, 5), (50, None, 12)),
+        *((7, None, 0), (8, None, 2), (11, None, 2), (12, None, 5), (50, None, 12)),
         (500, None, 15),
         *((50, 20, 20), (50, 0, 0), (10, 20, 7), (2, 20, 0)),
     ],
