@@ -36,6 +36,7 @@ class Noise:
         correlation: of each step with the one before (AR(1)).
         heavy: with the tails of Student's t with three degrees of freedom.
         accidents: share of steps that take half as long again; they are not in the mean.
+        slow: share of steps that take 12 % longer; they are in the mean.
     """
 
     name: str
@@ -43,12 +44,14 @@ class Noise:
     correlation: float = 0.0
     heavy: bool = False
     accidents: float = 0.0
+    slow: float = 0.0
 
     def steps(self, rng: np.random.Generator) -> Iterator[float]:
         error = rng.normal() * self.spread
         while True:
             accident = 0.5 if self.accidents and rng.random() < self.accidents else 0.0
-            yield TRUE_MEAN * max(0.05, 1 + error + accident)
+            two = 0.12 * ((rng.random() < self.slow) - self.slow) if self.slow else 0.0
+            yield TRUE_MEAN * max(0.05, 1 + error + accident + two)
             new = rng.standard_t(3) / math.sqrt(3) if self.heavy else rng.normal()
             error = (
                 self.correlation * error + math.sqrt(1 - self.correlation**2) * new * self.spread
@@ -65,6 +68,8 @@ NOISES = (
     Noise("AR(1) 0.5, 5 %", 0.05, 0.5),
     Noise("AR(1) 0.8, 2 %", 0.02, 0.8),
     Noise("AR(1) 0.8, 5 %", 0.05, 0.8),
+    Noise("AR(1) 0.95, 5 %", 0.05, 0.95),
+    Noise("1 %, and 30 % of steps 12 % slower", 0.01, slow=0.30),
     Noise("heavy tails, 5 %", 0.05, heavy=True),
     Noise("1 %, and one step in 20 an accident", 0.01, accidents=0.05),
 )

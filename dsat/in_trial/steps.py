@@ -26,7 +26,7 @@ RAREST = 10  # at most one step in so many is an accident; more often it belongs
 _FAR = 6.0  # robust standard deviations beyond the median
 _FAR_AT_LEAST = 0.1  # of the median
 _COEFFICIENTS = 20
-_LARGEST_COEFFICIENT = 0.95
+_LARGEST_COEFFICIENT = 0.97
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = 
 def relative_ci95(values: Sequence[float]) -> float:
     """Half-width of the 95 % interval of the mean, as a fraction of the mean.
 
-    The steps' model is a stationary Gaussian AR(1) process with a coefficient r in [0, 0.95]. Given
+    The steps' model is a stationary Gaussian AR(1) process with a coefficient r in [0, 0.97]. Given
     r, the mean has a t distribution (generalised least squares); the coefficients are weighted by
     their marginal likelihood and the reference prior 1 / sqrt(1 - r^2) (Berger and Yang,
     "Noninformative priors and Bayesian testing for the AR(1) model", 1994). The interval is centred

@@ -27,7 +27,7 @@ def test_the_interval_is_that_of_the_posterior(count: int) -> None:
     places = np.arange(count)
     ones, freedom = np.ones(count), count - 1
     draws, weights = [], []
-    for r in np.linspace(0.0, 0.95, 20):
+    for r in np.linspace(0.0, 0.97, 20):
         inverse = np.linalg.inv(r ** np.abs(places[:, None] - places[None, :]))
         weight = ones @ inverse @ ones
         centre = ones @ inverse @ values / weight
