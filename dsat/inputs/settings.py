@@ -39,7 +39,7 @@ from dsat.values.trial import TrialOptions
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
 
-DEFAULT_STAGES = (1, 2, 3)
+DEFAULT_STAGES = (0, 1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
 
@@ -117,7 +117,7 @@ class Settings(Target):
         plan_field="zero_stages",
         label="ZeRO stages",
         group=Group.FIRST,
-        help="the ZeRO stages to search (default: 1 2 3, or those that your configuration lists)",
+        help="the ZeRO stages to search (default: 0 1 2 3, or those that your configuration lists)",
     )
     tune: tuple[str, ...] = option(
         "--tune",

@@ -64,7 +64,8 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search when its next three minutes are expected to gain less than this,
-            as a fraction; 0 for never. See `next_minutes`.
+            as a fraction, and every strategy that should fit without offloading was measured, since
+            a machine's links may surprise the model; 0 for never. See `next_minutes`.
         early_stopping: end the search after so many trials without a new best.
 
     Attributes:
@@ -168,13 +169,12 @@ class ModelSearch(Search):
         if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
             return None
         choice = self._assess()
-        if choice is None:
+        if choice is None or choice.branch in self._unknown_branches():
             return None
         fit = self.surrogate.fit
         reference = self.surrogate.incumbent(fit, self.surrogate.measured)[1]
         assert reference is not None
-        worth = next_minutes.worth(choice.looked, fit, points_of([reference]))
-        if math.expm1(worth) >= self._stop_when:
+        if not self._gains_little(fit, choice.looked, reference):
             return None
         return (
             f"{NEXT_S / 60:g} more minutes are expected to gain less than "
@@ -286,12 +286,33 @@ class ModelSearch(Search):
         ]
         if not choices:
             return None
+        looked = [looked for choice in choices for looked in choice.looked]
+        unknown = self._unknown_branches()
+        instead = [choice for choice in choices if choice.branch in unknown]
+        if instead and reference is not None and self._gains_little(fit, looked, reference):
+            choices = instead
         chosen = max(choices, key=lambda choice: choice.score)
-        return replace(
-            chosen,
-            chance=max(choice.chance for choice in choices),
-            looked=[looked for choice in choices for looked in choice.looked],
-        )
+        return replace(chosen, chance=max(choice.chance for choice in choices), looked=looked)
+
+    def _gains_little(
+        self, fit: step_time.Fit, looked: Sequence[Looked], reference: Configuration
+    ) -> bool:
+        """Return whether the next minutes are expected to gain too little to go on."""
+        if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
+            return False
+        worth = next_minutes.worth(looked, fit, points_of([reference]))
+        return math.expm1(worth) < self._stop_when
+
+    def _unknown_branches(self) -> set[int]:
+        """Strategies without offloading of which nothing has run, nor run out of memory."""
+        seen = {ran.branch for ran in (*self.surrogate.measured, *self._running.values())}
+        return {
+            branch
+            for branch, strategy in enumerate(self.space.strategies)
+            if (strategy.offload_optimizer, strategy.offload_param) == ("none", "none")
+            and branch not in seen
+            and not self._oom_history[branch].failures
+        }
 
     def _choices(
         self, fit: step_time.Fit, branch: int, best_gain: float, at: step_time.Reference | None

@@ -180,7 +180,7 @@ def test_a_command_that_leaves_does_not_end_the_search_but_a_runner_that_is_gone
         os.killpg(process.pid, signal.SIGINT)
         told = ended(process)
         assert told.status == 130
-        for line in ("detached", "experiment logs --follow 1", "experiment cancel 1"):
+        for line in ("detached", "dsat watch 1", "experiment cancel 1"):
             assert line in told.out
         there.until_reported(3)
         user = client_of(there)
@@ -212,7 +212,8 @@ def test_how_trials_end(tmp_path: Path) -> None:
     behaviours = ["runs", *expected]
     program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
     with cluster(tmp_path) as there:
-        told = there.search(program, *OPTIONS[2:], "--max-trials", len(behaviours), "--json")
+        most = ("--max-trials", len(behaviours), "--finals", 0)
+        told = there.search(program, *OPTIONS[2:], *most, "--json")
         assert told.status == 0, told
         result = json.loads(told.out)
         assert result["best"]["name"] == getattr(there.run().best, "name", None)

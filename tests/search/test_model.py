@@ -379,10 +379,26 @@ def timed(size: int) -> Outcome:
 def test_the_dearer_its_trials_the_sooner_it_ends() -> None:
     counts = []
     for besides_s in (1.0, 60.0, 1000.0):
-        search = model_of(stages(1, 2, 3), ceiling=60, stop_when=0.02, costs=Price(besides_s))
+        search = model_of(stages(1, 2, 3), ceiling=60, stop_when=0.005, costs=Price(besides_s))
         asked = proposals_of(search, lambda p: timed(p.micro_batch), limit=60)
         counts.append(len(asked))
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] >= 3
+
+
+def test_it_ends_only_after_every_strategy_was_measured() -> None:
+    """The model expects all to be as fast as the first, which here they are not."""
+
+    def slow_but_for_stage_3(proposal: Proposal) -> Outcome:
+        stage = proposal.settings["stage"]
+        found = timed(proposal.micro_batch)
+        assert found.metrics is not None
+        rate = found.metrics.throughput * (2.0 if stage == 3 else 1.0)
+        return replace(found, metrics=replace(found.metrics, throughput=rate))
+
+    search = model_of(stages(1, 2, 3), ceiling=60, stop_when=0.5, costs=Price(1000.0))
+    asked = proposals_of(search, slow_but_for_stage_3, limit=60)
+    tried = {proposal.settings["stage"] for proposal in asked}
+    assert tried == {1, 2, 3} and len(asked) < 8
 
 
 def test_neighbours_of_what_ran_do_not_keep_it_going() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from dsat.inputs import ds_config
-from dsat.inputs.settings import DEFAULT_STAGES
 from dsat.space.knobs import KNOBS, SECTIONS, Situation, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH, Freedom, Space, allowed_micro_batches
@@ -216,7 +215,7 @@ def test_the_first_bucket_does_not_crowd_a_slot(
 
 
 def test_only_the_stages_asked_for() -> None:
-    space = _space(stages=DEFAULT_STAGES)
+    space = _space(stages=(1, 2, 3))
     assert space.strategies == plain(1, 2, 3)
     assert [line[:8] for line in space.describe()] == ["stage 1:", "stage 2:", "stage 3:"]
 
