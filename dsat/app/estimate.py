@@ -127,6 +127,11 @@ class Estimate:
         return [line for same in together for line in same]
 
     @property
+    def is_complete(self) -> bool:
+        """False if a line that was to be simulated could not be."""
+        return not any(line.estimate.note for line in self.lines)
+
+    @property
     def cards(self) -> list[Advice]:
         """The fewest cards of each usual size and way."""
         return [advice for way in self.ways for advice in way.cards]
@@ -320,9 +325,9 @@ def lines(
         estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
         anchors: tuple[Anchor, ...] = ()
         if exact:
-            simulated = simulator.estimate(config, micro_batch=1, slots=slots)
-            if simulated.source == SIMULATED:
-                estimate, anchors = simulated, (Anchor(config, 1, simulated),)
+            estimate = simulator.estimate(config, micro_batch=1, slots=slots)
+            if estimate.source == SIMULATED:
+                anchors = (Anchor(config, 1, estimate),)
         basis = Basis((Variant({}, facts, anchors),))
         least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
         needed = least.predicted_bytes(least.shape(config, {}), 1)
@@ -373,6 +378,20 @@ def describe(estimate: Estimate) -> list[str]:
         "",
         f"Source: {sources}. 5 % are left free for the largest micro batches; the device's context "
         "and the communication library come on top.",
+        *_not_simulated(lines),
+    ]
+
+
+def _not_simulated(lines: Sequence[Line]) -> list[str]:
+    """Return the lines of a table that could not be simulated, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        if line.estimate.note:
+            named = f"{line.strategy.label} on {line.slots}"
+            reasons.setdefault(line.estimate.note, []).append(named)
+    return [
+        f"By formula, since they could not be simulated: {', '.join(named)} slots: {why}"
+        for why, named in reasons.items()
     ]
 
 

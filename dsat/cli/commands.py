@@ -52,7 +52,7 @@ def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -
 def _estimate(settings: EstimateSettings) -> int:
     found = estimate.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
-    return EXIT_OK
+    return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:

@@ -41,7 +41,8 @@ class EstimateSettings(Target):
     )
     exact: bool = option(
         "--exact",
-        help="simulate every line of the table, not the model alone: seconds for each",
+        help="simulate every line of the table, not the model alone: seconds for each; exit status "
+        "1 if one of them cannot be simulated",
     )
     hf_config: str | None = option(
         "--hf-config",

@@ -78,6 +78,12 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
     for line in lines_of(host, BF16, exact=True):
         expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
         assert line.estimate.source == expected
+    settings = EstimateSettings(exact=True, slot_counts=(1,), slot_memories=(8 * GIB,))
+    with Simulator(host, as_cpu=False) as simulator:
+        found = estimate.in_all_ways("train.py", BF16, simulator, settings)
+    assert not found.is_complete
+    [why] = [line for line in str(found).splitlines() if line.startswith("By formula, since")]
+    assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
 
 
 def told(activations: str | None, *, recomputes: bool) -> estimate.Estimate:
