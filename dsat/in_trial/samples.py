@@ -179,7 +179,7 @@ def batch_flag(args: Sequence[str], fed: int) -> str | None:
         fed: samples that it feeds; a flag with this value comes first.
     """
     named = {}
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
         if flag.startswith("--") and "batch" in flag.lower():
             named[flag] = value if has_value else after

@@ -54,7 +54,7 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
     sizes = [trial.batch.micro_batch for trial in run.trials.values()]
     assert sizes[:3] == [4, 16, 64], "its own micro batch first, then more"
     best = read_json(tmp_path / "work" / "run" / "best_ds_config.json")
-    assert best["zero_optimization"]["stage"] == 1
+    assert best["zero_optimization"]["stage"] in (1, 2), "whichever was faster"
     assert isinstance(best["train_batch_size"], int), 'no "auto" is left'
 
 

@@ -67,11 +67,11 @@ def tuned(folder: Path, *options: str, every: int) -> tuple[Run, str]:
 
 
 def samples_per_s(folder: Path, run: Run) -> tuple[float, float]:
-    """Of the best: what is reported, and what the script's own clock has of its full steps."""
-    assert run.best is not None and run.best_outcome is not None
-    metrics = run.best_outcome.metrics
+    """Of the fastest: what is reported, and what the script's own clock has of its full steps."""
+    assert run.leader is not None
+    metrics = run.outcomes[run.leader.id].metrics
     assert metrics is not None
-    steps = read_json(folder / "run" / "trials" / run.best.name / "steps.json")
+    steps = read_json(folder / "run" / "trials" / run.leader.name / "steps.json")
     most = max(fed for fed, _ in steps)
     return metrics.throughput, median(fed / taken_s for fed, taken_s in steps if fed == most)
 

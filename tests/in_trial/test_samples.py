@@ -219,6 +219,7 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused() -> None:
         (["--epochs", "3", "--batch_size", "7"], "--batch_size"),
         (["--eval_batch_size", "32", "--train.batch=7"], "--train.batch"),
         (["--bs", "7"], None),
+        ([], None),
         (["--batch-size"], "--batch-size"),
     ],
 )
