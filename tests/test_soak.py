@@ -8,6 +8,7 @@ from testing.soak.attacks import ATTACKS
 
 SHARE = {
     "inputs": 120,
+    "searches": 20,
     "journals": 120,
     "kills": 3,
     "failing_calls": 3,

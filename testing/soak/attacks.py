@@ -21,6 +21,12 @@ class Attack:
 
 ATTACKS = {
     "inputs": Attack("mutated yaml, json and command lines", inputs.attack, 20_000, 250),
+    "searches": Attack(
+        "searches of mutated yaml, json and command lines, with made-up trials",
+        inputs.searches,
+        1_000,
+        25,
+    ),
     "journals": Attack("damaged journals", journals.attack, 20_000, 500),
     "kills": Attack("signals to the tuner at seeded moments, then --resume", runs.kills, 300, 15),
     "failing_calls": Attack(

@@ -22,7 +22,9 @@ from dsat.engines.places import local as this_machine
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
+from testing.helpers import World
 from testing.local import PROGRAMS, cpu_machine
+from testing.simulated import SimulatedEngine
 from testing.soak import Hang, Tally, at_most, mutations
 
 LIMIT_S = 20.0
@@ -71,6 +73,33 @@ def attack(seed: int, count: int) -> Tally:
     return tally
 
 
+def searches(seed: int, count: int) -> Tally:
+    """Search with mutated inputs that a dry run accepts and made-up trials, and show the runs."""
+    rng, tally = random.Random(seed), Tally()
+    with _a_folder() as folder, mock.patch.dict(local.ENGINES, {"local": _made_up}):
+        experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
+        while tally.tried < count:
+            dry = _write(rng, folder, experiment)
+            if run(dry)[0] != "status 0":
+                continue
+            place = dry.index("--dry-run")
+            runs = ["-mt", "9", "-m", "throughput", "--engine", "local"]
+            runs += ["--run-dir", f"run-{tally.tried}"]
+            argv = [*dry[:place], *runs, *dry[place + 1 :]]
+            ending, finding = run(argv)
+            if not finding and Path(runs[-1]).is_dir():
+                ending = f"{ending}, {run(['show', runs[-1]])[0]}"
+                finding = run(["show", "--trials", "--json", runs[-1]])[1]
+            tally.note(ending, f"{seed}/{tally.tried}: {argv} {finding}" if finding else "")
+    return tally
+
+
+def _made_up(ready: Any, folder: Path) -> SimulatedEngine:
+    """Engine whose trials come to what a world of the tests makes of them."""
+    slots = ready.plan.slots_per_trial
+    return SimulatedEngine(World().outcome, num_slots=max(2, slots), slots_per_trial=slots)
+
+
 def run(argv: Sequence[str]) -> tuple[str, str]:
     """Run a command line; return its end and what is wrong with it."""
     out, err = io.StringIO(), io.StringIO()
@@ -106,7 +135,7 @@ def _a_folder() -> Iterator[Path]:
             if path.is_file():
                 shutil.copy(path, folder)
         for module in (local, simulation_engine):
-            stack.enter_context(mock.patch.object(module, "LocalEngine", _no_engine))
+            stack.enter_context(mock.patch.object(module, "LocalEngine", _NoEngine))
         stack.enter_context(
             mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2))
         )
@@ -116,8 +145,11 @@ def _a_folder() -> Iterator[Path]:
         yield folder
 
 
-def _no_engine(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("trials would be run")
+class _NoEngine:
+    """In the place of an engine that would run trials."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("trials would be run")
 
 
 def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list[str]:
