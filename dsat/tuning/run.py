@@ -6,6 +6,7 @@ All that a person looks at is drawn from here.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import NormalDist
@@ -292,8 +293,12 @@ class Run:
         }
 
     def log_value(self, value: float) -> float:
-        """The logarithm of a value of the objective, turned so that larger is better."""
-        return -math.log(value) if self._objective.smaller_is_better else math.log(value)
+        """The logarithm of a value of the objective, turned so that larger is better.
+
+        A phase that the script does not have, or FLOPs that nobody counts, are 0.
+        """
+        log_value = math.log(max(value, sys.float_info.min))
+        return -log_value if self._objective.smaller_is_better else log_value
 
     @property
     def best(self) -> Trial | None:

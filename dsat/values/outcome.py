@@ -90,9 +90,9 @@ class Metrics(Recorded):
         return self if self.ci95 >= least else replace(self, ci95=least)
 
     def value(self, metric: str) -> float | None:
-        """The value of one of `METRIC_NAMES`; None if nothing was seen of it, such as a phase."""
+        """The value of one of `METRIC_NAMES`."""
         number: float | None = getattr(self, metric)
-        return number or None
+        return number
 
 
 @dataclass(frozen=True)

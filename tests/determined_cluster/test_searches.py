@@ -82,7 +82,7 @@ def test_a_hugging_face_trainer(tmp_path: Path) -> None:
 def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
     """The second one, of which only the log knows; then the first, which reports it."""
     with cluster(tmp_path) as there:
-        told = there.search("two_ranks", *FAST, "--max-trials", 3)
+        told = there.search("two_ranks", *FAST, "--max-trials", 3, "--zero-stages", 1, 2, 3)
         assert told.status == 1, told
         own, profile, other = there.outcomes().values()
         assert profile.kind is OutcomeKind.OK, "a smaller micro batch than your own"

@@ -128,10 +128,3 @@ def test_what_no_trial_can_measure_is_no_outcome(value: float) -> None:
     data["metrics"]["throughput"] = value
     with pytest.raises(DecodeError, match="metrics is impossible: throughput is "):
         Outcome.from_json(data)
-
-
-def test_a_metric_of_which_nothing_was_seen_has_no_value() -> None:
-    """A script that never calls the engine's forward has a forward pass of 0 ms."""
-    metrics = Metrics(8.0, 125.0, 0.0, 100.0, 25.0, None, num_steps=5, ci95=0.01)
-    assert metrics.value("forward") is None and metrics.value("FLOPS_per_gpu") is None
-    assert (metrics.value("throughput"), metrics.value("backward")) == (8.0, 100.0)
