@@ -143,7 +143,7 @@ def test_help_tells_every_option_and_its_default(
         assert flag in said
     for default in ("(default: 50)", "(default: 16)", "(default: 42)", "(default: 30m)"):
         assert default in said
-    assert "(default: 1 2 3, or those that your configuration lists)" in said
+    assert "(default: 0 1 2 3, or those that your configuration lists)" in said
     assert "%%" not in said
 
 
