@@ -76,7 +76,10 @@ def test_a_hugging_face_trainer(tmp_path: Path) -> None:
         told = there.search("hf_determined", *FAST, "--max-trials", 2, "--slots", 1)
         assert told.status == 0, told
         assert there.kinds() == [OutcomeKind.OK] * 2
-        assert measured(there)["train_micro_batch_size_per_gpu"] == 8
+        own, best = there.run().baseline, there.run().best
+        assert own is not None and own.batch.micro_batch == 8
+        assert best is not None
+        assert measured(there)["train_micro_batch_size_per_gpu"] == best.batch.micro_batch
 
 
 def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
