@@ -44,7 +44,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ from dsat.engines.local.warm_up import warm_up
 GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
+_GONE_WITHIN_S = 2.0
 _LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
@@ -137,7 +138,7 @@ class Supervisor:
         finally:
             for group in list(self._groups.values()):
                 self._kill(group)
-            _kill_everything_below()
+            _kill_until_gone(lambda: _descendants([os.getpid()]))
             for group in self._groups.values():
                 _unlink_shared_memory(group)
 
@@ -226,7 +227,8 @@ class Supervisor:
     def _finish(self, group: _Group) -> None:
         """Answer that a trial has ended; ranks without a status by now are stuck."""
         del self._groups[group.trial]
-        _kill_all(group.pids[0], group.descendants | self._strays(group))
+        _kill_all(group.pids[0], group.descendants)
+        _kill_until_gone(lambda: group.descendants | self._strays(group))
         _unlink_shared_memory(group)
         self._answer(
             {
@@ -239,8 +241,6 @@ class Supervisor:
                 "stuck": [rank not in group.statuses for rank in range(len(group.pids))],
             }
         )
-        if not self._groups and group.ended:
-            _kill_everything_below()
 
     def _end(self, group: _Group, grace_s: float) -> None:
         """Kill a trial after a grace, in which it may end by itself."""
@@ -269,10 +269,11 @@ class Supervisor:
         _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
-        """Return processes that an ended trial left to this process, while other trials run."""
-        ranks = {pid for group in self._groups.values() for pid in group.pids}
-        adopted = _descendants([os.getpid()], recursive=False) - ranks
-        strays = {pid for pid in adopted if _started_by(pid, ended.folder)}
+        """Return processes that an ended trial left to this process, their subreaper."""
+        ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
+        strays = _descendants([os.getpid()], recursive=False) - ranks
+        if self._groups:  # which may have left some as well
+            strays = {pid for pid in strays if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
 
     def _is_orphaned(self) -> bool:
@@ -336,17 +337,26 @@ def _kill_all(group: int | None, pids: Collection[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _kill_everything_below() -> None:
-    """Kill processes that trials left behind, which this process inherits as their subreaper."""
-    for _ in range(100):
-        pids = _descendants([os.getpid()])
-        if not pids:
+def _kill_until_gone(find: Callable[[], set[int]]) -> None:
+    """Kill processes, and wait until nothing of them is left; not for long if they are stuck.
+
+    Args:
+        find: the processes, also those that only the end of others has left to this one.
+    """
+    deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
+    while left := {pid for pid in left | find() if not _is_gone(pid)}:
+        if time.monotonic() >= deadline:
             return
-        _kill_all(None, pids)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _kill_all(None, left)
         time.sleep(0.005)
+
+
+def _is_gone(pid: int) -> bool:
+    """Return True if a process has ended; reap it if it is this one's child."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return not psutil.pid_exists(pid)
 
 
 if __name__ == "__main__":
