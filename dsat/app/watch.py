@@ -43,7 +43,8 @@ LOOPBACK = "127.0.0.1"
 _HOSTS = [LOOPBACK, "localhost"]  # by other names a foreign page might reach it (DNS rebinding)
 _EVERY_S, _LOOK_S = 1.0, 0.2
 _FILES = ("stdout.log", "stderr.log", "ds_config.json")
-_MOST_CONNECTIONS = 100
+_MOST_CONNECTIONS, _MOST_ACCEPTED_AT_ONCE = 100, 16  # together far below 256 open files
+_REQUEST_WITHIN_S = 10.0
 _MOST_OF_FILE, _MOST_OF_REQUEST = 4 * 2**20, 4096
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -305,7 +306,9 @@ def open_server(folder: Path, port: int | None = None) -> Serving:
     watcher = Watcher(folder, token)
     config = uvicorn.Config(
         watcher.app(),
-        log_level="error",
+        http=_protocol(),
+        backlog=_MOST_ACCEPTED_AT_ONCE,
+        log_level="critical",  # clients' mistakes are theirs
         access_log=False,
         lifespan="off",
         limit_concurrency=_MOST_CONNECTIONS,
@@ -315,6 +318,28 @@ def open_server(folder: Path, port: int | None = None) -> Serving:
     server = uvicorn.Server(config)
     watcher.ends = lambda: server.should_exit
     return Serving(url, server, listening)
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """Make uvicorn's protocol for HTTP with limits on connections and on the time for a request."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > _MOST_CONNECTIONS:
+                transport.abort()
+            else:
+                self.loop.call_later(_REQUEST_WITHIN_S, self._end_incomplete)
+
+        def _end_incomplete(self) -> None:
+            if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+                self.transport.abort()
+            elif not self.transport.is_closing():
+                self.loop.call_later(_REQUEST_WITHIN_S, self._end_incomplete)
+
+    return Bounded
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from dsat.values.outcome import PRECISIONS, TrainingCurve
 _LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
 # Relative differences of losses: of the first step, and added with every further one.
 _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
+# A loss that is zero, negative or far below the usual is a difference of larger terms (policy
+# gradients, advantages of mean 0), and rounds as they do: they are taken to be at least this large.
+_CANCELS_BELOW, _TERMS = 1e-3, 1.0
 _TIMES_OWN = 4.0  # what two runs of the user's own differ by, so much more may others
 
 
@@ -69,7 +73,11 @@ def compare(
     seen = (precision, *(curve.precision or precision for curve in (*own, other)))
     first, growth = _ROUNDING[max(seen, key=PRECISIONS.index)]
     reference, *again = curves
-    own_apart = {step: _apart(reference, again, step) for step in reference}
+    least = _least_scale([*curves, its])
+    own_apart = {
+        step: max(_relative(other.get(step, loss), loss, least) for other in again)
+        for step, loss in reference.items()
+    }
     start = min(reference)
     if own_apart[start] > first:
         return _unknown(
@@ -78,7 +86,7 @@ def compare(
         )
     noise = _TIMES_OWN * max(own_apart.values())
     for step in sorted(set(its) & set(reference)):
-        apart = _relative(its[step], reference[step])
+        apart = _relative(its[step], reference[step], least)
         allowed = max(first + growth * (step - start), noise)
         if apart <= allowed:
             continue
@@ -138,14 +146,13 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
     return found
 
 
-def _apart(
-    reference: Mapping[int, float], others: Sequence[Mapping[int, float]], step: int
-) -> float:
-    return max(
-        (_relative(other[step], reference[step]) for other in others if step in other), default=0.0
-    )
+def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
+    """Return what differences of losses are compared with at least."""
+    losses = [loss for curve in curves for loss in curve.values()]
+    usual = statistics.median(map(abs, losses))
+    return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0
 
 
-def _relative(value: float, reference: float) -> float:
-    scale = max(abs(reference), abs(value))
+def _relative(value: float, reference: float, least: float) -> float:
+    scale = max(abs(reference), abs(value), least)
     return abs(value - reference) / scale if scale else 0.0

@@ -25,14 +25,21 @@ _OF_WHAT += (
 )
 _OF_WHAT += " anthropic clearml mistral neptune swanlab wandb"
 _KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?key"
-_ABBREVIATED = r"^pass|(?:db|database|ftp|key|mail|mysql|pg|proxy|redis|smtp|user)_?pass"
+_ABBREVIATED = (
+    r"^pass|(?:admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|user)_?pass"
+)
 _WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|credentials?|{_KEY})|{_ABBREVIATED}|password|passwd"
-_WORD += r"|passphrase|secret|apikey)"
+_WORD += r"|passphrase|secret|apikey|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key))?$")
 # Tokens of a text, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per)_token$"
     r"|_token_id$"
+)
+_BEGINNINGS = (
+    r"hf_|sk-|gh[opsur][_-]|github_pat_|glpat-|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
+    r"r8_|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
+    r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_"
 )
 _SHOWN_SECRETS = (
     # URLs with credentials.
@@ -44,13 +51,8 @@ _SHOWN_SECRETS = (
     ),
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    # Keys of Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, Google, and JSON web tokens.
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
-    (re.compile(r"\bsk-[A-Za-z0-9_-]{16,}"), HIDDEN),
-    (re.compile(r"\b(?:gh[opsur]|github_pat|glpat)[_-][A-Za-z0-9_-]{16,}"), HIDDEN),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), HIDDEN),
-    (re.compile(r"\bxox[abprs]-[A-Za-z0-9-]{10,}"), HIDDEN),
-    (re.compile(r"\bAIza[A-Za-z0-9_-]{30,}"), HIDDEN),
+    # Keys that are known by how they begin, as GitHub's secret scanning has them.
+    (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.-]{{12,}}"), HIDDEN),
     (re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"), HIDDEN),
     (
         re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|$)", re.S),
@@ -63,7 +65,8 @@ _NAMED = re.compile(
 )
 # `api_key: DeepSpeed has no such setting`: a sentence about a setting, and no value of it.
 _SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
-_VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
+_VALUE = re.compile(r"""("[^"]*"|'[^']*'|-?[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
+_LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9+/=-]{12,}$")
 
 
 def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
@@ -87,10 +90,17 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     return f"{first[:half]}{note}{last[-half:]}"
 
 
-def is_secret(name: str) -> bool:
-    """Check if a name (of a flag, a variable, a key) is that of a secret."""
+def is_secret(name: str, value: str = "") -> bool:
+    """Check if a name (of a flag, a variable, a key) is that of a secret.
+
+    Args:
+        name: may be dotted.
+        value: what it has; any `key` or `pass` is a secret whose value looks like one.
+    """
     last = name.rpartition(".")[2]
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_").strip("_")
+    if words.endswith(("_key", "_pass")) and _LOOKS_LIKE_A_KEY.match(value):
+        return True
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 
 
@@ -100,10 +110,10 @@ def without_secrets(text: str) -> str:
         text = pattern.sub(instead, text)
     parts, position = [], 0
     for named in _NAMED.finditer(text):
-        if named.start() < position or not is_secret(named[1] or named[2]):
-            continue
         value = _VALUE.match(text, named.end())
-        if value is None or value[0][1:2] == "$":
+        if named.start() < position or value is None or value[0][1:2] == "$":
+            continue
+        if not is_secret(named[1] or named[2], value[0].strip("\"'")):
             continue
         if _SENTENCE.match(text, named.start() + len(named[1] or named[2])):
             continue
@@ -118,16 +128,16 @@ def words_without_secrets(words: Iterable[str]) -> list[str]:
     shown: list[str] = []
     flag = ""
     for word in words:
-        if flag and not word.startswith("--"):
+        if is_secret(flag, word) and not word.startswith("--"):
             shown.append(HIDDEN)
             flag = ""
             continue
-        name, equals, _ = word.partition("=")
-        if equals and is_secret(name):
+        name, equals, value = word.partition("=")
+        if equals and is_secret(name, value):
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(without_secrets(word))
-        flag = word if word.startswith("-") and not equals and is_secret(word) else ""
+        flag = word if word.startswith("-") and not equals else ""
     return shown
 
 
@@ -136,7 +146,7 @@ def values_without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             key: HIDDEN
-            if is_secret(str(key)) and isinstance(inner, str) and inner
+            if isinstance(inner, str) and inner and is_secret(str(key), inner)
             else values_without_secrets(inner)
             for key, inner in value.items()
         }

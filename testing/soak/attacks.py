@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from testing.soak import Tally, harms, inputs, journals, real, runs
+from testing.soak import Tally, harms, inputs, journals, losses, page, real, runs, secrets
 from testing.soak.harms import attack
 
 
@@ -28,6 +28,9 @@ ATTACKS = {
         25,
     ),
     "journals": Attack("damaged journals", journals.attack, 20_000, 500),
+    "losses": Attack("losses of healthy trainings of all kinds", losses.attack, 20_000, 2_500),
+    "secrets": Attack("planted secrets", secrets.attack, 600, 25),
+    "page": Attack("hostile clients of a running search's page", page.attack, 120, 15),
     "kills": Attack("signals to the tuner at seeded moments, then --resume", runs.kills, 300, 15),
     "failing_calls": Attack(
         "a failing call to the file system, then --resume",
@@ -56,6 +59,7 @@ ATTACKS = {
     "real_kills": Attack(
         "signals to tuner, supervisor and ranks of real searches", real.kills, 60, 6
     ),
+    "users_folders": Attack("users' folders before and after a search", real.users_folders, 11, 11),
     "real_scripts": Attack("hostile scripts", real.hostile_scripts, 7, 7),
 }
 

@@ -64,7 +64,7 @@ _CONFIG: dict[str, Any] = {
 def attack(seed: int, count: int) -> Tally:
     """Mutated inputs in a folder of their own, in this process; nothing is run of them."""
     rng, tally = random.Random(seed), Tally()
-    with _a_folder() as folder:
+    with a_folder() as folder:
         experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
         for number in range(count):
             argv = _write(rng, folder, experiment)
@@ -76,7 +76,7 @@ def attack(seed: int, count: int) -> Tally:
 def searches(seed: int, count: int) -> Tally:
     """Search with mutated inputs that a dry run accepts and made-up trials, and show the runs."""
     rng, tally = random.Random(seed), Tally()
-    with _a_folder() as folder, mock.patch.dict(local.ENGINES, {"local": _made_up}):
+    with a_folder() as folder, mock.patch.dict(local.ENGINES, {"local": _made_up}):
         experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
         while tally.tried < count:
             dry = _write(rng, folder, experiment)
@@ -127,7 +127,7 @@ def _raised(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def _a_folder() -> Iterator[Path]:
+def a_folder() -> Iterator[Path]:
     before = Path.cwd()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-soak-")))

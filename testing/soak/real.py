@@ -6,9 +6,13 @@ What is left is looked for by session, process group and open files, not by envi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from testing.command import FAST, Background, command_of, dsat, events_of, experiment_of, inline
-from testing.local import buffers_of, is_alive
+from testing.local import PROGRAMS, buffers_of, is_alive
 from testing.soak import Tally
 
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
@@ -30,6 +34,61 @@ _SCRIPTS = {
     "waits for ever in a collective": "hangs on 1",
     "waits in a collective for a rank that was killed": "is killed on 1",
 }
+_ROOT = Path(__file__).parents[2]
+_REAL, _TRAINER = _ROOT / "benchmarks" / "programs" / "real", "--output_dir out --deepspeed"
+# Folders of users' scripts, and what they type there.
+_FOLDERS: dict[str, tuple[Path, str]] = {
+    "plain": (_ROOT / "examples" / "plain", "-- train.py --deepspeed_config ds_config.json"),
+    "core_api": (_ROOT / "examples" / "core_api", "deepspeed.yaml ."),
+    "deepspeed_trial": (_ROOT / "examples" / "deepspeed_trial", "deepspeed.yaml ."),
+    "hf_trainer": (_ROOT / "examples" / "hf_trainer", "-- train.py --deepspeed ds_config.json"),
+    "saves": (PROGRAMS / "saves", "-- train.py --deepspeed --deepspeed_config ds_config.json"),
+    "accelerate": (PROGRAMS / "accelerate_loop", "deepspeed.yaml ."),
+    "cifar": (_REAL, "-- deepspeed cifar.py --deepspeed"),
+    "glue": (_REAL, f"-- python3 glue.py {_TRAINER} auto.json"),
+    "clm": (_REAL, f"-- deepspeed clm.py {_TRAINER} auto.json"),
+    "gpt": (_REAL, "-- torchrun --nproc_per_node 1 gpt.py --batch_size 12"),
+    "hello": (_REAL, "-- bash hello.sh"),
+}
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Digest of each file in a folder, dsat's own run folders left out."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).parts[0] not in ("run", "dsat_runs")
+    }
+
+
+def users_folders(seed: int, count: int) -> Tally:
+    """Search in copies of users' folders; afterwards each has the files that it had."""
+    rng, tally = random.Random(seed), Tally()
+    for name in rng.sample(sorted(_FOLDERS), min(count, len(_FOLDERS))):
+        source, words = _FOLDERS[name]
+        with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
+            folder = Path(above) / "user"
+            shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            before = snapshot(folder)
+            command = [sys.executable, "-m", "dsat", "model", "--engine", "local", "--slots", "1"]
+            command += ["-mt", "3", "-m", "throughput", *words.split()]
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+            told = subprocess.run(
+                command,
+                cwd=folder,
+                env={**os.environ, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=900,
+            )
+            after = snapshot(folder)
+            changed = sorted(dict(before.items() ^ after.items()))
+            finding = f"changed {changed}" if changed else ""
+            if told.returncode:
+                finding = f"status {told.returncode}: {told.stderr[-600:]}"
+            tally.note(f"status {told.returncode}", f"{name}: {finding}" if finding else "")
+    return tally
 
 
 def left_of(run_dir: Path, sessions: set[int]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -15,15 +14,7 @@ from dsat.in_trial import side_effects
 from testing import warm_command
 from testing.command import FAST
 from testing.local import PROGRAMS
-
-
-def snapshot(folder: Path) -> dict[str, str]:
-    """Digest of each file in a folder, dsat's own run folders left out."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and "run" not in path.relative_to(folder).parts
-    }
+from testing.soak.real import snapshot
 
 
 @pytest.mark.slow

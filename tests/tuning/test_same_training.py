@@ -54,6 +54,26 @@ def test_losses_agree_within_rounding(
     assert bool(found.reason) == (agreement is not Agreement.SAME)
 
 
+@pytest.mark.parametrize(
+    ("losses", "other", "agreement"),
+    [
+        ((0.3, -0.2, 0.001), (0.3, -0.2, 0.001003), Agreement.SAME),
+        ((0.3, -0.2, 0.001), (0.3, -0.2, 0.101), Agreement.DIFFERENT),
+        ((0.0, 0.0, 1e-6), (1e-8, 0.0, 1.1e-6), Agreement.SAME),
+        ((2.0, 9e4, 1.9), (2.0, 9e4, 1.8), Agreement.DIFFERENT),
+    ],
+)
+def test_a_loss_that_is_a_difference_rounds_as_its_terms_do(
+    losses: tuple[float, ...], other: tuple[float, ...], agreement: Agreement
+) -> None:
+    """Policy gradients, advantages of mean 0; and a spike, which is none."""
+    own, its = (
+        TrainingCurve(tuple(range(1, 1 + len(each))), each, (None,) * len(each))
+        for each in (losses, other)
+    )
+    assert compare((own, own), its, precision="fp32", same_batch=True).agreement is agreement
+
+
 def test_numbers_that_the_script_chose_itself_round_as_coarsely_as_they_do() -> None:
     """The configuration says fp32, and the script autocasts."""
     noisy = curve(noise=5e-4)

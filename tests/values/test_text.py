@@ -97,6 +97,11 @@ def test_names_that_are_none(name: str) -> None:
             "wandb.api_key: DeepSpeed 0.19.8 has no such setting",
         ),
         ("password: hunter", "password: ***"),
+        ("--wandb_api_key -iq19ikt --lr 3", "--wandb_api_key *** --lr 3"),
+        ("--api_key --lr 3", "--api_key --lr 3"),
+        ("KAGGLE_KEY=q7t6rpvlfv4j521o92ue", "KAGGLE_KEY=***"),
+        ("--text_key content --sort_key id", "--text_key content --sort_key id"),
+        ("sk_live_wOP6AyhEqhaz7Kd2 npm_run", "*** npm_run"),
     ],
 )
 def test_values_are_hidden_and_sentences_stay(text: str, shown: str) -> None:

@@ -1,0 +1,169 @@
+"""Secrets by names and shapes that others list: nothing that is shown or kept for others has them.
+
+Names are of variables and flags that services document, and of Docker's official images; shapes are
+of the keys that GitHub's secret scanning knows (docs.github.com, "supported secret scanning
+patterns"). None is taken from the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shlex
+import string
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import yaml
+
+from dsat.app import local
+from dsat.cli import main
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from testing.helpers import World, failed
+from testing.simulated import SimulatedEngine
+from testing.soak import Hang, Tally, at_most, inputs
+
+_NAMES = """
+AIRTABLE_API_KEY ALGOLIA_ADMIN_KEY ANTHROPIC_API_KEY ARGILLA_API_KEY ARTIFACTORY_API_KEY
+AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET AZURE_OPENAI_API_KEY
+AZURE_STORAGE_CONNECTION_STRING AZURE_STORAGE_KEY B2_APPLICATION_KEY BITBUCKET_APP_PASSWORD
+CLEARML_API_SECRET_KEY CLOUDFLARE_API_TOKEN COHERE_API_KEY COMET_API_KEY CONSUL_HTTP_TOKEN
+COOKIE_SECRET DATABASE_PASSWORD DATABRICKS_TOKEN DB_PASS DD_API_KEY DEEPSEEK_API_KEY
+DIGITALOCEAN_ACCESS_TOKEN DISCORD_BOT_TOKEN DJANGO_SECRET_KEY DOCKER_PASSWORD DVC_STUDIO_TOKEN
+ELASTIC_PASSWORD ENCRYPTION_KEY FIREWORKS_API_KEY FTP_PASSWORD GEMINI_API_KEY GH_TOKEN
+GITHUB_PAT GITHUB_TOKEN GITLAB_TOKEN GOOGLE_API_KEY GROQ_API_KEY HEROKU_API_KEY HF_TOKEN
+HUGGING_FACE_HUB_TOKEN JWT_SECRET KAGGLE_KEY LANGCHAIN_API_KEY LANGFUSE_SECRET_KEY
+LIGHTNING_API_KEY LINEAR_API_KEY MAILGUN_API_KEY MINIO_ROOT_PASSWORD MINIO_SECRET_KEY
+MISTRAL_API_KEY MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN MODAL_TOKEN_SECRET
+MONGO_INITDB_ROOT_PASSWORD MYSQL_PWD MYSQL_ROOT_PASSWORD NEPTUNE_API_TOKEN NETLIFY_AUTH_TOKEN
+NGC_API_KEY NPM_TOKEN NVIDIA_API_KEY OPENAI_API_KEY OPENAI_KEY OPENROUTER_API_KEY PGPASSWORD
+PINECONE_API_KEY POSTGRES_PASSWORD PYPI_TOKEN QDRANT_API_KEY RABBITMQ_DEFAULT_PASS REDIS_PASSWORD
+REPLICATE_API_TOKEN ROBOFLOW_API_KEY RUNPOD_API_KEY S3_SECRET S3_SECRET_KEY SENDGRID_API_KEY
+SENTRY_AUTH_TOKEN SESSION_SECRET SLACK_BOT_TOKEN SMTP_PASSWORD SNOWFLAKE_PASSWORD
+SSH_KEY_PASSPHRASE STRIPE_SECRET_KEY SWANLAB_API_KEY TELEGRAM_BOT_TOKEN TOGETHER_API_KEY
+TWILIO_AUTH_TOKEN TWINE_PASSWORD UPSTASH_REDIS_REST_TOKEN VAULT_TOKEN VERCEL_TOKEN VLLM_API_KEY
+VOYAGE_API_KEY WANDB_API_KEY WANDB_KEY WEAVIATE_API_KEY XAI_API_KEY ZILLIZ_TOKEN
+""".split()
+_ALL = string.ascii_letters + string.digits
+_LOWER, _HEX = string.ascii_lowercase + string.digits, "0123456789abcdef"
+# Prefix, alphabet and length of keys that are known by their shape, whatever they are called.
+_SHAPES = (
+    *(("hf_", _ALL, 34), ("ghp_", _ALL, 36), ("github_pat_", _ALL, 82), ("gho_", _ALL, 36)),
+    *(("glpat-", _ALL, 20), ("sk-proj-", _ALL, 48), ("sk-ant-api03-", _ALL, 93)),
+    *(("AKIA", string.ascii_uppercase, 16), ("AIza", _ALL, 35), ("xoxb-", string.digits, 40)),
+    *(("npm_", _ALL, 36), ("pypi-AgEIcHlwaS5vcmc", _ALL, 60), ("SG.", _ALL, 22), ("r8_", _ALL, 37)),
+    *(("dop_v1_", _HEX, 64), ("sk_live_", _ALL, 24), ("rk_live_", _ALL, 24), ("hvs.", _ALL, 24)),
+    *(("gsk_", _ALL, 52), ("nvapi-", _ALL, 64), ("dapi", _HEX, 32), ("lin_api_", _ALL, 40)),
+    *(("xai-", _ALL, 80), ("pplx-", _ALL, 48), ("ya29.", _ALL, 60), ("shpat_", _HEX, 32)),
+)
+# Where a secret of a name stands; a shape stands in the place of `unnamed`.
+_PLACES: dict[str, Callable[[str, str], list[str]]] = {
+    "--NAME VALUE": lambda name, value: [f"--{name.lower()}", value],
+    "--NAME=VALUE": lambda name, value: [f"--{name.lower()}={value}"],
+    "--na-me VALUE": lambda name, value: [f"--{name.lower().replace('_', '-')}", value],
+    "--section.NAME VALUE": lambda name, value: [f"--trainer.{name.lower()}", value],
+    "--section.NAME=VALUE": lambda name, value: [f"--trainer.logger.{name.lower()}={value}"],
+    "section.NAME=VALUE": lambda name, value: [f"trainer.{name.lower()}={value}"],
+    "+NAME=VALUE": lambda name, value: [f"+{name.lower()}={value}"],
+    "a dictionary": lambda name, value: ["--config", json.dumps({name.lower(): value})],
+    "a url": lambda name, value: ["--url", f"https://me:{value}@store.example/data"],
+    "a url's token": lambda name, value: ["--url", f"https://{value}@store.example/data"],
+    "a signed url": lambda name, value: ["--url", f"https://store.example/a?sv=1&sig={value}"],
+}
+
+
+def attack(seed: int, count: int) -> Tally:
+    """Plant a secret, search with made-up trials, and look for it in all that was shown or kept."""
+    rng, tally = random.Random(seed), Tally()
+    while tally.tried < count:
+        with inputs.a_folder() as folder:
+            where, name, value = _secret(rng)
+            finding = _leaks(folder, where, name, value)
+        place = f"{seed}/{tally.tried}: {name} as {where}"
+        tally.note(where, f"{place}: {finding}" if finding else "")
+    return tally
+
+
+def _secret(rng: random.Random) -> tuple[str, str, str]:
+    """Draw a place, a name and a value; of a secret without a name, its prefix is the name."""
+    where = rng.choice((*_PLACES, "unnamed", "variable", "hyperparameter", "message"))
+    if where == "unnamed":
+        prefix, alphabet, length = rng.choice(_SHAPES)
+        return where, prefix, prefix + "".join(rng.choices(alphabet, k=length))
+    value = "".join(rng.choices(_LOWER, k=rng.choice((12, 20, 40))))
+    if where not in ("a url", "a url's token", "a signed url") and rng.random() < 0.2:
+        value = rng.choice("-_+") + value
+    return where, rng.choice(_NAMES), value if where != "a url's token" else f"{value}{value}"
+
+
+def _leaks(folder: Path, where: str, name: str, value: str) -> str:
+    """Return where the secret is seen after a dry run, a search and its `show`."""
+    experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
+    if where == "variable":
+        experiment["environment"] = {"environment_variables": [f"{name}={value}"]}
+    elif where == "hyperparameter":
+        experiment["hyperparameters"][name.lower()] = value
+    words = ["--data", value] if where == "unnamed" else []
+    words += _PLACES[where](name, value) if where in _PLACES else []
+    experiment["entrypoint"] += f" {shlex.join(words)}"
+    (folder / "deepspeed.yaml").write_text(yaml.safe_dump(experiment))
+    message = f"ConnectionError: {name}={value} was refused" if where == "message" else ""
+    command = ["random", "deepspeed.yaml", "."]
+    options = "-mt 4 -m throughput --engine local --run-dir run --finals 0".split()
+
+    def engine(ready: object, run_dir: Path) -> SimulatedEngine:
+        return SimulatedEngine(_Talkative(message).outcome, num_slots=2, slots_per_trial=2)
+
+    with mock.patch.dict(local.ENGINES, {"local": engine}):
+        said = _said([command[0], "--dry-run", *command[1:]])
+        said += _said([command[0], *options, *command[1:]])
+    said += _said(["show", "run"]) + _said(["show", "run", "--trials", "--json"])
+    if "Traceback" in said or "hang" in said.splitlines()[-1:]:
+        return said[-300:]
+    if value in said:
+        at = said.index(value)
+        return "said: ..." + said[max(0, at - 80) : at + 20]
+    kept = [path.name for path in Path("run").rglob("*") if path.is_file()]
+    told = [path for path in Path("run").rglob("*") if path.is_file() and _has(path, value)]
+    if not kept:
+        return f"no run: {said[-300:]}"
+    # For use, and for their owner alone.
+    shown = [path for path in told if path.stat().st_mode & 0o077]
+    open_to_all = [str(path) for path in shown] if Path("run").stat().st_mode & 0o077 else []
+    named = [path.name for path in told if path.name in ("report.html", "summary.md")]
+    return f"kept in {named or open_to_all}" if named or open_to_all else ""
+
+
+def _has(path: Path, value: str) -> bool:
+    return value in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _said(argv: list[str]) -> str:
+    out = io.StringIO()
+    with (
+        contextlib.suppress(SystemExit),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
+        try:
+            with at_most(inputs.LIMIT_S):
+                main.main(argv)
+        except Hang:
+            return "hang"
+    return out.getvalue()
+
+
+class _Talkative(World):
+    """A machine on which some trials fail, with a message of the script's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def outcome(self, trial: Trial) -> Outcome:
+        found = super().outcome(trial)
+        return found if found.ok or not self._message else failed(found.kind, self._message)
