@@ -22,6 +22,7 @@ from dsat.inputs.option import (
     DURATION,
     GLOBAL_BATCH,
     MEMORY_SIZE,
+    OWN,
     PATH,
     WHOLE_NUMBER,
     WORD,
@@ -272,9 +273,10 @@ class Settings(Target):
         any_command=True,
         plan_field="train_batch_size",
         group=Group.FIRST,
+        shorthand=("--keep-batch", OWN),
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
-        "exactly N, or that of your own configuration, or any (default: your own if your "
-        "configuration gives a train_batch_size)",
+        "exactly N, or that of your own configuration (own, or --keep-batch), or any "
+        "(default: your own if your configuration gives a train_batch_size)",
     )
     trial_timeout_s: float = option(
         "--trial-timeout",
