@@ -62,6 +62,7 @@ def _started(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         [sys.executable, "-m", __spec__.name, str(address)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],  # a test may have gone elsewhere
         env={**os.environ, **dict(variables)},
         start_new_session=True,
     )
