@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
-from benchmarks.tables import Table
+from benchmarks.tables import Header
 from dsat.values.objective import Objective
 from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)
@@ -17,20 +21,53 @@ class BudgetSpent(Exception):
     """More trials than a tuner may run."""
 
 
+class Workload(Protocol):
+    """What a tuner is tried on: a recorded table, or a made-up cluster."""
+
+    @property
+    def header(self) -> Header: ...
+
+    @property
+    def cap(self) -> int | None: ...
+
+    @property
+    def choices(self) -> dict[str, list[Any]]: ...
+
+    @property
+    def largest_micro_batch(self) -> int: ...
+
+    @property
+    def profile_outcome(self) -> Outcome: ...
+
+    def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]: ...
+
+    def answer(self, config: Mapping[str, Any]) -> Outcome: ...
+
+    def run_sd(self, outcome: Outcome) -> float: ...
+
+    def best(self, objective: Objective) -> float: ...
+
+
 class Ledger:
-    """Answers trials from a table and keeps account of them.
+    """Answers trials from a workload and keeps account of them.
 
     Profile trials count like any other, for whoever runs one.
 
+    Args:
+        noise: seed of what measurements are off by; None: they are exact.
+
     Attributes:
         table: what the answers are from.
-        outcomes: of all trials, in their order; a profile trial has a profile.
+        outcomes: of all trials, in their order, without noise; a profile trial has a profile.
+        told: the same as they were measured.
     """
 
-    def __init__(self, table: Table, max_trials: int) -> None:
+    def __init__(self, table: Workload, max_trials: int, *, noise: int | None = None) -> None:
         self.table = table
         self.outcomes: list[Outcome] = []
+        self.told: list[Outcome] = []
         self._max_trials = max_trials
+        self._rng = None if noise is None else random.Random(noise)
 
     def profile(self) -> Outcome:
         """Runs the model profile."""
@@ -48,4 +85,21 @@ class Ledger:
         if len(self.outcomes) == self._max_trials:
             raise BudgetSpent
         self.outcomes.append(outcome)
-        return outcome
+        self.told.append(self._measured(outcome))
+        return self.told[-1]
+
+    def _measured(self, outcome: Outcome) -> Outcome:
+        if outcome.metrics is None or self._rng is None:
+            return outcome
+        factor = math.exp(self._rng.gauss(0, self.table.run_sd(outcome)))
+        m = outcome.metrics
+        metrics = replace(
+            m,
+            throughput=m.throughput / factor,
+            latency=factor * m.latency,
+            forward=factor * m.forward,
+            backward=factor * m.backward,
+            step=factor * m.step,
+            FLOPS_per_gpu=None if m.FLOPS_per_gpu is None else m.FLOPS_per_gpu / factor,
+        )
+        return replace(outcome, metrics=metrics)

@@ -17,6 +17,8 @@ _COLOURS = {
     "model": "tab:red",
     "fast": "black",
     "TPE": "tab:brown",
+    "GP": "tab:pink",
+    "search": "gray",
 }
 
 

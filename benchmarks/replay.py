@@ -1,4 +1,4 @@
-"""Replays every tuner on every recorded table and says how soon each of them finds the best.
+"""Replays every tuner on recorded tables and made-up clusters: how soon each finds the best.
 
     python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--output FILE]
 
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.ledger import OBJECTIVE, Ledger
-from benchmarks.peers import PEERS, UNSEEDED, player
-from benchmarks.tables import Table
+from benchmarks.ledger import OBJECTIVE, Ledger, Workload
+from benchmarks.made_up_cluster import all_clusters
+from benchmarks.peers import PEERS, player
 from dsat.values.files import write_atomically
 from dsat.values.outcome import OutcomeKind
 
@@ -38,7 +38,8 @@ class Episode:
     """One tuner on one table with one seed.
 
     Attributes:
-        values: of each trial the fraction of the table's best; None if it measured nothing.
+        values: of each trial the fraction of the best that there is; None if it measured nothing.
+        told: the same as they were measured, with noise.
         out_of_memory: how many trials did.
         slot_s: slots times the seconds that the trials took.
         decide_s: seconds of this process, the tuner's own imports left out.
@@ -48,13 +49,19 @@ class Episode:
     tuner: str
     seed: int
     values: tuple[float | None, ...]
+    told: tuple[float | None, ...]
     out_of_memory: int
     slot_s: float
     decide_s: float
 
     def best_after(self, count: int) -> float:
-        """The best fraction within so many trials; 0 if none ran."""
-        return max((value for value in self.values[:count] if value is not None), default=0.0)
+        """The fraction of the one that measured best within so many trials; 0 if none ran."""
+        ran = [
+            (told, value)
+            for told, value in zip(self.told[:count], self.values[:count], strict=True)
+            if told is not None and value is not None
+        ]
+        return max(ran)[1] if ran else 0.0
 
     def trials_to(self, goal: float) -> float:
         """How many trials until a fraction is reached; infinite if it never is."""
@@ -65,7 +72,7 @@ class Episode:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Episode:
-        return cls(**{**data, "values": tuple(data["values"])})
+        return cls(**{**data, "values": tuple(data["values"]), "told": tuple(data["told"])})
 
 
 @dataclass(frozen=True)
@@ -86,20 +93,31 @@ class Summary:
     median_trials: float
 
 
-def play(table: Table, tuner: str, seed: int, max_trials: int) -> Episode:
-    """Runs one tuner on one table."""
+def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool = True) -> Episode:
+    """Runs one tuner on one workload.
+
+    Args:
+        seed: of the tuner, and of what measurements are off by if they are `noisy`.
+    """
     run = player(tuner)
-    ledger = Ledger(table, max_trials)
+    ledger = Ledger(table, max_trials, noise=seed if noisy else None)
     began = time.perf_counter()
     run(ledger, seed, max_trials)
     decide_s = time.perf_counter() - began
     best = table.best(OBJECTIVE)
-    values = [outcome.value(OBJECTIVE) for outcome in ledger.outcomes]
+    values, told = (
+        tuple(
+            None if (value := outcome.value(OBJECTIVE)) is None else value / best
+            for outcome in outcomes
+        )
+        for outcomes in (ledger.outcomes, ledger.told)
+    )
     return Episode(
         table=table.header.name,
         tuner=tuner,
         seed=seed,
-        values=tuple(None if value is None else value / best for value in values),
+        values=values,
+        told=told,
         out_of_memory=sum(outcome.kind is OutcomeKind.OOM for outcome in ledger.outcomes),
         slot_s=table.header.slots * sum(outcome.duration_s for outcome in ledger.outcomes),
         decide_s=decide_s,
@@ -136,12 +154,16 @@ def summaries(episodes: Iterable[Episode]) -> list[Summary]:
 
 def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode]:
     """All episodes of one tuner, in a process of its own."""
-    count = 1 if tuner in UNSEEDED else seeds
     return [
-        play(table, tuner, seed, max_trials)
-        for table in tables.read_all(data)
-        for seed in range(count)
+        play(workload, tuner, seed, max_trials)
+        for workload in workloads(data)
+        for seed in range(seeds)
     ]
+
+
+def workloads(data: Path) -> list[Workload]:
+    """The recorded tables of a folder, and the made-up clusters."""
+    return [*tables.read_all(data), *all_clusters()]
 
 
 def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) -> list[Episode]:
@@ -153,7 +175,7 @@ def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) ->
     tasks = [(tuner, data, seeds, max_trials) for tuner in tuners]
     with spawn.Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
         found = [e for part in pool.starmap(_all_of, tasks, chunksize=1) for e in part]
-    order = {table.header.name: number for number, table in enumerate(tables.read_all(data))}
+    order = {table.header.name: number for number, table in enumerate(workloads(data))}
     return sorted(found, key=lambda e: order[e.table])
 
 

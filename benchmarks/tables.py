@@ -179,6 +179,10 @@ class Table:
         """The best value of all recorded trials."""
         return min(self._values(objective), key=objective.loss)
 
+    def run_sd(self, outcome: Outcome) -> float:
+        """Standard deviation of a measured time by its own interval, as a fraction of it."""
+        return 0.0 if outcome.metrics is None else outcome.metrics.standard_error
+
     def close_to_best(self, objective: Objective, part: float) -> int:
         """How many recorded trials are as good as the best but for this part of it."""
         best = self.best(objective)

@@ -1,6 +1,7 @@
 """The tuners that are compared, each behind the same few words.
 
-Every one of them is the real thing, from its own package; only the trials come from a table.
+Every one of them is the real thing, from its own package; only the trials come from a table or a
+made-up cluster. Those that have no memory model of their own get dsat's gate, start and size axis.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ _PEERS: dict[str, tuple[str, str | None]] = {
     **{f"dsat {method}": ("ours", method) for method in SEARCHES},
     **{f"Determined {method}": ("determined_dsat", method) for method in _DETERMINED},
     "DeepSpeed fast": ("deepspeed_autotuner", None),
-    "Optuna TPE": ("optuna_tpe", None),
+    "Optuna TPE": ("optuna_samplers", "TPE"),
+    "Optuna GP": ("optuna_samplers", "GP"),
+    "no search": ("no_search", None),
 }
 PEERS = tuple(_PEERS)
-# Whatever the seed, these do the same.
-UNSEEDED = ("DeepSpeed fast", "dsat gridsearch")
+# Whatever the seed, these do the same where measurements are exact.
+UNSEEDED = ("DeepSpeed fast", "dsat gridsearch", "no search")
 
 
 def player(name: str) -> Play:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.common import Silent
-from benchmarks.ledger import OBJECTIVE, STAGES, Ledger
-from benchmarks.tables import Table
+from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
@@ -19,7 +18,7 @@ from dsat.values.trial import Trial, TrialKind
 from testing.simulated import SimulatedEngine
 
 
-def plan_of(table: Table, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
+def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
     """The plan that searches what a table has recorded, as users begin; buckets first that need
     little memory."""
     header = table.header

@@ -23,7 +23,7 @@ from tests.benchmarks.made_up_table import (
 
 
 def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> Episode:
-    return Episode("made-up", tuner, seed, values, oom, 10.0 * len(values), 0.1)
+    return Episode("made-up", tuner, seed, values, values, oom, 10.0 * len(values), 0.1)
 
 
 def test_summaries_count_trials_from_one() -> None:

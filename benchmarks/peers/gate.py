@@ -1,0 +1,68 @@
+"""What dsat knows of memory, for tuners that have no such model: the same gate, the same start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.ledger import STAGES, Ledger, Workload
+from benchmarks.peers.ours import plan_of
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.overrides import overrides_for
+from dsat.space.space import Freedom, Space
+from dsat.values.outcome import Outcome
+from dsat.values.zero_strategy import plain
+
+
+def space_of(table: Workload) -> Space:
+    """The settings that a workload tells apart, with every micro batch."""
+    return Space(
+        strategies=plain(*STAGES),
+        micro_batches=range(1, table.largest_micro_batch + 1),
+        slots=table.header.slots,
+        freedom=Freedom(
+            choices=table.choices,
+            fixed=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        ),
+        config=table.header.ds_config,
+        num_params=table.header.profile.num_params,
+    )
+
+
+class Gated:
+    """Trials of a ledger behind dsat's own prediction of memory, begun as dsat begins.
+
+    The profile and the user's own configuration are run first. What every trial used corrects the
+    prediction.
+
+    Attributes:
+        space: what may be tried.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.space = space_of(ledger.table)
+        self._ledger = ledger
+        table = ledger.table
+        profile = ledger.profile().profile
+        assert profile is not None
+        header = table.header
+        basis = (
+            Basis.of_profile(profile, {})
+            if header.memory is None
+            else Basis.from_json(dict(header.memory))
+        )
+        plan = plan_of(table, "model")
+        self._forecast = Forecast(basis, plan, profile, self.space)
+        ledger.run({**header.ds_config, **plan.own_batch.config()})
+
+    def largest(self, settings: dict[str, Any]) -> int:
+        """The largest micro batch that is predicted to fit; 0 if none is."""
+        return int(min(self._forecast.largest(settings), self.space.micro_batches[-1]))
+
+    def run(self, settings: dict[str, Any], micro_batch: int) -> Outcome:
+        """Run a trial, and learn what it used."""
+        batch = self.space.batch(micro_batch, settings)
+        outcome = self._ledger.run(self._ledger.table.config(settings, batch))
+        self._forecast.learn(overrides_for(settings, batch), {}, outcome)
+        return outcome
