@@ -48,7 +48,10 @@ InactiveLimit=0
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+GresTypes=gpu
 """
+# Any device file can stand for a GPU; nobody opens it.
+_GPUS = ("/dev/null", "/dev/zero")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Slurm:
 
     Attributes:
         folder: of its configuration, state and logs.
-        nodes: names of the nodes, one processor core each.
+        nodes: names of the nodes, each with one processor core and two devices that stand for GPUs.
         env: what programs need to find it.
     """
 
@@ -65,11 +68,11 @@ class Slurm:
     nodes: Sequence[str]
     env: Mapping[str, str]
 
-    def ask(self, *command: str) -> str:
-        """Return the output of one of Slurm's commands."""
+    def ask(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        """Return the output of one of Slurm's commands, with other variables if they are given."""
         return subprocess.run(
             command,
-            env=self.env,
+            env=self.env if env is None else env,
             check=True,
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
@@ -98,11 +101,11 @@ class Slurm:
         return self.state(job)
 
     @contextlib.contextmanager
-    def allocation(self, nodes: int) -> Iterator[Mapping[str, str]]:
+    def allocation(self, nodes: int, *options: str) -> Iterator[Mapping[str, str]]:
         """So many nodes, as a shell has them that `salloc` begins: by its variables."""
         script = "env -0; echo; exec cat >/dev/null"
         with subprocess.Popen(
-            ["salloc", "--quiet", f"--nodes={nodes}", "sh", "-c", script],
+            ["salloc", "--quiet", f"--nodes={nodes}", *options, "sh", "-c", script],
             env=self.env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -139,13 +142,15 @@ def running(folder: Path, nodes: int) -> Iterator[Slurm]:
     lines = [_CONFIG.format(**given, user=user.stdout.strip())]
     for name, port in zip(names, ports, strict=True):
         where = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={port}"
-        lines.append(f"NodeName={name} {where} CPUs=1 State=UNKNOWN")
+        lines.append(f"NodeName={name} {where} CPUs=1 Gres=gpu:{len(_GPUS)} State=UNKNOWN")
         (folder / f"spool-{name}").mkdir()
     for partition, tier in (("main", 1), (URGENT, 2)):
         more = f"PriorityTier={tier} Default={'YES' if tier == 1 else 'NO'} State=UP"
         lines.append(f"PartitionName={partition} Nodes={','.join(names)} {more}\n")
     config = folder / "slurm.conf"
     config.write_text("\n".join(lines))
+    gpus = [f"NodeName={name} Name=gpu File={path}\n" for name in names for path in _GPUS]
+    (folder / "gres.conf").write_text("".join(gpus))
     (folder / "state").mkdir()
     # This may itself run in a job of another cluster.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}

@@ -105,7 +105,7 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
 
 
 def test_a_step_takes_nothing_of_the_jobs_options_for_its_own() -> None:
-    prefix = Allocation("7", "n[1-2]", 2, "16(x2)", "")._prefix("n1", 16)
+    prefix = Allocation("7", "n[1-2]", 2, "16(x2)", "")._prefix("n1", 16, {})
     before = prefix[: prefix.index("srun")]
     job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND")
     env = {"PATH": os.environ["PATH"], **dict.fromkeys(job, "1"), "SLURM_JOB_ID": "7"}
@@ -162,6 +162,31 @@ class TestEngineOverSlurm(HostsContract):
                 Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
                 for node, machine in zip(allocation.find_nodes(), machines, strict=True)
             ]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--gpus=4",
+        "--gpus=4 --gpus-per-task=2 --ntasks-per-node=1",
+        "--gpus-per-node=2 --ntasks=2 --gpu-bind=single:1",
+        "--gres=gpu:2 --ntasks-per-node=1",
+    ],
+)
+def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
+    three: Slurm, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """However the job asked for them: what it asked for is no option of the step."""
+    with three.allocation(2, *asked.split()) as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        allocation = Allocation.of(variables)
+        assert allocation is not None
+        for node in allocation.find_nodes():
+            told = three.ask(*node.prefix, "printenv", "CUDA_VISIBLE_DEVICES", env=variables)
+            assert told.strip() == "0,1", node
 
 
 @pytest.mark.slow

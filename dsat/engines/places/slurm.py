@@ -123,16 +123,27 @@ class Allocation:
                 f"Slurm names {len(names)} nodes ({self.nodes}) and processors of {len(cpus)} "
                 f"({self.cpus})"
             )
+        gres = self._gres()
         found = [
-            Node(name, addresses.get(name, name), self._prefix(name, count), name == self.node)
-            for name, count in zip(names, cpus, strict=True)
+            Node(name, addresses.get(name, name), self._prefix(name, n, gres), name == self.node)
+            for name, n in zip(names, cpus, strict=True)
         ]
         return sorted(found, key=lambda node: not node.is_here)
 
-    def _prefix(self, node: str, cpus: int) -> tuple[str, ...]:
+    def _gres(self) -> dict[str, str]:
+        """Return the job's devices on each node, such as gpu:a100:2, however it asked for them."""
+        details = _ask("scontrol", "--oneliner", "show", "--details", "job", self.job)
+        found = {}
+        for nodes, devices in re.findall(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", details):
+            for name in _ask("scontrol", "show", "hostnames", nodes).split():
+                found[name] = re.sub(r"\([^)]*\)", "", devices)
+        return found
+
+    def _prefix(self, node: str, cpus: int, gres: Mapping[str, str]) -> tuple[str, ...]:
         """Words that start a step with everything that the job has on a node, beside other steps.
 
-        A command there misses the variables that would be srun's own options.
+        A command there misses the variables that would be srun's own options. A job that asked for
+        a number of GPUs over all nodes (`--gpus`) has none for a step that does not name its own.
         """
         return (
             "env",
@@ -144,6 +155,7 @@ class Allocation:
             "--ntasks=1",
             f"--cpus-per-task={cpus}",
             "--mem=0",
+            *([f"--gres={gres[node]}"] if gres.get(node) else []),
             "--overlap",
             "--export=ALL",
             "--input=all",
