@@ -66,7 +66,7 @@ _NAMED = re.compile(
 # `api_key: DeepSpeed has no such setting`: a sentence about a setting, and no value of it.
 _SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
 _VALUE = re.compile(r"""("[^"]*"|'[^']*'|-?[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
-_LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9+/=-]{12,}$")
+_LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
 def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
