@@ -82,7 +82,9 @@ pictures: setup browser
 compat: setup
 	$(PY) -m testing.compat $(COMPAT)
 
+# SciPy for Optuna's GP sampler alone: transformers imports it where it is installed.
 bench: setup
+	$(INSTALL) --quiet scipy
 	$(PY) -m benchmarks.results $(BENCH_OPTIONS)
 
 # Scripts as people have them, tuned as a new user would: a few minutes each.

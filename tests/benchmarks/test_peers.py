@@ -25,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
+# The GP sampler needs SciPy, which `make bench` installs; it differs from TPE in a class name.
+PLAYED = [name for name in PEERS if name != "Optuna GP"]
+
 
 class _Watched(Ledger):
     """Remembers what was asked."""
@@ -55,7 +58,7 @@ def _asked(
     return ledger.asked
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", PLAYED)
 def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
     episode = play(table, name, 1, 30, noisy=False)
     assert episode.best_after(30) > 0.6
