@@ -1,4 +1,4 @@
-"""The commands that show runs: they print or write files, and change no run."""
+"""The commands that only look: they print or write files, and change no run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsat.app import past_runs, watch
+from dsat.app import doctor, past_runs, watch
 from dsat.cli import output
-from dsat.cli.exit_status import EXIT_OK
+from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
+from dsat.determined_cluster import submit
 from dsat.errors import UserInputError
 from dsat.inputs.look_settings import (
     CompareSettings,
+    DoctorSettings,
     ExportSettings,
     LookSettings,
     RunsSettings,
@@ -20,17 +22,20 @@ from dsat.inputs.look_settings import (
     WatchSettings,
 )
 from dsat.report import exports, terminal
+from dsat.report import format as fmt
 from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.trial import Trial
 
 
 def look(settings: LookSettings) -> int:
-    """Run a command that shows runs, and return the exit status.
+    """Run a command that only looks, and return the exit status.
 
     Raises:
         DsatError: there is no such run or trial, or a journal is damaged.
     """
+    if isinstance(settings, DoctorSettings):
+        return _doctor(settings)
     if isinstance(settings, ShowSettings):
         _show(settings)
     elif isinstance(settings, CompareSettings):
@@ -104,6 +109,18 @@ def _watch(settings: WatchSettings) -> None:
         _print(None, server.told)
     sys.stdout.flush()
     server.run()
+
+
+def _doctor(settings: DoctorSettings) -> int:
+    findings = doctor.examine(submit.configured_master())
+    if settings.json:
+        output.print_json(doctor.to_json(findings))
+    else:
+        for each in findings:
+            print(fmt.printable(f"{each.state:<8} {each.part:<13} {each.found}"))
+            for line in filter(None, (each.problem, each.remedy and f"-> {each.remedy}")):
+                print(fmt.printable(f"{'':<22} {line}"))
+    return EXIT_FAILED if doctor.worst(findings) == doctor.FAILS else EXIT_OK
 
 
 def _trial(run: Run, name: str) -> Trial:

@@ -13,6 +13,7 @@ from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import (
     COMPARE,
+    DOCTOR,
     EXPORT,
     LOOK_SETTINGS,
     LOOKS,
@@ -47,6 +48,8 @@ _LOOKS = {
     RUNS: "lists runs, the newest first",
     WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
     EXPORT: "writes a run for other tools: Optuna, MLflow, TensorBoard, tables",
+    DOCTOR: "looks at this environment: what will work here, what will not, and what mends it; "
+    "exit status 1 if no trial can run",
 }
 
 
@@ -85,10 +88,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _look(subparsers: Any, name: str, description: str) -> None:
-    """Add a command that looks at runs."""
+    """Add a command that only looks."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
+    if name != DOCTOR:
+        _run_argument(parser, name)
+    _add(parser, options_of(LOOK_SETTINGS[name]))
+
+
+def _run_argument(parser: argparse.ArgumentParser, name: str) -> None:
     said = "folder of a run, or its name in dsat_runs"
     if name == COMPARE:
         action = parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=said)
@@ -99,7 +108,6 @@ def _look(subparsers: Any, name: str, description: str) -> None:
         said += " (default: the newest)"
         action = parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help=said)
     completion.completes_runs(action)
-    _add(parser, options_of(LOOK_SETTINGS[name]))
 
 
 def _native(subparsers: Any, name: str, what: str) -> None:

@@ -20,6 +20,7 @@ from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, auth_file, choose, logins_of
+from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
@@ -103,10 +104,19 @@ class Submitted:
         return {**where, "run_dir": run_dir, **self.result}
 
 
+def configured_master() -> str | None:
+    """Return the address of the cluster that `--engine auto` takes; None for this machine."""
+    return _choose(AUTO, fits=True).master
+
+
+def _choose(engine: str, *, fits: bool) -> Choice:
+    return choose(engine, os.environ, logins_of(auth_file()), fits=fits)
+
+
 def where(settings: Settings) -> Choice:
     """Choose between a cluster and this machine."""
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
-    found = choose(settings.engine, os.environ, logins_of(auth_file()), fits=not local_only)
+    found = _choose(settings.engine, fits=not local_only)
     if found.master is not None and local_only:
         [name, *_] = local_only
         raise UserInputError(

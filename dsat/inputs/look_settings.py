@@ -1,6 +1,6 @@
-"""Settings of the commands that show runs; their options are declared here.
+"""Settings of the commands that only look; their options are declared here.
 
-Such a command takes a run: its folder, or the folder's name below `dsat_runs`.
+All but `dsat doctor` take a run: its folder, or the folder's name below `dsat_runs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs.option import PATH, WORD, at_least, option
 
-SHOW, COMPARE, RUNS, EXPORT, WATCH = LOOKS = ("show", "compare", "runs", "export", "watch")
+SHOW, COMPARE, RUNS, EXPORT, WATCH, DOCTOR = LOOKS = (
+    "show",
+    "compare",
+    "runs",
+    "export",
+    "watch",
+    "doctor",
+)
 EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 
 
@@ -110,7 +117,16 @@ class WatchSettings:
         return int(name) if name.isdecimal() and not Path(name).exists() else None
 
 
-LookSettings = ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """Settings of `dsat doctor`."""
+
+    json: bool = option("--json", shell_only=True, help="print it as JSON")
+
+
+LookSettings = (
+    ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings | DoctorSettings
+)
 
 LOOK_SETTINGS: Mapping[str, Any] = {
     SHOW: ShowSettings,
@@ -118,4 +134,5 @@ LOOK_SETTINGS: Mapping[str, Any] = {
     RUNS: RunsSettings,
     EXPORT: ExportSettings,
     WATCH: WatchSettings,
+    DOCTOR: DoctorSettings,
 }

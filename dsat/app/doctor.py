@@ -1,0 +1,246 @@
+"""A look at the environment before a script is run in it: `dsat doctor`."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import runpy
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from dsat.engines import places
+from dsat.engines.local.machine import Machine, find_machine
+from dsat.errors import EngineError
+from dsat.values.files import cache_folder
+from dsat.values.memory_size import readable
+
+OK, WARNING, FAILS = "ok", "warning", "fails"
+# Beside those that dsat itself requires.
+_FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
+_LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "mpirun")
+_SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
+_NEEDS_SHARED = "NCCL and loaders with workers share memory there, and end with a bus error"
+_DESCRIPTORS = 1024
+_NVCC_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A part of the environment.
+
+    Attributes:
+        part: its name.
+        found: what is there.
+        state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
+            can run.
+        problem: what does not work, and why; empty if all does.
+        remedy: a command, or a step, that mends it; empty if all works.
+    """
+
+    part: str
+    found: str
+    state: str = OK
+    problem: str = ""
+    remedy: str = ""
+
+
+def examine(cluster: str | None) -> list[Finding]:
+    """Look at this process's environment.
+
+    Nothing is changed. The accelerators are looked at in a process of their own, which imports
+    DeepSpeed and takes some seconds.
+
+    Args:
+        cluster: address of the Determined master that is configured; None if none is.
+    """
+    packages = list(_packages())
+    machine: Machine | None = None
+    try:
+        machine = find_machine()
+        slots = _slots(machine)
+    except EngineError as error:
+        problem, _, remedy = str(error).partition(" Check that ")
+        remedy = f"check that {remedy}" if remedy else "see the message"
+        slots = Finding("accelerators", "unknown", FAILS, problem, remedy)
+    rest = [_compiler(), _shared_memory(), _descriptors(), _cache(), _launchers()]
+    rest.append(_place(cluster))
+    if machine is not None and machine.accelerator == "cuda":
+        rest.insert(1, _toolkit())
+    return [*packages, slots, *rest]
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("python", platform.python_version())
+    for requirement in _requirements():
+        found, name = _version(requirement.name), requirement.name
+        remedy = f"pip install '{name}{requirement.specifier}'"
+        if found is None:
+            yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            problem = f"dsat is tested with {requirement.specifier}"
+            yield Finding(name, found, WARNING, problem, remedy)
+        elif name == "torch":
+            yield Finding(name, f"{found}, for CUDA {_cuda_of_torch() or 'none'}")
+        elif name == "deepspeed":
+            yield Finding(name, found)
+    there = {name: _version(name) for name in _FRAMEWORKS}
+    said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
+    yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
+
+
+def _requirements() -> list[Requirement]:
+    """Packages that dsat cannot do without, as its own metadata name them."""
+    try:
+        named = importlib.metadata.requires("dsat") or []
+    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
+        named = ["torch", "deepspeed"]
+    required = map(Requirement, named)
+    return [each for each in required if each.marker is None or each.marker.evaluate()]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _slots(machine: Machine) -> Finding:
+    notes = "; ".join(machine.warnings)
+    if machine.is_cpu:
+        nvidia = ctypes.util.find_library("cuda") is not None
+        return Finding(
+            "accelerators",
+            machine.describe(),
+            WARNING,
+            "DeepSpeed sees none: trials run on processor cores"
+            + (", although NVIDIA's driver is there" if nvidia else ""),
+            "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES is "
+            "not empty"
+            if nvidia
+            else "nothing to mend for a first try, or for `dsat estimate`",
+        )
+    remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES" if notes else ""
+    return Finding("accelerators", machine.describe(), WARNING if notes else OK, notes, remedy)
+
+
+def _compiler() -> Finding:
+    compiler = os.environ.get("CXX") or "g++"
+    path = shutil.which(compiler)
+    if path is None:
+        return Finding(
+            "C++ compiler",
+            f"no {compiler}",
+            WARNING,
+            "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
+            "several ranks on a CPU",
+            "apt install g++, or conda install -c conda-forge gxx",
+        )
+    return Finding("C++ compiler", path)
+
+
+def _toolkit() -> Finding:
+    """CUDA's compiler, as torch looks for it (torch/utils/cpp_extension.py, 2.15)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    named = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    nvcc = (None if home else shutil.which("nvcc")) or (str(named) if named.is_file() else None)
+    wanted = _cuda_of_torch()
+    remedy = f"conda install -c nvidia cuda-toolkit={wanted}, and set CUDA_HOME"
+    if nvcc is None:
+        problem = "FusedAdam and CPUAdam cannot be compiled: use torch's optimizer, no offloading"
+        return Finding("CUDA toolkit", "no nvcc", WARNING, problem, remedy)
+    release = _release(nvcc)
+    found = f"{nvcc} {release or 'does not answer'}"
+    # op_builder/builder.py of deepspeed 0.19.8, `assert_no_cuda_mismatch`
+    if wanted and release and wanted.split(".")[0] != release.split(".")[0]:
+        problem = f"torch has CUDA {wanted}: DeepSpeed refuses to compile operators"
+        return Finding("CUDA toolkit", found, WARNING, problem, remedy)
+    return Finding("CUDA toolkit", found)
+
+
+def _cuda_of_torch() -> str:
+    """The CUDA version of the installed torch, which is not imported; empty if it has none."""
+    spec = importlib.util.find_spec("torch")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    try:
+        return runpy.run_path(str(Path(folders[0]) / "version.py"))["cuda"] or ""
+    except (IndexError, OSError, KeyError):
+        return ""
+
+
+def _release(nvcc: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603
+            [nvcc, "--version"], capture_output=True, text=True, timeout=_NVCC_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    release = re.search(r"release ([\d.]+)", done.stdout)
+    return release[1] if release else ""
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(_SHARED).free
+    except OSError:
+        return Finding(_SHARED, "missing", WARNING, _NEEDS_SHARED, "mount a tmpfs there")
+    found = f"{readable(free)} free"
+    if free < _SHARED_BYTES:
+        remedy = "docker run --shm-size=8g, or --ipc=host"
+        return Finding(_SHARED, found, WARNING, _NEEDS_SHARED, remedy)
+    return Finding(_SHARED, found)
+
+
+def _descriptors() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < _DESCRIPTORS:
+        problem = "loaders with many workers need more"
+        return Finding("open files", f"at most {limit}", WARNING, problem, "ulimit -n 4096")
+    return Finding("open files", f"at most {limit}")
+
+
+def _cache() -> Finding:
+    folder = cache_folder("")
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        writable = os.access(existing, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        problem = "what was simulated is not remembered: each run begins anew"
+        remedy = "set XDG_CACHE_HOME to a folder of yours"
+        return Finding("cache", f"{folder} cannot be written", WARNING, problem, remedy)
+    return Finding("cache", str(folder))
+
+
+def _launchers() -> Finding:
+    there = [name for name in _LAUNCHERS if shutil.which(name)]
+    return Finding("launchers", ", ".join(there) or "none; dsat starts ranks itself")
+
+
+def _place(cluster: str | None) -> Finding:
+    place = places.detect(places.Environment(os.environ))
+    here = "this machine" if place == "local" else f"--engine {place}"
+    return Finding("trials run on", here if cluster is None else f"the cluster at {cluster}")
+
+
+def to_json(findings: list[Finding]) -> dict[str, Any]:
+    """Return findings as JSON, under the worst of their states."""
+    return {"state": worst(findings), "findings": [vars(each) for each in findings]}
+
+
+def worst(findings: list[Finding]) -> str:
+    """Return the worst state of all findings."""
+    rank: Callable[[str], int] = (OK, WARNING, FAILS).index
+    return max((each.state for each in findings), key=rank)
