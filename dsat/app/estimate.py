@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ _WAYS: Mapping[str | None, Sequence[bool | None]] = {
     "both": (False, True),
 }
 _ACTIVATIONS = {False: "kept", True: "recomputed"}
-_NO_SWITCH = (
+NO_SWITCH = (
     "the model has no known switch for activation checkpointing (models of transformers, diffusers "
     "and timm have one), and calls neither torch.utils.checkpoint nor deepspeed.checkpointing"
 )
@@ -168,6 +168,18 @@ def estimate(settings: EstimateSettings) -> Estimate:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
+    with simulated(settings) as (name, base, simulator):
+        return in_all_ways(name, base, simulator, settings)
+
+
+@contextlib.contextmanager
+def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
+    """Give the name of a script, its DeepSpeed configuration, and what simulates it.
+
+    Raises:
+        UserInputError: something of the settings or the files is wrong.
+        DsatError: the script cannot be simulated, also where the caller finds that out.
+    """
     source = _source(settings)
     engine = SimulationEngine(source, survey.TIMEOUT_S)
     experiment, program = source.experiment, source.program
@@ -188,7 +200,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
             )
-            return in_all_ways(experiment.name, base, simulator, settings)
+            yield experiment.name, base, simulator
     except SimulationUnavailable as error:
         keep_log = True
         raise DsatError(
@@ -220,8 +232,8 @@ def in_all_ways(
     found = [_way(recomputed, base, simulator, settings) for recomputed in wanted]
     ways = [way for way in found if way is not None]
     if not ways:
-        raise UserInputError(_NO_SWITCH, where="--activation-checkpointing on")
-    note = f"No rows with activations recomputed: {_NO_SWITCH}." if None in found else ""
+        raise UserInputError(NO_SWITCH, where="--activation-checkpointing on")
+    note = f"No rows with activations recomputed: {NO_SWITCH}." if None in found else ""
     return Estimate(name, ways, note)
 
 

@@ -6,14 +6,14 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, local, watch
+from dsat.app import estimate, fit, local, watch
 from dsat.app.prepare import Prepared, prepared
 from dsat.cli import output
-from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import UserInputError
+from dsat.errors import DsatError, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LookSettings, WatchSettings
 from dsat.inputs.settings import Settings
@@ -50,9 +50,21 @@ def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -
 
 
 def _estimate(settings: EstimateSettings) -> int:
+    if settings.fits is not None:
+        return _fit(settings)
     found = estimate.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
+
+
+def _fit(settings: EstimateSettings) -> int:
+    try:
+        found = fit.fit(settings)
+    except DsatError as error:
+        output.report(error)
+        return EXIT_USAGE  # nothing is known, and 1 says that it does not fit
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    return EXIT_OK if found.fits else EXIT_FAILED
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import LORA, MEMORY_SIZE, WORD, at_least, option
+from dsat.inputs.option import CARDS, LORA, MEMORY_SIZE, WORD, at_least, option
 from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
@@ -21,6 +21,8 @@ class EstimateSettings(Target):
         slot_memories: memory of a slot, in bytes; one column of the table for each.
         slot_counts: numbers of data-parallel slots; a table for each.
         exact: simulate every line of the tables.
+        fits: number and memory, in bytes, of the cards that the configuration is held against; None
+            for tables of all strategies.
     """
 
     slot_memories: tuple[int, ...] = option(
@@ -78,10 +80,21 @@ class EstimateSettings(Target):
         help="with activations recomputed in the backward pass, with all of them kept, or rows for "
         "both (default: as the script has it)",
     )
-    json: bool = option("--json", shell_only=True, help="print the table as JSON")
+    fits: tuple[int, int] | None = option(
+        "--fits",
+        kind=CARDS,
+        shell_only=True,
+        help="in place of the tables: does your own configuration fit these cards, such as "
+        "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be told",
+    )
+    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
     def __post_init__(self) -> None:
         if self.hf_config is not None and (self.command or self.config is not None):
             raise UserInputError(
                 "is for a model without a script, and there is a script", where="--hf-config"
+            )
+        if self.fits is not None and self.activation_checkpointing == "both":
+            raise UserInputError(
+                "is one of on and off with --fits", where="--activation-checkpointing"
             )

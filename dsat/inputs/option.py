@@ -201,6 +201,12 @@ def write_memory_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def _cards(value: str) -> tuple[int, int]:
+    """Return the number and the bytes of `8x80GiB`; of one card without a number."""
+    number, times, size = _text(value).rpartition("x")
+    return at_least(1).read(number) if times else 1, memory_size(size)
+
+
 def duration_s(value: str | float) -> float:
     """Return the seconds of `90`, `90s`, `10m` or `1h`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
@@ -299,6 +305,7 @@ def _lora(value: Any) -> dict[str, str]:
 
 
 MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
+CARDS = Kind(_cards, metavar="NxSIZE")
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
 WHOLE_NUMBER = at_least(0)
 GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")

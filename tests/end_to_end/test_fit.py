@@ -1,0 +1,123 @@
+"""`dsat estimate --fits` as a guard of launches: in a shell, in a workflow and as a hook."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+SCRIPT = "-- train.py --deepspeed --deepspeed_config ds_config.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain example, and configurations of it whose buckets are no larger than its model."""
+    folder = tmp_path_factory.mktemp("guard") / "plain"
+    shutil.copytree(ROOT / "examples" / "plain", folder)
+    config = json.loads((folder / "ds_config.json").read_text())
+    buckets = "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"
+    for stage in (0, 3):
+        config["zero_optimization"] = {"stage": stage, **dict.fromkeys(buckets, 10**6)}
+        (folder / f"stage{stage}.json").write_text(json.dumps(config))
+    return folder
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """A line as a user types it, with the environment's commands on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["/bin/bash", "-c", line],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE, re.S | re.M)
+
+
+def test_what_fits_is_launched(folder: Path) -> None:
+    [shown] = [block for block in blocks("console") if "--fits" in block]
+    line, *said = shown.splitlines()[1:]
+    done = shell(folder, line.removeprefix("$ "))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-len(said) :] == said
+
+
+def test_what_does_not_fit_is_not_launched_and_something_else_is_named(folder: Path) -> None:
+    own = SCRIPT.replace("ds_config.json", "stage0.json")
+    done = shell(folder, f"dsat estimate --fits 4x150MiB {own} && echo launch")
+    assert done.returncode == 0 and done.stdout.endswith("launch\n"), done
+    done = shell(folder, f"dsat estimate --fits 4x120MiB {own} && echo launch")
+    assert done.returncode == 1 and "launch" not in done.stdout
+    assert "does not fit 4 x 120.0 MiB" in done.stdout
+    assert done.stdout.endswith("stage 1 would hold it, by formula.\n")
+    told = json.loads(shell(folder, f"dsat estimate --json --fits 4x120MiB {own}").stdout)
+    assert told["fits"] is False and told["largest"] < 2 and told["instead"] == "z1"
+    assert told["batch"] == {"train_batch_size": 8, "micro_batch": 2, "gas": 1}
+
+
+@pytest.mark.nightly
+def test_more_slots_need_less_where_something_is_sharded(folder: Path) -> None:
+    own = SCRIPT.replace("ds_config.json", "stage3.json")
+    one, eight = (
+        json.loads(shell(folder, f"dsat estimate --json --fits {cards} {own}").stdout)
+        for cards in ("80GiB", "8x80GiB")
+    )
+    assert one["fits"] and eight["fits"]
+    assert eight["needed_bytes"] < 0.6 * one["needed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"dsat estimate --fits 8xmany {SCRIPT}", "invalid memory size"),
+        ("dsat estimate --fits 8x80GiB -- fails.py", "No module named 'no_such_module'"),
+        (
+            f"dsat estimate --fits 1GiB --activation-checkpointing both {SCRIPT}",
+            "is one of on and off",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_neither(folder: Path, line: str, message: str) -> None:
+    (folder / "fails.py").write_text("import no_such_module\n")
+    done = shell(folder, f"{line} && echo launch")
+    assert done.returncode == 2, done
+    assert message in done.stderr and "launch" not in done.stdout
+
+
+@pytest.mark.nightly
+def test_the_steps_of_the_workflow_run(folder: Path) -> None:
+    [workflow] = [yaml.safe_load(block) for block in blocks("yaml") if "runs-on" in block]
+    runs = [step["run"] for step in workflow["jobs"]["fits"]["steps"] if "run" in step]
+    install, guard = runs
+    assert install.split()[:2] == ["pip", "install"] and "dsat" in install.split()
+    assert shell(folder, guard).returncode == 0
+
+
+@pytest.mark.nightly
+def test_the_hook_lets_a_configuration_pass_and_stops_another(folder: Path) -> None:
+    [hook] = [block for block in blocks("yaml") if "hooks:" in block]
+    (folder / ".pre-commit-config.yaml").write_text(hook)
+    assert shell(folder, "git init -q && git add -A").returncode == 0
+    done = shell(folder, "pre-commit run --all-files")
+    assert done.returncode == 0 and "Passed" in done.stdout, done
+    (folder / ".pre-commit-config.yaml").write_text(hook.replace("8x80GiB", "8x120MiB"))
+    shell(folder, "git add -A")
+    done = shell(folder, "pre-commit run --all-files")
+    assert done.returncode == 1 and "does not fit 8 x 120.0 MiB" in done.stdout, done
