@@ -52,6 +52,7 @@ class _Journal(Journal):
         self.lines.append(dict(event))
 
 
+@pytest.mark.nightly
 def test_a_killed_recording_goes_on_in_its_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
         assert told.err == ""
 
 
+@pytest.mark.nightly
 def test_a_runner_that_dies_before_it_noted_its_experiment_makes_no_second_one(
     tmp_path: Path,
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_runner_that_dies_before_it_noted_its_experiment_makes_no_second_one(
         is_whole(there)
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
     """Bad gateways, dropped connections, answers that never arrive, a restart; and events that come
     twice, and news of strangers."""
@@ -88,6 +90,7 @@ def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
             assert noise not in said
 
 
+@pytest.mark.nightly
 def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
     """A trial is killed; the search, then its runner, are paused and go on, at once although the
     master lets whoever asks for events wait for a minute."""
@@ -170,6 +173,7 @@ def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
         assert there.master.trials(RUNNER)[0].restarts == 0
 
 
+@pytest.mark.nightly
 def test_a_command_that_leaves_does_not_end_the_search_but_a_runner_that_is_gone_does(
     tmp_path: Path,
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_deepspeed_trial(tmp_path: Path) -> None:
         measured(there)
 
 
+@pytest.mark.nightly
 def test_a_hugging_face_trainer(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         told = there.search("hf_determined", *FAST, "--max-trials", 2, "--slots", 1)
@@ -82,6 +83,7 @@ def test_a_hugging_face_trainer(tmp_path: Path) -> None:
         assert measured(there)["train_micro_batch_size_per_gpu"] == best.batch.micro_batch
 
 
+@pytest.mark.nightly
 def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
     """The second one, of which only the log knows; then the first, which reports it."""
     with cluster(tmp_path) as there:

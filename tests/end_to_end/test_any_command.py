@@ -77,6 +77,7 @@ def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path:
     assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 1
 
 
+@pytest.mark.nightly
 def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Path) -> None:
     place = tmp_path / "work"
     shutil.copytree(PROGRAMS / "own_ranks", place)

@@ -274,6 +274,7 @@ def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
     assert "multiply it by sqrt(48/4)" in told.out
 
 
+@pytest.mark.nightly
 def test_trials_run_cold(tmp_path: Path) -> None:
     steps = FAST[: FAST.index("--slot-memory")]  # a fresh process has its libraries still to import
     told = dsat("random", "tiny", tmp_path / "run", *steps, "--slots", 1, "-mt", 2, "--cold")
@@ -381,6 +382,7 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     assert buffers_of(run_dir) == []
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_searches_for_all_numbers_of_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +421,7 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) ->
     assert buffers_of(run_dir) == []
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened(
     tmp_path: Path,
 ) -> None:

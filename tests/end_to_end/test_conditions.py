@@ -46,7 +46,9 @@ SAME_WITHOUT = {
     ("ranks", "command"),
     [
         (1, "OWN_SETTING='two words' python3 train.py --deepspeed_config ds_config.json"),
-        (2, "deepspeed train.py --deepspeed_config ds_config.json"),
+        pytest.param(
+            2, "deepspeed train.py --deepspeed_config ds_config.json", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_trial_has_the_conditions_of_the_printed_command(

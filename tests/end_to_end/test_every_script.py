@@ -70,6 +70,10 @@ def documented_commands() -> dict[str, tuple[str, list[str]]]:
     return found
 
 
+# The others' kinds of script are searched elsewhere in each run of the tests.
+NIGHTLY = ("With DeepSpeedTrial", "With the Hugging Face Trainer")
+
+
 def test_there_is_a_command_for_every_kind_of_script() -> None:
     assert list(documented_commands()) == [
         "With DeepSpeedTrial",
@@ -79,7 +83,13 @@ def test_there_is_a_command_for_every_kind_of_script() -> None:
     ]
 
 
-@pytest.mark.parametrize("section", documented_commands())
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(section, marks=[pytest.mark.nightly] if section in NIGHTLY else [])
+        for section in documented_commands()
+    ],
+)
 def test_a_documented_command(tmp_path: Path, section: str) -> None:
     folder, (method, *rest) = documented_commands()[section]
     shutil.copytree(ROOT / folder, tmp_path / "example")
@@ -107,6 +117,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
 # -- plain DeepSpeed
 
 
+@pytest.mark.nightly
 def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
     words = ["--slots", 2, "-mt", 4, *FAST, "-m", "throughput", "--run-dir", "run"]
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
@@ -177,6 +188,7 @@ def test_a_script_that_fails_before_its_configuration_is_known(tmp_path: Path) -
     assert not (tmp_path / "dsat_runs").exists()
 
 
+@pytest.mark.nightly
 def test_a_flag_follows_its_setting(tmp_path: Path) -> None:
     """A script that feeds the batch of its own flag, in a configuration that it repeats."""
     script = IN_CODE.replace("import deepspeed, torch", "import deepspeed, sys, torch").replace(
@@ -257,6 +269,7 @@ def test_offloading_is_searched_when_it_is_asked_for(plain: Path) -> None:
 # -- the vocabulary of DeepSpeed's autotuner
 
 
+@pytest.mark.nightly
 def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     zero = {"stage": "all", "reduce_bucket_size": [1e6, 2e6], "contiguous_gradients": True}
     config = {

@@ -229,7 +229,7 @@ def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
             assert ("--gradient_checkpointing" in command) is on
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_trainer_under_accelerates_plugin_follows_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:

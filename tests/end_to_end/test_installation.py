@@ -146,6 +146,7 @@ def test_a_plain_script_is_estimated_with_nothing_else_installed(
     assert json.loads(told.stdout)["model"]["num_params"] > 0
 
 
+@pytest.mark.nightly
 def test_a_trainer_script_is_tuned_without_determined(wheel: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment", wheel, without=("determined",))
     words = (

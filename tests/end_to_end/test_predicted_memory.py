@@ -78,6 +78,7 @@ def test_every_kind_of_script_is_estimated(
     assert not processes_of(folder)
 
 
+@pytest.mark.nightly
 def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(
     tmp_path: Path, cache: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_no_micro_batch_is_larger_than_the_data(tmp_path: Path) -> None:
     assert reported == pytest.approx(own, rel=0.5), "short batches are quick, and not in it"
 
 
+@pytest.mark.nightly
 def test_steps_of_four_micro_batches_are_measured_as_such(tmp_path: Path) -> None:
     run, told = tuned(tmp_path, "-mt", "3", "--max-micro-batch", "48", every=4)
     reported, own = samples_per_s(tmp_path, run)

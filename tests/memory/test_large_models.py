@@ -70,7 +70,9 @@ def folder(tmp_path: Path) -> Path:
     "target",
     [
         ("--hf-config", "model", "--seq-length", "2048"),
-        ("--", "train.py", "--deepspeed_config", "ds.json"),
+        pytest.param(
+            ("--", "train.py", "--deepspeed_config", "ds.json"), marks=pytest.mark.nightly
+        ),
     ],
     ids=["configuration", "script"],
 )

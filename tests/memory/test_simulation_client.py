@@ -66,7 +66,9 @@ def simulated(simulator: Simulator, case: dict[str, Any]) -> Any:
     [
         {"stage": 0, "dtype": "fp32"},
         {"stage": 3},
-        {"stage": 2, "slots": 2, "micro_batch": 5, "gas": 2},
+        pytest.param(
+            {"stage": 2, "slots": 2, "micro_batch": 5, "gas": 2}, marks=pytest.mark.nightly
+        ),
     ],
     ids=str,
 )
@@ -159,6 +161,7 @@ def test_the_closed_form_knows_what_a_knob_adds(
     assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
 
 
+@pytest.mark.nightly
 def test_quantised_weights_and_gradients_are_sent_as_such(gpt_on_a_device: Simulator) -> None:
     config = configuration(3, slots=4, micro_batch=4)
     sent = {}
@@ -173,6 +176,7 @@ def test_quantised_weights_and_gradients_are_sent_as_such(gpt_on_a_device: Simul
     assert of_gradients < 0.6 * sent[""]["reduce_scatter_base"]
 
 
+@pytest.mark.nightly
 def test_super_offload_has_a_pinned_buffer_and_moments_of_its_own(
     gpt_on_a_device: Simulator,
 ) -> None:
@@ -188,6 +192,7 @@ def test_super_offload_has_a_pinned_buffer_and_moments_of_its_own(
     assert 4 * partition <= pinned[1] - pinned[0] <= 8 * partition  # rounded to a power of two
 
 
+@pytest.mark.nightly
 def test_checkpoints_on_the_host_leave_the_device(tmp_path: Path) -> None:
     """All but the last few, which DeepSpeed keeps until they are copied."""
     size, layers = 32, 12

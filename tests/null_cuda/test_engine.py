@@ -158,6 +158,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
     null_cuda: MachineOf,
     imported: tuple[str, ...],
@@ -192,6 +193,7 @@ def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.null_cuda.conftest import MachineOf
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_step_runs_on_devices_that_compute_nothing(
     null_cuda: MachineOf,
     imported: tuple[str, ...],

@@ -71,6 +71,7 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mig_device_without_nvml_is_searched_in_fresh_processes(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

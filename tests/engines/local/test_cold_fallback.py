@@ -18,6 +18,7 @@ from testing.local import bench_of, cpu_machine, warnings_of
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
     with bench_of("unforkable", tmp_path) as bench:
         profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)

@@ -66,6 +66,7 @@ ALONE = Entrypoint(script="", needs_command="their program is in no file")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
     """A wrapper tries again and again, and the script never comes to an end by itself."""
     args = ("--deepspeed_config", "ds_config.json")
@@ -87,6 +88,7 @@ def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_on_standard_input_has_its_own_error_or_end_shown(place: Path) -> None:
     with bench_of(place, ALONE, "bash", "-c", "python - no-data < alone.py") as bench:
         trial = bench.trial(kind=TrialKind.PROFILE)

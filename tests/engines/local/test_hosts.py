@@ -176,6 +176,7 @@ def test_a_failure_on_one_host_ends_the_trial_on_the_other(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

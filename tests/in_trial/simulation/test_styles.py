@@ -22,10 +22,10 @@ def style(name: str) -> Style:
 @pytest.mark.parametrize(
     ("name", "on_device"),
     [
-        ("the same, stage 3", False),
-        ("vision and language", False),
+        pytest.param("the same, stage 3", False, marks=pytest.mark.nightly),
+        pytest.param("vision and language", False, marks=pytest.mark.nightly),
         ("packed sequences", True),
-        ("torch_autocast section, stage 3", True),
+        pytest.param("torch_autocast section, stage 3", True, marks=pytest.mark.nightly),
         ("Lightning's DeepSpeedStrategy", True),
     ],
 )
@@ -57,7 +57,10 @@ def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
     ("name", "recompute", "same"),
     [
         ("Trainer", True, "Trainer, gradient checkpointing"),
-        ("torch.utils.checkpoint, reentrant", False, "engine.backward(loss)"),
+        pytest.param(
+            *("torch.utils.checkpoint, reentrant", False, "engine.backward(loss)"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_checkpointing_is_switched_as_the_script_could_have(
