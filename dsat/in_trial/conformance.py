@@ -11,11 +11,15 @@ from dsat.in_trial import start_recorder
 Shape = tuple[int, ...]
 
 
-def refuse_pipeline(engine: Any) -> None:
-    """Raise InvalidTrial for a pipeline's engine."""
-    if any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__):
+def refuse_pipeline(arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidTrial for a pipeline, before DeepSpeed refuses it with a stage or a batch.
+
+    Args:
+        arguments: of `deepspeed.initialize`, by name.
+    """
+    if any(cls.__name__ == "PipelineModule" for cls in type(arguments.get("model")).__mro__):
         raise InvalidTrial(
-            "deepspeed.initialize returned a PipelineEngine: pipeline parallel models cannot be "
+            "deepspeed.initialize was given a PipelineModule: pipeline parallel models cannot be "
             "tuned. Train the model without PipelineModule"
         )
 

@@ -130,6 +130,7 @@ def install(
 
     deepspeed.initialize = initialize
     config_injection.on_initialize(lambda _: refuse_other_ranks(spec.slots))
+    config_injection.on_initialize(refuse_pipeline)
     config_injection.on_initialize(refuse_shared_samples)
     return meter
 
@@ -192,11 +193,7 @@ class Meter:
         """Starts measuring an engine at its first training step, if it is the first to make one.
 
         A reference model may have an optimizer too, since it shares the configuration.
-
-        Raises:
-            InvalidTrial: it is a pipeline engine.
         """
-        refuse_pipeline(engine)
         if self.watches and self.spec.profile:
             self.warn(SEVERAL_ENGINES)
         self.watches = True

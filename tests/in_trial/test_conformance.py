@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.conformance import check_engine, refuse_other_ranks, refuse_shared_samples
+from dsat.in_trial.conformance import (
+    check_engine,
+    refuse_other_ranks,
+    refuse_pipeline,
+    refuse_shared_samples,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +57,19 @@ def test_a_script_that_splits_samples_is_refused(arguments: dict[str, Any], said
 )
 def test_others_are_not(arguments: dict[str, Any]) -> None:
     refuse_shared_samples(arguments)
+
+
+def test_a_pipeline_is_refused_before_deepspeed_sees_it() -> None:
+    class PipelineModule:
+        pass
+
+    class Mine(PipelineModule):
+        pass
+
+    refuse_pipeline({"model": torch.nn.Linear(1, 1)})
+    refuse_pipeline({})
+    with pytest.raises(InvalidTrial, match="was given a PipelineModule"):
+        refuse_pipeline({"model": Mine()})
 
 
 def test_fewer_ranks_than_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

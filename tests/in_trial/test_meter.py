@@ -177,17 +177,6 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
 # -- what the engine must be
 
 
-def test_a_pipeline_engine_is_refused(clock: Clock) -> None:
-    class PipelineEngine(FakeEngine):
-        pass
-
-    class Mine(PipelineEngine):
-        pass
-
-    with pytest.raises(InvalidTrial, match="PipelineEngine"):
-        Meter(SPEC, print).watch(Mine(clock))
-
-
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [

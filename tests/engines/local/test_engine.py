@@ -189,7 +189,7 @@ def fails(bench: Bench, behaviour: str) -> tuple[Trial, Outcome]:
             "train_micro_batch_size_per_gpu is 2: take the batch size from "
             "engine.train_micro_batch_size_per_gpu(), or name the script's flag: --arg-mapping ",
         ),
-        ("is a pipeline", "INVALID", "deepspeed.initialize returned a PipelineEngine"),
+        ("is a pipeline", "INVALID", "deepspeed.initialize was given a PipelineModule"),
     ],
 )
 def test_a_failure_on_one_rank_ends_the_trial_at_once(
