@@ -7,9 +7,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dsat.engines.local.first_run import FirstRun
 from dsat.errors import UserInputError
@@ -298,10 +299,21 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
             where=name,
             hint="Give it as a file: --ds-config FILE.",
         )
-    experiment = replace(experiment, arg_mappings=source.experiment.arg_mappings)
+    experiment = replace(
+        experiment,
+        arg_mappings=source.experiment.arg_mappings,
+        ds_config={**experiment.ds_config, **_filled_batch(experiment.ds_config, first.config)},
+    )
     return replace(
         source, experiment=experiment, program=program, start_known=True, config_known=True
     )
+
+
+def _filled_batch(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the batch sizes that a file leaves to its script, as the script filled them in."""
+    _, *sizes = ds_config.BATCH_KEYS  # the global one follows
+    found = {key: (passed or {}).get(key) for key in sizes if own.get(key) == ds_config.AUTO}
+    return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
 def _recognised(program: Entrypoint) -> str:

@@ -98,8 +98,8 @@ class RankSpec:
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
-def result_file(rank: int) -> str:
-    """Return the file in which a rank reports its failure."""
+def result_file(rank: int | str) -> str:
+    """Return the file in which a rank reports its failure; of all ranks with "*"."""
     return f"rank{rank}.json"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 from dsat.space.plan import Plan
@@ -127,11 +128,11 @@ class FinalsPhase(Phase):
             best = max(found, key=lambda trial: run.contestant(trial).log_value)
             return dict(best.overrides), best.batch, dict(best.script_args)
         per_slot = own.train_batch_size // plan.slots_per_trial
-        sizes = [m for m in plan.allowed_micro_batches if per_slot % m == 0]
-        smaller = [m for m in sizes if m <= pick.batch.micro_batch]
-        if not smaller:
+        sizes, most = plan.allowed_micro_batches, min(per_slot, pick.batch.micro_batch)
+        smaller = sizes[: bisect.bisect_right(sizes, most)]
+        micro_batch = max((size for size in smaller if per_slot % size == 0), default=None)
+        if micro_batch is None:
             return None
-        micro_batch = max(smaller)
         batch = BatchTriple(own.train_batch_size, micro_batch, per_slot // micro_batch)
         overrides = {**pick.overrides, **batch.config()}
         script_args = dict(pick.script_args)

@@ -22,8 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 def found(place: Path, options: str, command: Sequence[str]) -> str:
     """What a search says that ends well."""
+    told = searched(place, options, command)
+    assert told.returncode == 0, told.stderr + told.stdout
+    return " ".join(told.stdout.split())
+
+
+def searched(
+    place: Path, options: str, command: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    told = subprocess.run(
+    return subprocess.run(
         [*warm_command.words(), "binary", *options.split(), "--", *command],
         cwd=place,
         env={**os.environ, "PATH": path},
@@ -32,8 +40,6 @@ def found(place: Path, options: str, command: Sequence[str]) -> str:
         timeout=300,
         check=False,
     )
-    assert told.returncode == 0, told.stderr + told.stdout
-    return " ".join(told.stdout.split())
 
 
 def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
@@ -75,6 +81,56 @@ def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path:
     assert kinds_of(run) == [OutcomeKind.OK] * 2
     assert {trial.stage for trial in run.trials.values()} == {2, 3}
     assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 1
+
+
+@pytest.mark.nightly
+def test_a_trainer_whose_file_leaves_the_batch_to_it_and_nothing_else_is_said(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(ROOT / "examples" / "hf_trainer", place)
+    options = "--max-trials 2 --finals 0 --memory-model formula -m throughput --zero-stages 1"
+    options += " --max-micro-batch 9 --end-profile-step 4 --run-dir run"
+    found(place, options, ["train.py", "--deepspeed", "ds_config.json"])
+    run = run_of(place / "run")
+    assert set(kinds_of(run)) == {OutcomeKind.OK}
+    trained_with = [trial.batch for trial in run.trials.values()]
+    assert trained_with[0].train_batch_size == 8, "what Trainer fills in by itself"
+
+
+@pytest.mark.parametrize(
+    "model, because",
+    [
+        ("a pipeline", "pipeline parallel models cannot be tuned"),
+        ("sequence parallel", "2 slots share each sample by the mpu"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told_by_the_first_run(
+    tmp_path: Path, model: str, because: str
+) -> None:
+    """Not the status of the process that was ended for it."""
+    imports, build, more = {
+        "a pipeline": (
+            "from deepspeed.pipe import PipelineModule",
+            "deepspeed.init_distributed(); net = PipelineModule([Linear(8, 8)], num_stages=1)",
+            "",
+        ),
+        "sequence parallel": (
+            "class Units:\n    def get_sequence_parallel_world_size(self): return 2",
+            "net = Linear(8, 8)",
+            ", mpu=Units()",
+        ),
+    }[model]
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
+    (tmp_path / "train.py").write_text(
+        f"import deepspeed\nfrom torch.nn import Linear\n{imports}\n{build}\n"
+        "deepspeed.initialize(model=net, model_parameters=net.parameters(), "
+        f"config={config}{more})\n"
+    )
+    told = searched(tmp_path, "-m throughput", ["python", "train.py"])
+    assert told.returncode == 2
+    assert "error: command: rank 0: " in told.stderr and because in told.stderr
+    assert "exit status" not in told.stderr and "Traceback" not in told.stderr
 
 
 @pytest.mark.nightly

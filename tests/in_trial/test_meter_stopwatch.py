@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 MICRO_BATCH = 256
 FIRST, LAST = 3, 22
 TOLERANCE = 0.05
+LOST_MS = 20  # to other processes between the two clocks, in all steps together
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -45,7 +46,8 @@ def test_the_meter_agrees_with_a_stopwatch_around_the_loop(bench: Bench, gas: in
     for name, rows in stopwatch.items():
         values = [rows[i] for i in kept]
         measured = getattr(metrics, name)
-        assert measured == pytest.approx(mean(values), rel=TOLERANCE), name
+        expected = pytest.approx(mean(values), rel=TOLERANCE, abs=LOST_MS / len(kept))
+        assert measured == expected, name
 
     # What is derived from it.
     ranks = bench.slots_per_trial

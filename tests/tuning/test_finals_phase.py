@@ -150,6 +150,13 @@ def test_a_run_cut_off_after_any_event_of_its_finals_continues(slots: int, batch
         assert again.events == whole
 
 
+def test_finals_at_the_own_batch_do_not_depend_on_how_many_sizes_are_allowed() -> None:
+    plan = replace(finals_plan(method="model"), micro_batches=(), max_micro_batch=10**18)
+    tuner, _ = tuner_of(plan)
+    drive(tuner, Buckets({10: 1.1}))
+    assert any(trial.kind is TrialKind.FINAL for trial in tuner.run.trials.values())
+
+
 def test_a_run_without_finals_goes_on_into_them() -> None:
     tuner, journal = tuner_of(finals_plan(finals=0))
     drive(tuner, Buckets({10: 1.5}))

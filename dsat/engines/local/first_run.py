@@ -187,7 +187,7 @@ class FirstRun:
             How each of them was started, with the configuration that it passed.
 
         Raises:
-            UserInputError: it is not one training on one machine.
+            UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
         heard_at, count = time.monotonic(), 0
@@ -208,6 +208,9 @@ class FirstRun:
                 break
         self._recorded = self._read()
         if not self._recorded:
+            reports = trial_result.told(self.folder, 0.0)
+            if reports and reports[0].kind is OutcomeKind.INVALID:
+                raise UserInputError(reports[0].message, where="command")
             raise self._failure()
         return self._recorded
 
@@ -284,8 +287,7 @@ class FirstRun:
             return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
         if self._timed_out:
             return trial_result.too_slow(self.folder, self._timeout_s, duration_s)
-        ranks = max(1, len(self._recorded))
-        return trial_result.command_failed(self.folder, status, duration_s, ranks=ranks)
+        return trial_result.command_failed(self.folder, status, duration_s)
 
     def _failure(self) -> ScriptFailed:
         """The error of a command that never came to its training."""

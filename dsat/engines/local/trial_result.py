@@ -45,7 +45,7 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     if running.lost:
         return Outcome(OutcomeKind.ERROR, message=running.lost, duration_s=duration_s)
     if running.by_command:
-        return command_failed(folder, statuses[0], duration_s, ranks=running.shares[0].ranks)
+        return command_failed(folder, statuses[0], duration_s)
     ranks_per_host = running.shares[0].ranks
     killed = running.by_rank("killed")
     return failed(folder, statuses, killed, duration_s, ranks_per_host=ranks_per_host)
@@ -93,7 +93,7 @@ def failed(
         killed: whether the supervisor killed it because of another rank, by rank.
         ranks_per_host: ranks that print to the same log.
     """
-    reports = told(folder, len(statuses), duration_s)
+    reports = told(folder, duration_s)
     for outcome in reports:
         if outcome.kind is OutcomeKind.OOM:
             return outcome
@@ -123,14 +123,13 @@ def failed(
     return untold(OutcomeKind.ERROR, "the ranks ended without a result")
 
 
-def command_failed(folder: Path, status: int, duration_s: float, *, ranks: int) -> Outcome:
+def command_failed(folder: Path, status: int, duration_s: float) -> Outcome:
     """The same of a trial that runs the user's whole command.
 
     Args:
         status: exit status of the command, or minus the signal.
-        ranks: that it starts.
     """
-    reports = told(folder, ranks, duration_s)
+    reports = told(folder, duration_s)
     for outcome in reports:
         if outcome.kind is OutcomeKind.OOM:
             return outcome
@@ -153,18 +152,17 @@ def command_failed(folder: Path, status: int, duration_s: float, *, ranks: int) 
     )
 
 
-def told(folder: Path, ranks: int, duration_s: float) -> list[Outcome]:
+def told(folder: Path, duration_s: float) -> list[Outcome]:
     """Return the failures that ranks reported, the first to fail first."""
     found = []
-    for rank in range(ranks):
-        path = folder / result_file(rank)
-        if path.exists():
-            outcome = _read(path)
-            if outcome is None:
-                continue
-            message = f"rank {rank}: {outcome.message}"
-            outcome = replace(outcome, message=message, duration_s=duration_s)
-            found.append((path.stat().st_mtime_ns, rank, outcome))
+    for path in folder.glob(result_file("*")):
+        outcome = _read(path)
+        if outcome is not None:
+            rank = path.stem.removeprefix("rank")
+            outcome = replace(outcome, message=f"rank {rank}: {outcome.message}")
+            found.append(
+                (path.stat().st_mtime_ns, path.name, replace(outcome, duration_s=duration_s))
+            )
     return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
 
 
