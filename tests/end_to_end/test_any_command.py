@@ -99,7 +99,7 @@ def test_a_trainer_whose_file_leaves_the_batch_to_it_and_nothing_else_is_said(
 
 
 @pytest.mark.parametrize(
-    "model, because",
+    ("model", "because"),
     [
         ("a pipeline", "pipeline parallel models cannot be tuned"),
         ("sequence parallel", "2 slots share each sample by the mpu"),
