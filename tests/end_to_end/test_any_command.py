@@ -27,9 +27,7 @@ def found(place: Path, options: str, command: Sequence[str]) -> str:
     return " ".join(told.stdout.split())
 
 
-def searched(
-    place: Path, options: str, command: Sequence[str]
-) -> subprocess.CompletedProcess[str]:
+def searched(place: Path, options: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     return subprocess.run(
         [*warm_command.words(), "binary", *options.split(), "--", *command],
