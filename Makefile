@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test nightly test-cluster docs pictures compat bench real-scripts soak clean
+.PHONY: setup demo lint quick browser test nightly test-cluster docs pictures compat bench real-scripts frameworks soak clean
 
 setup: $(VENV)/.installed
 
@@ -90,6 +90,12 @@ bench: setup
 # Scripts as people have them, tuned as a new user would: a few minutes each.
 real-scripts: setup
 	$(PY) -m benchmarks.real_scripts $(SCRIPTS)
+
+# Small scripts of many frameworks under every launcher, half a minute each.
+frameworks: setup
+	$(INSTALL) --quiet --upgrade --target $(VENV)/frameworks --no-deps \
+		trl peft datasets dill multiprocess xxhash
+	$(PY) -m testing.frameworks $(FRAMEWORKS)
 
 # Every attack in full, an hour or two; SOAK_OPTIONS="--scale 0.1" makes a tenth.
 soak: setup

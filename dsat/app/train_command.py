@@ -8,6 +8,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from dsat.app import accelerate_launch
+from dsat.app.accelerate_launch import AccelerateLaunch
 from dsat.app.prepare import Prepared
 from dsat.engines.local.hosts import without_segments
 from dsat.engines.local.launch import (
@@ -20,10 +22,12 @@ from dsat.engines.local.launch import (
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.retries import COMMAND_AGAIN, NO_SEGMENTS
 from dsat.in_trial.rank import MALLOC_VARIABLES
+from dsat.inputs import accelerate_env
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.report import summary
 from dsat.tuning.run import Run
+from dsat.values.files import write_atomically
 from dsat.values.text import without_secrets
 
 
@@ -47,14 +51,17 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     given = ready.experiment.entrypoint
     needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
     over_hosts = slots > ready.machine.num_slots
-    if program.config_path is None or needs_task or over_hosts or run.best is None:
+    accelerate = _accelerate(program, slots)
+    is_told = program.config_path is not None or accelerate is not None
+    if not is_told or needs_task or over_hosts or run.best is None:
         return None
+    best = summary.best_config(run) or {}
     found = program.for_config(
-        str(config.resolve()),
-        summary.best_config(run) or {},
-        run.best.script_args,
-        ready.experiment.arg_mappings,
+        str(config.resolve()), best, run.best.script_args, ready.experiment.arg_mappings
     )
+    if accelerate is not None:
+        again = replace(accelerate, program=(accelerate.program[0], *found.args))
+        return again.command(config, best)
     if runs_own_command(program, slots):
         return _again(program, found)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
@@ -72,6 +79,25 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         script = ["-m", program.module] if program.module else [program.script]
         script = [own or "python3", *program.python_options, *script]
     return [*launcher, *script, *found.args]
+
+
+def _accelerate(program: Entrypoint, slots: int) -> AccelerateLaunch | None:
+    """Return the user's own `accelerate launch`; None if another tells the script its file."""
+    if program.config_path is not None or not accelerate_env.uses_deepspeed(program.env):
+        return None
+    if program.needs_command or not runs_own_command(program, slots):
+        return None
+    return AccelerateLaunch.of(program.started_by, len(program.args), Path(program.started_in))
+
+
+def write_accelerate_file(ready: Prepared, run: Run, folder: Path) -> None:
+    """Write the user's own file of accelerate, if there is one, with the best configuration."""
+    accelerate = _accelerate(as_shown(ready, run).program, ready.plan.slots_per_trial)
+    if accelerate is None or run.best is None:
+        return
+    text = accelerate.copy(folder / summary.BEST_CONFIG_FILE)
+    if text is not None:
+        write_atomically(folder / accelerate_launch.CONFIG_FILE, text)
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:

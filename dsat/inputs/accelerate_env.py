@@ -26,6 +26,11 @@ def config_file(env: Mapping[str, str]) -> str | None:
     return None if named == "none" else named
 
 
+def uses_deepspeed(env: Mapping[str, str]) -> bool:
+    """Tell if accelerate hands a DeepSpeed configuration to the script."""
+    return env.get(_USES_DEEPSPEED, "false").lower() in ("true", "1", "yes")
+
+
 def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
     """The variables with another configuration, if accelerate hands one to the script.
 
@@ -34,7 +39,7 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
         path: of the configuration.
         config: what is in it.
     """
-    if env.get(_USES_DEEPSPEED, "false").lower() not in ("true", "1", "yes"):
+    if not uses_deepspeed(env):
         return dict(env)
     kept = {
         name: value

@@ -181,12 +181,17 @@ def looks_like_hf(args: Sequence[str]) -> bool:
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
 
+    Scripts without a Trainer that have the flags of its batch sizes mean the same by them.
+
     Args:
         args: of the script.
         given: the user's `arg_mappings`.
     """
     if not looks_like_hf(args):
-        return dict(given)
+        return {
+            **{key: flag for key, flag in HF_BATCH_FLAGS.items() if _places(args, flag)},
+            **given,
+        }
     found = dict(HF_BATCH_FLAGS)
     for flag in _HF_CHECKPOINTING_FLAGS:
         if _places(args, flag):

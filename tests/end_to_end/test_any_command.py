@@ -18,6 +18,7 @@ from testing.local import PROGRAMS, processes_of, read_json
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+_BIN = Path(sys.executable).parent
 
 
 def found(place: Path, options: str, command: Sequence[str]) -> str:
@@ -28,7 +29,7 @@ def found(place: Path, options: str, command: Sequence[str]) -> str:
 
 
 def searched(place: Path, options: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    path = os.pathsep.join([str(_BIN), os.environ["PATH"]])
     return subprocess.run(
         [*warm_command.words(), "binary", *options.split(), "--", *command],
         cwd=place,
@@ -60,6 +61,40 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
     best = read_json(tmp_path / "work" / "run" / "best_ds_config.json")
     assert best["zero_optimization"]["stage"] in (1, 2), "whichever was faster"
     assert isinstance(best["train_batch_size"], int), 'no "auto" is left'
+
+
+def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(PROGRAMS / "accelerated", place)
+    script = (place / "train.py").read_text().replace("repeat(loader)", "repeat(loader, 2)")
+    script += "print('trained', model.train_micro_batch_size_per_gpu(), 'at', "
+    script += "model.zero_optimization_stage())\n"
+    (place / "train.py").write_text(script)
+    (place / "accelerate.yaml").write_text(
+        "# mine\ndistributed_type: DEEPSPEED\nuse_cpu: true\nmixed_precision: 'no'\n"
+        "deepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 1\n"
+        "num_processes: 1  # one\n"
+    )
+    options = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1"
+    options += " --max-micro-batch 16 --run-dir run"
+    command = "accelerate launch --config_file accelerate.yaml train.py"
+    found(place, options, [*command.split(), "--per_device_train_batch_size", "4"])
+    run = run_of(place / "run")
+    assert kinds_of(run) == [OutcomeKind.OK] * 3, "the flag of the batch follows"
+    copy = (place / "run" / "accelerate.yaml").read_text()
+    assert "# mine" in copy and "# one" in copy and "best_ds_config.json" in copy
+    assert "zero_stage" not in copy and "mixed_precision" not in copy
+    line = (place / "run" / "summary.md").read_text().partition("Train with it: `")[2]
+    told = subprocess.run(
+        ["bash", "-c", line.partition("`")[0]],
+        env={**os.environ, "PATH": os.pathsep.join([str(_BIN), os.environ["PATH"]])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.best is not None
+    assert f"trained {run.best.batch.micro_batch} at {run.best.stage}\n" in told.stdout, told.stderr
 
 
 def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path: Path) -> None:

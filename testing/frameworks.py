@@ -1,0 +1,170 @@
+"""Small scripts of many frameworks under every launcher, tuned as their users would tune them.
+
+    python -m testing.frameworks [FRAMEWORK ...] [--launchers NAME ...] [--ranks N ...]
+
+`make frameworks` installs TRL, PEFT and datasets beside the environment first: transformers imports
+them where it finds them. Prints a row of a table for each framework; ends with 1 if one of them was neither tuned nor
+refused as `REFUSED` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.values.outcome import OutcomeKind
+from testing.command import run_of
+from testing.local import PROGRAMS
+
+FOLDER = PROGRAMS / "frameworks"
+_PACKAGES = str(Path(sys.prefix) / "frameworks")
+_OPTIONS = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1 2"
+_OPTIONS += " --max-micro-batch 8 --end-profile-step 4 --run-dir run"
+_TRAINER = "--output_dir out --use_cpu --report_to none --save_strategy no --max_steps 1000"
+_TRAINER += " --per_device_train_batch_size 2"
+
+_SHORT = "--num_generations 2 --max_completion_length 8"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A script, the flags that it is started with, and those that name DeepSpeed's configuration.
+
+    Attributes:
+        config: flags of launchers that give none themselves; None if the script takes none.
+        options: of dsat, beyond those of all.
+    """
+
+    script: str
+    flags: str
+    config: str | None
+    options: str = ""
+
+
+FRAMEWORKS: Mapping[str, Framework] = {
+    "plain loop": Framework("plain.py", "", "--deepspeed --deepspeed_config ds.json"),
+    "torch.compile": Framework("plain.py", "--compile", "--deepspeed --deepspeed_config ds.json"),
+    "accelerate loop": Framework("loop.py", "--per_device_train_batch_size 2", None),
+    "HF Trainer": Framework("trainer.py", _TRAINER, "--deepspeed auto.json"),
+    "PEFT LoRA": Framework("lora.py", _TRAINER, "--deepspeed auto.json"),
+    "TRL SFT": Framework("sft.py", _TRAINER, "--deepspeed auto.json"),
+    "TRL DPO": Framework("dpo.py", _TRAINER, "--deepspeed auto.json"),
+    "TRL GRPO": Framework(
+        "grpo.py", f"{_TRAINER} {_SHORT}", "--deepspeed auto.json", options="--divisible-by 2"
+    ),
+}
+
+
+def _launched(words: str) -> Callable[[Framework, int], str]:
+    return lambda program, ranks: (
+        f"{words.format(ranks=ranks)} {program.script} {program.flags} {program.config}"
+    )
+
+
+def _accelerate(config: str) -> Callable[[Framework, int], str]:
+    launch = f"accelerate launch --config_file {config} --num_processes"
+    return lambda program, ranks: f"{launch} {ranks} {program.script} {program.flags}"
+
+
+# Launcher -> the command line of a framework with some ranks.
+LAUNCHERS: Mapping[str, Callable[[Framework, int], str]] = {
+    "python": _launched("python"),
+    "deepspeed": _launched("deepspeed --num_gpus {ranks}"),
+    "torchrun": _launched("torchrun --standalone --nproc_per_node {ranks}"),
+    "accelerate's plugin": _accelerate("plugin.yaml"),
+    "accelerate with a file": _accelerate("file.yaml"),
+    "bash run.sh": _launched("torchrun --standalone --nproc_per_node {ranks}"),
+}
+
+
+def exists(framework: str, launcher: str, ranks: int) -> bool:
+    """Tell if anybody starts such a script so."""
+    by_accelerate = launcher.startswith("accelerate")
+    if FRAMEWORKS[framework].config is None:
+        return by_accelerate
+    plain = FRAMEWORKS[framework].script == "plain.py"
+    return not (by_accelerate and plain) and (launcher != "python" or ranks == 1)
+
+
+def tuned(framework: str, launcher: str, ranks: int) -> str:
+    """Search for a script's configuration in a copy of its folder.
+
+    Returns:
+        "tuned" or what went wrong.
+    """
+    program = FRAMEWORKS[framework]
+    command = LAUNCHERS[launcher](program, ranks).split()
+    options = f"{_OPTIONS} {program.options}".split()
+    with tempfile.TemporaryDirectory(prefix="dsat-frameworks-") as above:
+        folder = Path(above) / "work"
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if launcher == "bash run.sh":
+            (folder / "run.sh").write_text(f"set -e\n{' '.join(command)}\n")
+            command = ["bash", "run.sh"]
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        told = subprocess.run(
+            [sys.executable, "-m", "dsat", "model", *options, "--", *command],
+            cwd=folder,
+            env={**os.environ, "PATH": path, "PYTHONPATH": _PACKAGES, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+        if told.returncode:
+            return f"status {told.returncode}: {told.stderr.strip()[-600:]}"
+        run = run_of(folder / "run")
+        lost = [
+            f"{trial.name}: {run.outcomes[trial.id].message}"
+            for trial in run.trials.values()
+            if run.outcomes[trial.id].kind is not OutcomeKind.OK
+        ]
+        if lost:
+            return f"{len(lost)} of {len(run.trials)} trials were lost: {lost[0]}"
+        batches = {trial.batch for trial in run.trials.values()}
+        return "tuned" if len(batches) > 1 else f"{len(run.trials)} trials of the same batch"
+
+
+def main() -> int:
+    """Print the table; 1 if something was not tuned."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("frameworks", nargs="*", default=list(FRAMEWORKS))
+    parser.add_argument("--launchers", nargs="*", default=list(LAUNCHERS), choices=LAUNCHERS)
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
+    given = parser.parse_args()
+    head = ["framework", *(f"{name}, {n}" for name in given.launchers for n in given.ranks)]
+    rows = [_line(head), _line(["---"] * len(head))]
+    notes: list[str] = []
+    for framework in given.frameworks:
+        cells = [framework]
+        for launcher in given.launchers:
+            for ranks in given.ranks:
+                if not exists(framework, launcher, ranks):
+                    cells.append("-")
+                    continue
+                began = time.monotonic()
+                found = tuned(framework, launcher, ranks)
+                what = f"{framework}, {launcher}, {ranks} ranks"
+                print(f"{what}: {found} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+                cells.append(found if found == "tuned" else f"see {len(notes) + 1}")
+                if found != "tuned":
+                    notes.append(f"{len(notes) + 1}. {what}: {found}")
+        rows.append(_line(cells))
+    print(*rows, *notes, sep="\n")
+    return int(bool(notes))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
