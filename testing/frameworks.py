@@ -2,9 +2,9 @@
 
     python -m testing.frameworks [FRAMEWORK ...] [--launchers NAME ...] [--ranks N ...]
 
-`make frameworks` installs TRL, PEFT and datasets beside the environment first: transformers imports
-them where it finds them. Prints a row of a table for each framework; ends with 1 if one of them was neither tuned nor
-refused as `REFUSED` says.
+`make frameworks` first installs TRL, PEFT and datasets beside the environment: transformers imports
+them where it finds them. Prints a row of a table for each framework; ends with 1 if one of them was
+not tuned.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from common import model
 
 p = argparse.ArgumentParser()
-p.add_argument("--local_rank", type=int, default=0)
+p.add_argument("--local_rank", type=int, default=-1)
 p = deepspeed.add_config_arguments(p)
 p.add_argument("--compile", action="store_true")
 a = p.parse_args()
