@@ -19,8 +19,8 @@ MOST_BYTES = 64 * 2**20
 # What dsat and deepspeed need besides torch and what torch itself needs (numpy may be missing).
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "pydantic", "pydantic-core", "ninja")
 PURE = (
-    "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich setuptools "
-    "threadpoolctl tqdm typing-extensions typing-inspection"
+    "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich ruamel.yaml "
+    "setuptools threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
 # No wheels are published of these.
 SOURCE = ("deepspeed", "hjson")
