@@ -54,7 +54,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "torch.compile": Framework("plain.py", "--compile", "--deepspeed --deepspeed_config ds.json"),
     "accelerate loop": Framework("loop.py", "--per_device_train_batch_size 2", None),
     "HF Trainer": Framework("trainer.py", _TRAINER, "--deepspeed auto.json"),
-    "PEFT LoRA": Framework("lora.py", _TRAINER, "--deepspeed auto.json"),
+    "PEFT LoRA": Framework("trainer.py", f"{_TRAINER} --lora", "--deepspeed auto.json"),
     "TRL SFT": Framework("sft.py", _TRAINER, "--deepspeed auto.json"),
     "TRL DPO": Framework("dpo.py", _TRAINER, "--deepspeed auto.json"),
     "TRL GRPO": Framework(

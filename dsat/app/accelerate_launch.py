@@ -107,6 +107,7 @@ class AccelerateLaunch:
             return None
         files, text = YAML(), io.StringIO()
         files.preserve_quotes = True
+        files.allow_duplicate_keys = True  # as PyYAML, with which accelerate reads it
         try:
             data = files.load(self.own.read_text(encoding="utf-8"))
         except (OSError, UnicodeError, YAMLError):

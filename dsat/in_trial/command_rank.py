@@ -35,6 +35,7 @@ from dsat.in_trial.rank import (
     lay_over,
     libraries,
     limit_memory,
+    result_file,
     step_counter,
     tell_of_compiling,
     write_outcome,
@@ -133,7 +134,7 @@ class CommandRank:
         found = failures.outcome(hidden or error)
         if self._has_engine:
             self._tell(found)
-        elif self._engine_in is None and not any(self._folder.glob("rank*.json")):
+        elif self._engine_in is None and not any(self._folder.glob(result_file("*"))):
             # The launcher of ranks that failed fails as well, after them.
             self._tell(replace(found, before_engine=True))
 

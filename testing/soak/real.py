@@ -36,7 +36,6 @@ _SCRIPTS = {
 }
 _ROOT = Path(__file__).parents[2]
 _REAL, _TRAINER = _ROOT / "benchmarks" / "programs" / "real", "--output_dir out --deepspeed"
-_SIZE = "--arg-mapping train_micro_batch_size_per_gpu=--per_device_train_batch_size"
 # Folders of users' scripts, and what they type there.
 _FOLDERS: dict[str, tuple[Path, str]] = {
     "plain": (_ROOT / "examples" / "plain", "-- train.py --deepspeed_config ds_config.json"),
@@ -46,7 +45,7 @@ _FOLDERS: dict[str, tuple[Path, str]] = {
     "saves": (PROGRAMS / "saves", "-- train.py --deepspeed --deepspeed_config ds_config.json"),
     "accelerate": (
         PROGRAMS / "accelerated",
-        f"{_SIZE} -- accelerate launch --config_file accelerate.yaml train.py "
+        "-- accelerate launch --config_file accelerate.yaml train.py "
         "--per_device_train_batch_size 4",
     ),
     "cifar": (_REAL, "-- deepspeed cifar.py --deepspeed"),

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer."""
+"""Hugging Face's Trainer; with --lora of PEFT's LoRA."""
+
+from dataclasses import dataclass
 
 from common import model, rows, tokenizer
 from transformers import (
@@ -8,11 +10,22 @@ from transformers import (
     TrainingArguments,
 )
 
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+
+@dataclass
+class Choices:
+    lora: bool = False
+
+
+choices, args = HfArgumentParser((Choices, TrainingArguments)).parse_args_into_dataclasses()
 words = tokenizer()
 data = rows().map(lambda row: words(row["text"]), remove_columns=["text"])
+net = model()
+if choices.lora:
+    from peft import LoraConfig, get_peft_model
+
+    net = get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
 Trainer(
-    model=model(),
+    model=net,
     args=args,
     train_dataset=data,
     data_collator=DataCollatorForLanguageModeling(words, mlm=False),
