@@ -1,9 +1,12 @@
-"""Tests that depend on torch and DeepSpeed, run with other versions of them.
+"""Tests and searches with the versions of python, torch and DeepSpeed that people have.
 
-    python3 -m testing.compat [--keep] [PAIR ...]
+    python3 -m testing.compat [--keep] [--write] [PAIR ...]
 
-Each pair gets a fresh environment of its own, which is deleted afterwards: with the libraries that
-torch brings along it takes about 6 GB. Prints a row for the table of `CONTRIBUTING.md`.
+Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards:
+with the libraries that torch brings along it takes about 6 GB, and the whole half an hour on two
+cores. In it run the tests of trials, meter, simulation and the command line, searches of small
+scripts under every launcher, and simulated memory is held against what torch's allocator really
+gave. Prints the rows of the table of `CONTRIBUTING.md`, and with --write puts them there.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import argparse
 import datetime
 import json
 import os
-import platform
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-import venv
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,13 +31,12 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
-TESTS = (
-    "tests/in_trial",
-    "tests/memory/test_simulation_client.py",
-    "tests/engines/local",
-    "tests/end_to_end",
-)
-HEAD = ("date", "python", "torch", "deepspeed", "transformers", "passed", "failed", "skipped")
+_PAGE = ROOT / "CONTRIBUTING.md"
+_UV = str(Path(sys.prefix) / "bin" / "uv")
+TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_end")
+# Of frameworks and launchers what is installed everywhere.
+_FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer")
+HEAD = "python torch deepspeed transformers tests searches memory date".split()
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,12 @@ class Pair:
     """Versions that are installed together.
 
     Attributes:
-        torch, deepspeed: the pair; without a version the newest that pip finds.
+        python: the interpreter, as `uv venv --python` finds it; without, the one that runs this.
+        torch, deepspeed: the pair; without a version the newest.
         others: what was of their time, as requirements.
     """
 
+    python: str
     torch: str
     deepspeed: str
     others: tuple[str, ...] = ()
@@ -56,77 +60,52 @@ class Pair:
 
 
 PAIRS: Mapping[str, Pair] = {
-    "oldest": Pair(
-        "==2.5.1",
-        "==0.15.4",
-        ("accelerate==1.1.1", "torchvision==0.20.1", "transformers==4.46.3"),
-    ),
-    "older": Pair(
-        "==2.7.1",
-        "==0.17.6",
-        ("accelerate==1.8.1", "torchvision==0.22.1", "transformers==4.53.3"),
-    ),
-    "between": Pair("==2.11.0", "==0.19.8"),
-    "newest": Pair("", ""),
+    "oldest": Pair("3.10", "==2.5.1", "==0.15.4", ("accelerate==1.1.1", "transformers==4.46.3")),
+    "older": Pair("3.11", "==2.7.1", "==0.17.6", ("accelerate==1.8.1", "transformers==4.53.3")),
+    "recent": Pair("3.12", "==2.9.1", "==0.18.9", ("transformers==4.57.6",)),
+    "between": Pair("3.13", "==2.12.1", "==0.19.2"),
+    "newest": Pair("", "", ""),
 }
 
 
 def check(name: str, *, keep: bool) -> dict[str, str]:
-    """Installs a pair and runs the tests with it.
+    """Install a pair and try it.
 
     Args:
         name: of `PAIRS`.
-        keep: leave the environment for another look.
+        keep: leave the environment for another look; one that was left is used again.
 
     Returns:
         A row of the table, by `HEAD`.
     """
     folder = FOLDER / name
-    python = install(PAIRS[name], folder)
-    report = folder / "tests.xml"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        # Operators are compiled for one version of torch.
-        "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
-    }
-    subprocess.run(
-        [
-            *(python, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}"),
-            *("-o", "filterwarnings=default"),  # libraries of another time warn of one another
-            *TESTS,
-        ],
-        cwd=ROOT,
-        env=environment,
-        check=False,  # the report tells
-    )
+    python = folder / "bin" / "python"
+    if not (keep and python.exists()):
+        install(PAIRS[name], folder)
     row = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "python": platform.python_version(),
         **_versions(python),
-        **_counts(report),
+        "tests": _tests(folder),
+        "searches": _searches(folder),
+        "memory": _memory(folder),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
     if not keep:
         shutil.rmtree(folder)
     return row
 
 
-def install(pair: Pair, folder: Path) -> Path:
-    """A fresh environment with dsat, its extras and a pair of versions.
-
-    Returns:
-        Its interpreter.
-    """
+def install(pair: Pair, folder: Path) -> None:
+    """Make a fresh environment with dsat, its extras and a pair of versions."""
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    python = ["--python", pair.python or sys.executable]
+    subprocess.run([_UV, "venv", "--quiet", *python, folder], check=True)
+    install = [_UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+    others = [*_others(), "pytest", "pytest-xdist"]
     # DeepSpeed is built at its installation, and looks for torch.
-    subprocess.run([*pip, "--no-cache-dir", *pair.requirements], check=True)
-    subprocess.run([*pip, *pair.requirements, *_others(), "pytest", "pytest-xdist"], check=True)
+    subprocess.run([*install, pair.requirements[0], "numpy", "setuptools", "wheel"], check=True)
+    subprocess.run([*install, "--no-build-isolation", *pair.requirements, *others], check=True)
     # A pair that is not claimed yet is tried as well.
-    subprocess.run([*pip, "--no-deps", str(ROOT)], check=True)
-    return python
+    subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True)
 
 
 def _others() -> list[str]:
@@ -146,35 +125,88 @@ def _others() -> list[str]:
 
 
 def _versions(python: Path) -> dict[str, str]:
+    code = "import json, platform, sys; from importlib.metadata import version; "
+    code += "print(json.dumps({'python': platform.python_version(), "
+    code += "**{name: version(name) for name in sys.argv[1:]}}))"
     names = ["torch", "deepspeed", "transformers"]
-    code = "import json, sys; from importlib.metadata import version; "
-    code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     found = subprocess.run([python, "-c", code, *names], capture_output=True, check=True)
     versions: dict[str, str] = json.loads(found.stdout)
     return versions
 
 
-def _counts(report: Path) -> dict[str, str]:
+def _in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with an environment's interpreter; its output goes to the terminal as well."""
+    command = [str(folder / "bin" / "python"), "-m", *arguments]
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        # Operators are compiled for one version of torch.
+        "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
+    }
+    environment.pop("VIRTUAL_ENV", None)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    print(done.stdout, flush=True)
+    return done
+
+
+def _tests(folder: Path) -> str:
+    report = folder / "tests.xml"
+    # Libraries of another time warn of one another.
+    warnings = ("-o", "filterwarnings=default")
+    workers = ("-n", "2", "--dist", "loadfile", "-m", "not nightly and not cluster")
+    _in(folder, "pytest", "-q", *workers, *warnings, f"--junitxml={report}", *TESTS)
     suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
     ran, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    return {
-        "passed": str(ran - skipped - failed),
-        "failed": str(failed),
-        "skipped": str(skipped),
-    }
+    told = f"{ran - skipped - failed} passed"
+    told += f", {failed} failed" if failed else ""
+    return told + (f", {skipped} skipped" if skipped else "")
+
+
+def _searches(folder: Path) -> str:
+    done = _in(folder, "testing.frameworks", *_FRAMEWORKS)
+    cells = [cell.strip() for line in done.stdout.splitlines() for cell in line.split("|")[2:-1]]
+    tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
+    return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
+
+
+def _memory(folder: Path) -> str:
+    done = _in(folder, "benchmarks.memory_accuracy", "gpt2_small")
+    errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", done.stdout)]
+    failed = done.stdout.count("| failed: ")
+    if not errors:
+        return "failed"
+    told = f"median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
+    return told + (f", {failed} failed" if failed or done.returncode else "")
 
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _write(rows: list[dict[str, str]]) -> None:
+    """Put rows into the page's table, each in place of an older one of the same versions."""
+    lines = _PAGE.read_text(encoding="utf-8").splitlines(keepends=True)
+    for row in rows:
+        same = _line([row[key] for key in HEAD[:3]])[:-1]
+        lines = [line for line in lines if not line.startswith(same)]
+        head = lines.index(_line(HEAD) + "\n")
+        lines.insert(head + 2, _line([row[key] for key in HEAD]) + "\n")
+    temporary = _PAGE.with_suffix(".tmp")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, _PAGE)
+
+
 def main() -> int:
-    """The pairs that the command line names, or all; 1 if a test failed."""
+    """Try the pairs that the command line names, or all; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument("--write", action="store_true", help="put the rows into CONTRIBUTING.md")
     given = parser.parse_args()
     if unknown := set(given.pairs) - PAIRS.keys():
         parser.error(f"no pair {', '.join(sorted(unknown))}; there are {', '.join(PAIRS)}")
@@ -183,9 +215,11 @@ def main() -> int:
         began = time.monotonic()
         rows.append(check(name, keep=given.keep))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        if given.write:
+            _write(rows[-1:])
     print(_line(list(HEAD)), _line(["---"] * len(HEAD)), sep="\n")
     print(*(_line([row[key] for key in HEAD]) for row in rows), sep="\n")
-    return int(any(row["failed"] != "0" or row["passed"] == "0" for row in rows))
+    return int(any("failed" in cell for row in rows for cell in row.values()))
 
 
 if __name__ == "__main__":

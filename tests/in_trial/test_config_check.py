@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dsat.space.knobs import KNOBS
+from testing.versions import needs
 
 pytestmark = pytest.mark.slow  # imports DeepSpeed
 
@@ -91,11 +92,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_problems_have_their_place_and_a_close_match(answers: dict[str, Any]) -> None:
-    for (_, path, said), verdict in zip(REFUSED.values(), answers["verdicts"], strict=False):
-        problem = verdict["problem"]
-        assert problem["path"] == path
-        assert said in problem["message"] + problem["hint"]
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(name, marks=needs("deepspeed", "0.19", "has this section"))
+        if name == "a removed section"
+        else name
+        for name in REFUSED
+    ],
+)
+def test_problems_have_their_place_and_a_close_match(what: str, answers: dict[str, Any]) -> None:
+    _, path, said = REFUSED[what]
+    problem = answers["verdicts"][list(REFUSED).index(what)]["problem"]
+    assert problem["path"] == path
+    assert said in problem["message"] + problem["hint"]
 
 
 def test_what_deepspeed_takes_is_taken(answers: dict[str, Any]) -> None:
@@ -112,6 +122,7 @@ def test_conditions_on_several_settings_count_for_whole_configurations_only(
     assert "Stage 3" in whole["problem"]["message"]
 
 
+@needs("deepspeed", "0.19", "lacks settings that are searched")
 def test_defaults_of_knobs(answers: dict[str, Any]) -> None:
     defaults = answers["defaults"]
     assert set(defaults) == {knob.path for knob in KNOBS}

@@ -19,6 +19,7 @@ from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import PROGRAMS, SLOW_MACHINE_S, engine_of, is_alive
+from testing.versions import needs
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +94,9 @@ def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, librar
         assert peak == pytest.approx(max(real[phase] for phase in PHASES), rel=0.01)
 
 
+newest = needs("deepspeed", "0.19", "allocates otherwise than the closed form was read from")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -100,22 +104,22 @@ def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, librar
         {"stage": 2, "micro_batch": 1},
         {"stage": 3, "slots": 4, "micro_batch": 1},
         {"stage": 0, "dtype": "fp32"},
-        {"stage": 1, "accumulate": "fp32"},
+        pytest.param({"stage": 1, "accumulate": "fp32"}, marks=newest),
         {"stage": 1, "dtype": "fp32", "slots": 4},
         {"stage": 2},
         {"stage": 2, "accumulate": "fp32"},
         {"stage": 2, "gas": 2, "slots": 8},
-        {"stage": 2, "offload": "optimizer"},
+        pytest.param({"stage": 2, "offload": "optimizer"}, marks=newest),
         {"stage": 3},
         {"stage": 3, "slots": 4},
         {"stage": 3, "accumulate": "fp32"},
-        {"stage": 2, "low_state": True},
-        {"stage": 3, "low_state": True},
-        {"stage": 3, "offload": "optimizer param"},
+        pytest.param({"stage": 2, "low_state": True}, marks=newest),
+        pytest.param({"stage": 3, "low_state": True}, marks=newest),
+        pytest.param({"stage": 3, "offload": "optimizer param"}, marks=newest),
         # The bucket is allocated while most activations are there.
         {"stage": 1, "bucket": 60_000_000},
         {"stage": 2, "bucket": 60_000_000, "slots": 8},
-        {"stage": 2, "bucket": 60_000_000, "offload": "optimizer"},
+        pytest.param({"stage": 2, "bucket": 60_000_000, "offload": "optimizer"}, marks=newest),
     ],
     ids=str,
 )
@@ -140,7 +144,7 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]
     "settings",
     [
         {"stage3_use_all_reduce_for_fetch_params": True},
-        {"stage3_allgather_sequential": True},
+        pytest.param({"stage3_allgather_sequential": True}, marks=newest),
         {"zero_hpz_partition_size": 2},
     ],
     ids=str,

@@ -24,7 +24,7 @@ import torch
 import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dsat.in_trial.versions.transformers_types import loads_float32
+from dsat.in_trial.versions.transformers_types import loads_float32, type_argument
 
 aten = torch.ops.aten
 
@@ -327,7 +327,8 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
         kwargs.pop(key, None)
     for key in ("subfolder", "trust_remote_code", "_commit_hash", "_from_auto", "_from_pipeline"):
         kwargs.pop(key, None)
-    model = cls._from_config(config, *model_args, dtype=_dtype(dtype, config), **kwargs)
+    named = type_argument(_dtype(dtype, config))
+    model = cls._from_config(config, *model_args, **named, **kwargs)
     model.eval()
     if wants_info:
         keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

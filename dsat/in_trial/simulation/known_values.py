@@ -65,17 +65,23 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return args[0].expand(shape)[args[1].expand(shape)]
         if not is_known:
             self._forget_written(func, args, kwargs)
-            out = super().__torch_dispatch__(func, types, tuple(args), kwargs)
+            out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._of_real(self._run(func, args, kwargs), _device(args))
-        out = super().__torch_dispatch__(func, types, tuple(args), kwargs)
+        out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
         if self._may_be_known(out, has_inputs=_has_any((*args, *kwargs.values()))):
             self._add_values(out, func, args, kwargs)
         else:
             self._forget_written(func, args, kwargs)
         return out
+
+    def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Make a real tensor fake before it goes to a device, which may not be there."""
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            return (self.from_tensor(args[0]), *args[1:])
+        return tuple(args)
 
     # -- which are known
 

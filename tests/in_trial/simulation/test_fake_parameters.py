@@ -17,6 +17,7 @@ from dsat.in_trial.simulation.fake_parameters import (
     FakeParameters,
     is_scripts,
 )
+from dsat.in_trial.versions.transformers_types import loads_float32, type_argument
 
 WIDE = 2**15  # a matrix of so many rows and columns takes 4 GiB
 
@@ -109,15 +110,21 @@ def test_files_of_weights_are_not_read(fakes: FakeParameters, tmp_path: Path) ->
 def test_pretrained_weights_need_not_be_there(fakes: FakeParameters, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, dtype="bfloat16")
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=8, **type_argument(torch.bfloat16)
+    )
     config.save_pretrained(tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
     assert type(model).__name__ == "LlamaForCausalLM" and not model.training
     assert model.config._attn_implementation == "eager"
-    assert is_scripts(model.lm_head.weight) and model.dtype == torch.bfloat16
-    sized = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert is_scripts(model.lm_head.weight) and model.dtype == (
+        torch.float32 if loads_float32() else torch.bfloat16
+    )
+    sized = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, **type_argument(torch.float32)
+    )
     assert sized.dtype == torch.float32
 
 

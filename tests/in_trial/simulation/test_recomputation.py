@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsat.in_trial.simulation.recomputation import Recomputation
+from testing.versions import needs
 
 WIDTH = 4
 TORCH = "torch.utils.checkpoint"
@@ -74,7 +75,14 @@ def trained(model: Own, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("how", OWN)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "reentrant",
+        "non-reentrant",
+        pytest.param("deepspeed", marks=needs("deepspeed", "0.18", "must be configured first")),
+    ],
+)
 def test_a_model_that_checkpoints_by_itself_can_be_told_not_to(how: str) -> None:
     model, x = Own(OWN[how]), torch.randn(3, WIDTH, requires_grad=True)
     gradients = trained(model, x)

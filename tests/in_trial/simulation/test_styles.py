@@ -9,6 +9,7 @@ import pytest
 
 from dsat.memory.simulation_client import SimulationUnavailable
 from testing.styles import STYLES, Style, real_peaks, simulated
+from testing.versions import needs
 
 pytestmark = pytest.mark.slow
 STEADY = ("forward", "backward", "step")
@@ -19,14 +20,19 @@ def style(name: str) -> Style:
     return found
 
 
+null_cuda = needs("torch", "2.11", "the null CUDA is made of headers of CUDA 13")
+
+
 @pytest.mark.parametrize(
     ("name", "on_device"),
     [
         pytest.param("the same, stage 3", False, marks=pytest.mark.nightly),
         pytest.param("vision and language", False, marks=pytest.mark.nightly),
-        ("packed sequences", True),
-        pytest.param("torch_autocast section, stage 3", True, marks=pytest.mark.nightly),
-        ("Lightning's DeepSpeedStrategy", True),
+        pytest.param("packed sequences", True, marks=null_cuda),
+        pytest.param(
+            "torch_autocast section, stage 3", True, marks=[pytest.mark.nightly, null_cuda]
+        ),
+        pytest.param("Lightning's DeepSpeedStrategy", True, marks=null_cuda),
     ],
 )
 def test_a_real_rank_needs_what_was_simulated(name: str, on_device: bool, tmp_path: Path) -> None:
