@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.common import run_trial
 from dsat.app import train_command
 from dsat.app.local import local_engine
-from dsat.app.prepare import Prepared, prepare
+from dsat.app.prepare import Prepared, prepared
 from dsat.engines.local import LocalEngine
 from dsat.in_trial.steps import summarize
 from dsat.inputs.settings import Settings
@@ -147,16 +147,16 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     os.chdir(model_dir)  # where the user types the command
     try:
         words = tuple(case.command())
-        [ready] = prepare(
-            Settings(
-                method="random",
-                metric="throughput",
-                dry_run=True,
-                command=words,
-                slots=case.ranks,
-                cold=case.cold,
-            )
+        settings = Settings(
+            method="random",
+            metric="throughput",
+            dry_run=True,
+            command=words,
+            slots=case.ranks,
+            cold=case.cold,
         )
+        with prepared(settings) as ready:
+            pass  # nothing has been acquired that a trial needs
     finally:
         os.chdir(own)
     run.apply({"event": EVENT_START, "plan": ready.plan, "info": ready.info})

@@ -151,8 +151,8 @@ def tune(
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
-        with prepared(settings) as runs:
-            return _tune_here(runs, list(callbacks))
+        with prepared(settings) as ready:
+            return _tune_here(ready, list(callbacks))
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise DsatError(f"{name}{error.strerror or error}") from error
@@ -246,30 +246,24 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     )
 
 
-def _tune_here(runs: Sequence[Prepared], callbacks: Sequence[Callback]) -> Result:
-    done = []
-    for ready in runs:
-        with LocalSearch(ready) as search:
-            search.search(_Calls(callbacks))
-            done.append(search)
-            if search.interrupted:
-                break
-            if search.failure is None:
-                try:
-                    search.train()
-                except KeyboardInterrupt:
-                    search.interrupted = True
-                    break
-    best = next(iter(local.compare(done)), done[-1])
-    failure = best.failure
-    if failure is not None:
-        raise failure
-    line = None
-    if best.run.best is not None:
-        line = train_command.line(best.ready, best.run, best.folder)
-    interrupted = any(search.interrupted for search in done)
-    told = _told(best.run, best.folder)
-    return _result(told, run_dir=best.folder, train_command=line, interrupted=interrupted)
+def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
+    with LocalSearch(ready) as search:
+        search.search(_Calls(callbacks))
+        if search.failure is not None:
+            raise search.failure
+        try:
+            search.train()
+        except KeyboardInterrupt:
+            search.interrupted = True
+        line = None
+        if search.run.best is not None:
+            line = train_command.line(ready, search.run, search.folder)
+        return _result(
+            _told(search.run, search.folder),
+            run_dir=search.folder,
+            train_command=line,
+            interrupted=search.interrupted,
+        )
 
 
 def _told(run: Run, folder: Path) -> dict[str, Any]:

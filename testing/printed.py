@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsat.app import train_command
-from dsat.app.prepare import Prepared, prepare
+from dsat.app import prepare, train_command
+from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.inputs.settings import Settings
 from dsat.report import summary
@@ -28,8 +28,9 @@ def prepared(
     machine = cpu_machine(len(os.sched_getaffinity(0)))
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
-    [ready] = prepare(Settings(method="random", command=words, dry_run=True, **settings))
-    return ready
+    wanted = Settings(method="random", command=words, dry_run=True, **settings)
+    with prepare.prepared(wanted) as ready:
+        return ready
 
 
 def own_configuration(ready: Prepared) -> Trial:

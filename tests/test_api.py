@@ -264,11 +264,11 @@ def test_the_autotuning_section_from_python(pretend: list[Prepared], tmp_path: P
         if path.is_file():
             shutil.copy(path, tmp_path)
     config = json.loads((tmp_path / "ds_config.json").read_text())
-    section = {"enabled": True, "num_gpus": [1, 2], "tuner_num_trials": 3, "metric": "throughput"}
+    section = {"enabled": True, "num_gpus": 2, "tuner_num_trials": 3, "metric": "throughput"}
     (tmp_path / "ds_config.json").write_text(json.dumps({**config, "autotuning": section}))
     command = ["train.py", "--deepspeed_config", "ds_config.json"]
     result = dsat.tune(command, method="tune", engine="pretend")
-    assert [ready.plan.slots_per_trial for ready in pretend] == [1, 2]
+    assert [ready.plan.slots_per_trial for ready in pretend] == [2]
     assert result.best is not None
     assert (tmp_path / "autotuning_results" / "ds_config_optimal.json").is_file()
     with pytest.raises(UserInputError, match="takes a script or a command"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dsat.app.plans import check_micro_batches
 from dsat.app.source import Source
 from dsat.errors import UserInputError
-from dsat.inputs import autotuning_section, script_args
+from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY
@@ -32,40 +31,6 @@ def read(source: Source, method: str) -> Autotuning:
             hint="Add --deepspeed_config FILE.json (or --deepspeed FILE.json).",
         )
     return autotuning_section.read(source.experiment.ds_config, where=source.program.config_path)
-
-
-def arg_mappings(source: Source, section: Autotuning) -> Mapping[str, str]:
-    """Return the script's flags that follow settings.
-
-    Raises:
-        UserInputError: the script does not get such a flag.
-    """
-    where = f"{source.program.config_path}: autotuning.arg_mappings"
-    return script_args.checked(section.arg_mappings, source.program.args, where=where)
-
-
-def slot_counts(source: Source, available: int) -> Sequence[int]:
-    """Return the numbers of slots, each of which gets a search.
-
-    Args:
-        source: the script and its configuration.
-        available: if the command names no number.
-
-    Raises:
-        UserInputError: there are not so many.
-    """
-    return autotuning_section.slots(
-        source.experiment.ds_config,
-        where=str(source.program.config_path),
-        available=source.program.slots or available,
-    )
-
-
-def below(section: Autotuning, folder: str) -> Autotuning:
-    """Return the section with its results in a folder below the one that it names."""
-    return replace(
-        section, results_dir=section.results_dir / folder, exps_dir=section.exps_dir / folder
-    )
 
 
 def settings_of(settings: Settings, section: Autotuning, experiment: Experiment) -> Settings:

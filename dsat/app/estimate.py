@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import cards
+from dsat.app import cards, installed_deepspeed
 from dsat.app import source as sources
 from dsat.app.cards import Advice
-from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.simulation_engine import SimulationEngine
 from dsat.app.source import Source
 from dsat.errors import DsatError, UserInputError
@@ -185,11 +184,7 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
     experiment, program = source.experiment, source.program
     keep_log = False
     try:
-        with InstalledDeepSpeed() as deepspeed:
-            deepspeed.begin(experiment, program)
-            if not deepspeed.has_answered:  # side by side, since both take seconds
-                engine.warm_up()
-            deepspeed.check(experiment, program)
+        installed_deepspeed.check(experiment, program)
         with Simulator(
             engine,
             as_cpu=False,
@@ -262,8 +257,7 @@ def _source(settings: EstimateSettings) -> Source:
         if source.start_known and source.config_known:
             return source
         if source.config_known:
-            with InstalledDeepSpeed() as deepspeed:
-                deepspeed.check(source.experiment, source.program)
+            installed_deepspeed.check(source.experiment, source.program)
         source = source.with_known_start(survey.TIMEOUT_S)
         if source.program.needs_command:
             raise UserInputError(

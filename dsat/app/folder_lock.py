@@ -62,16 +62,16 @@ class FolderLock:
         os.close(self._descriptor)
 
 
-def is_marked(folder: Path) -> bool:
-    """Check for dsat's mark in a folder."""
-    return (folder / MARK_FILE).is_file() and not (folder / MARK_FILE).is_symlink()
-
-
-def host_of(path: Path) -> str:
-    """Return the host whose process wrote the mark last; empty if it does not say."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["host"])
-    return ""
+def is_locked(folder: Path) -> bool:
+    """Check for a process that works in a folder, by trying its lock for a moment."""
+    try:
+        with open(folder / MARK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _holder(descriptor: int) -> str:

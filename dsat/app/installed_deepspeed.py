@@ -1,8 +1,7 @@
-"""Answers of the installed DeepSpeed about a configuration, remembered from run to run."""
+"""The installed DeepSpeed's verdict on a configuration, remembered from run to run."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -11,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,10 +30,7 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 120.0
 _PROGRAM = "dsat.in_trial.config_check"
 # Files of DeepSpeed that the answers depend on besides its version, for those who work on it.
-_SOURCES = tuple(
-    f"runtime/{name}.py"
-    for name in "config precision_config zero/config zero/offload_config".split()
-)
+_SOURCES = ("runtime/config.py", "runtime/zero/config.py", "runtime/zero/offload_config.py")
 
 
 @dataclass(frozen=True)
@@ -53,151 +49,40 @@ class _Question:
     own: Mapping[str, Any] | None = None
 
 
-class InstalledDeepSpeed:
-    """The DeepSpeed beside dsat, asked in a process of its own, because its import takes seconds.
+def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
+    """Check the user's configuration, their overrides and the values that they list.
 
-    Used as a context manager. `begin` asks ahead of time, `check` waits for the answer. Where there
-    is no DeepSpeed, or trials run with another one, nothing is refused: the trials will tell.
+    DeepSpeed is asked in a process of its own, because its import takes seconds. Where there is
+    none, or trials run with another one, nothing is refused.
+
+    Returns:
+        DeepSpeed's defaults of the knobs that it has, by their paths; empty if it is not asked.
+
+    Raises:
+        UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
     """
-
-    def __init__(self) -> None:
-        self._asked: dict[str, _Asked] = {}
-
-    def __enter__(self) -> InstalledDeepSpeed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for asked in self._asked.values():
-            asked.close()
-
-    def begin(self, experiment: Experiment, program: Entrypoint) -> None:
-        """Ask about a configuration, unless the answer is known; does not wait."""
-        if not program.interpreter:
-            self._ask(list(_questions(experiment)))
-
-    @property
-    def has_answered(self) -> bool:
-        """Tell whether all answers are there, so that `check` does not wait."""
-        return all(asked.is_over for asked in self._asked.values())
-
-    def check(self, experiment: Experiment, program: Entrypoint) -> None:
-        """Check the user's configuration, their overrides and the values that they list.
-
-        Raises:
-            UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
-        """
-        questions = list(_questions(experiment))
-        asked = None if program.interpreter else self._ask(questions)
-        answer = None if asked is None else asked.answer
-        if answer is None:
-            return
-        for question, verdict in zip(questions, answer["verdicts"], strict=True):
-            problem, place = verdict["problem"], question.place
-            if problem is not None:
-                if problem["path"]:
-                    place += f"{'.' if ': ' in place else ': '}{problem['path']}"
-                raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
-            for key in verdict["ignored"]:
-                if question.own is not None and key not in question.own:
-                    raise UserInputError(
-                        f"DeepSpeed {answer['version']} reads no setting {key!r}",
-                        where=f"{place}.{key}",
-                        hint=verdict["hints"][key].strip(),
-                    )
-        ignored = ", ".join(answer["verdicts"][0]["ignored"])
-        if ignored:
-            where = experiment.ds_config_name
-            _log.info("%s: DeepSpeed %s does not read %s", where, answer["version"], ignored)
-
-    def knob_defaults(self, program: Entrypoint) -> dict[str, Any]:
-        """Return DeepSpeed's defaults of the knobs that it has, by their paths.
-
-        Empty if it cannot be asked.
-        """
-        if program.interpreter:
-            return {}
-        known = (asked.answer for asked in self._asked.values() if asked.is_over)
-        found = next((answer for answer in known if answer is not None), None)
-        if found is None:
-            asked = self._ask([])
-            found = None if asked is None else asked.answer
-        return {} if found is None else dict(found["defaults"])
-
-    def _ask(self, questions: list[_Question]) -> _Asked | None:
-        stamp = _stamp()
-        if stamp is None:
-            return None
-        configs = [{"config": q.config, "whole": q.whole} for q in questions]
-        text = json.dumps({"configs": configs, "defaults": [knob.path for knob in KNOBS]})
-        key = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
-        if key not in self._asked:
-            self._asked[key] = _Asked(cache_folder("deepspeed") / f"{key}.json", text)
-        return self._asked[key]
-
-
-class _Asked:
-    """A process that answers questions, or its answer, which is kept in a file.
-
-    Args:
-        path: the file.
-        text: the questions.
-    """
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path = path
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        if _read(path) is None:
-            self._begin(text)
-
-    def _begin(self, text: str) -> None:
-        try:
-            self._path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(prefix="dsat-")
-            questions = Path(self._folder.name) / "questions.json"
-            questions.write_text(text, encoding="utf-8")
-            with open(questions.with_name("stderr"), "wb") as errors:
-                self._process = subprocess.Popen(  # noqa: S603
-                    [sys.executable, "-m", _PROGRAM, str(questions), str(self._path)],
-                    cwd=self._folder.name,  # without modules that would be taken for others
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
+    questions = list(_questions(experiment))
+    answer = None if program.interpreter else _answer(questions)
+    if answer is None:
+        return {}
+    for question, verdict in zip(questions, answer["verdicts"], strict=True):
+        problem, place = verdict["problem"], question.place
+        if problem is not None:
+            if problem["path"]:
+                place += f"{'.' if ': ' in place else ': '}{problem['path']}"
+            raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
+        for key in verdict["ignored"]:
+            if question.own is not None and key not in question.own:
+                raise UserInputError(
+                    f"DeepSpeed {answer['version']} reads no setting {key!r}",
+                    where=f"{place}.{key}",
+                    hint=verdict["hints"][key].strip(),
                 )
-        except OSError as error:
-            _log.info("DeepSpeed cannot check the configuration: %s", error)
-
-    @property
-    def is_over(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    @functools.cached_property
-    def answer(self) -> dict[str, Any] | None:
-        """The answer; None if there is none. Waits for it."""
-        if self._process is not None:
-            with slow.told(_log, "checking the configuration with DeepSpeed"):
-                self._wait(self._process)
-        return _read(self._path)
-
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        assert self._folder is not None
-        try:
-            if process.wait(_TIMEOUT_S) == 0:
-                return
-            text = (Path(self._folder.name) / "stderr").read_text(errors="replace")
-            why = (text.strip().splitlines() or ["it says nothing"])[-1]
-        except subprocess.TimeoutExpired:
-            why = f"no answer within {_TIMEOUT_S:g} s"
-        _log.info("DeepSpeed cannot check the configuration: %s", why)
-
-    def close(self) -> None:
-        """End the process, if it is not over."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
+    ignored = ", ".join(answer["verdicts"][0]["ignored"])
+    if ignored:
+        where = experiment.ds_config_name
+        _log.info("%s: DeepSpeed %s does not read %s", where, answer["version"], ignored)
+    return dict(answer["defaults"])
 
 
 def _questions(experiment: Experiment) -> Iterator[_Question]:
@@ -217,20 +102,61 @@ def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in (SECTION, *BATCH_KEYS)}
 
 
-@functools.cache
+def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
+    """Return DeepSpeed's answer, from an earlier run if there is one; None if it gives none."""
+    stamp = _stamp()
+    if stamp is None:
+        return None
+    configs = [{"config": q.config, "whole": q.whole} for q in questions]
+    text = json.dumps({"configs": configs, "defaults": [knob.path for knob in KNOBS]})
+    name = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
+    path = cache_folder("deepspeed") / f"{name}.json"
+    found = _read(path)
+    if found is None:
+        with slow.told(_log, "checking the configuration with DeepSpeed"):
+            _ask(text, path)
+        found = _read(path)
+    return found
+
+
 def _stamp() -> str | None:
     """Return what tells the installed DeepSpeed from all others; None if there is none."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent
+    program = Path(__file__).parents[1] / "in_trial" / "config_check.py"
     try:
         versions = [version(name) for name in ("deepspeed", "torch", "dsat")]
-        changed = [(folder / source).stat().st_mtime_ns for source in _SOURCES]
-        program = Path(__file__).parents[1] / "in_trial" / f"{_PROGRAM.rpartition('.')[2]}.py"
-        return json.dumps([str(folder), versions, changed, program.stat().st_mtime_ns])
+        files = [program, *(folder / source for source in _SOURCES)]
+        return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
     except (PackageNotFoundError, OSError):  # a stand-in, or another layout
         return None
+
+
+def _ask(questions: str, answer: Path) -> None:
+    """Have DeepSpeed answer questions in a file, which is missing if it cannot."""
+    try:
+        answer.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
+            asked = Path(folder) / "questions.json"
+            asked.write_text(questions, encoding="utf-8")
+            done = subprocess.run(  # noqa: S603
+                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
+                cwd=folder,  # without modules that would be taken for others
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        if done.returncode == 0:
+            return
+        text = done.stderr.decode(errors="replace").strip()
+        why = (text.splitlines() or [f"exit status {done.returncode}"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    _log.info("DeepSpeed cannot check the configuration: %s", why)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -74,7 +73,7 @@ class LocalSearch:
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
             if ready.native is not None:
-                self.folder = run_folders.of_results(ready.native, ready.experiment, opened)
+                self.folder = run_folders.of_results(ready.native, opened)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
             if ready.native is not None or ready.settings.resume:
@@ -326,25 +325,6 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
         autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
-
-
-def compare(searches: Sequence[LocalSearch]) -> list[LocalSearch]:
-    """Rank the same search on different numbers of slots, best first, without those that failed.
-
-    The files of the best are written into the folder above.
-    """
-    found = [search for search in searches if search.run.best_value is not None]
-    objective = searches[0].ready.plan.objective
-    found.sort(key=lambda search: objective.loss(search.run.best_value or 0.0))
-    if found and len(searches) > 1:
-        best = found[0]
-        native = best.ready.native
-        assert native is not None
-        above = replace(
-            native, results_dir=native.results_dir.parent, exps_dir=native.exps_dir.parent
-        )
-        write_files(replace(best.ready, native=above), best.run, above.results_dir)
-    return found
 
 
 def local_engine(

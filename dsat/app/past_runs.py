@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.app.folder_lock import MARK_FILE, host_of
+from dsat.app.folder_lock import is_locked
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 
-_LOCKS = Path("/proc/locks")  # proc(5)
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes unless it is told otherwise
 
 
@@ -122,27 +118,3 @@ def find(path: Path | None) -> Path:
     raise UserInputError(
         "is no run", where=str(path), hint="`dsat runs` lists those that there are."
     )
-
-
-def is_locked(folder: Path) -> bool:
-    """Check for a process that works on a run; on this host without trying its lock."""
-    path = folder / MARK_FILE
-    try:
-        if host_of(path) != socket.gethostname():
-            return _is_refused(path)
-        found = path.stat()
-        held = _LOCKS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return False
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
-    return any(f" {device}:{found.st_ino} " in line and "FLOCK" in line for line in held)
-
-
-def _is_refused(path: Path) -> bool:
-    """Try the lock of a process on another host, which network file systems pass on."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

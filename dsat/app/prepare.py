@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, plans
+from dsat.app import autotuning, installed_deepspeed, plans
 from dsat.app import source as sources
 from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
-from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.app.source import Source
 from dsat.engines import places
 from dsat.engines.local import Host, Machine
 from dsat.engines.local.first_run import FirstRun
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import UserInputError
-from dsat.inputs import script_args
+from dsat.inputs import autotuning_section, script_args
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
@@ -81,52 +80,65 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[list[Prepared]]:
-    """Prepare runs; end the first run and release the hosts afterwards."""
-    runs = prepare(settings, argv)
-    try:
-        yield runs
-    finally:
-        for ready in runs:
-            if ready.first is not None:
-                ready.first.close()
-            ready.found.release()
-
-
-def prepare(settings: Settings, argv: Sequence[str] | None = None) -> list[Prepared]:
-    """Reads and checks everything the user gave.
+def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[Prepared]:
+    """Read and check everything the user gave; end the first run and release the hosts afterwards.
 
     Args:
         argv: the command line, if there was one.
 
-    Returns:
-        One run; several only where `autotuning.num_gpus` lists several numbers of slots.
-
     Raises:
         UserInputError: something of it is wrong.
+        ScriptFailed: the command does not come to its training.
         EngineError: the machine's accelerators cannot be found.
     """
+    with contextlib.ExitStack() as acquired:
+        yield _prepare(settings, argv, acquired)
+
+
+def _prepare(
+    settings: Settings, argv: Sequence[str] | None, acquired: contextlib.ExitStack
+) -> Prepared:
     if settings.search_runner_config is not None:
         raise UserInputError(
             "is for a Determined cluster, and trials run on this machine",
             where=f"--search-runner-config {settings.search_runner_config}",
             hint="Leave it out, or use --engine determined.",
         )
-    source = sources.read(settings)
+    source, first = sources.read(settings), None
     _check_before_running(settings, source)
-    first = None
+    # Before the devices are looked at: what is wrong with the command is shown at once.
     if _may_run_first(settings, source):
         _log.info("running your command as it is: %s", _shown(settings.command))
         first = source.first_run(settings.trial_options(1), settings.slots)
-    try:
-        with InstalledDeepSpeed() as deepspeed:
-            if source.config_known and first is None:
-                deepspeed.begin(source.experiment, source.program)
-            return _prepared(settings, argv, source, deepspeed, first)
-    except BaseException:
-        if first is not None:
-            first.close()
-        raise
+        acquired.callback(first.close)
+        source = source.as_recorded(first)
+    else:
+        source = source.with_known_start(settings.trial_timeout_s, settings.slots)
+    defaults = installed_deepspeed.check(source.experiment, source.program)
+    with slow.told(_log, "looking at the accelerators"):
+        found = find_hosts(settings.engine, source.program, settings.place_options)
+    acquired.callback(found.release)
+    found = found.only(source.program.devices, source.program.not_devices)
+    _check_hosts(found.hosts, source)
+    section = None
+    if settings.method in (TUNE, RUN):
+        section = autotuning.read(source, settings.method)
+        settings = autotuning.settings_of(settings, section, source.experiment)
+    source, slots = _with_slots(settings, source, section, found.hosts)
+    program, experiment, machine = source.program, source.experiment, found.hosts[0].machine
+    plan = plans.plan_of(
+        settings,
+        experiment,
+        slots,
+        args=program.args,
+        switches=plans.switches_of(program, experiment.arg_mappings),
+        offload_helps=not machine.is_cpu,
+        slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
+        defaults=defaults,
+    )
+    if section is not None:
+        plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
+    return Prepared(argv, settings, experiment, program, found, plan, section, first)
 
 
 def _check_before_running(settings: Settings, source: Source) -> None:
@@ -158,42 +170,7 @@ def _may_run_first(settings: Settings, source: Source) -> bool:
     return here == "local" and settings.engine in (places.AUTO, "local")
 
 
-def _prepared(
-    settings: Settings,
-    argv: Sequence[str] | None,
-    source: Source,
-    deepspeed: InstalledDeepSpeed,
-    first: FirstRun | None,
-) -> list[Prepared]:
-    was_known = source.config_known
-    # Before the devices are looked at: what is wrong with the command is shown at once.
-    if first is not None:
-        source = source.as_recorded(first)
-    else:
-        source = source.with_known_start(settings.trial_timeout_s, settings.slots)
-    with slow.told(_log, "looking at the accelerators"):
-        found = find_hosts(settings.engine, source.program, settings.place_options)
-    try:
-        runs = _prepared_on(found, settings, argv, source, deepspeed, was_known=was_known)
-        return [replace(ready, first=first) for ready in runs]
-    except BaseException:
-        found.release()
-        raise
-
-
-def _prepared_on(
-    found: Hosts,
-    settings: Settings,
-    argv: Sequence[str] | None,
-    source: Source,
-    deepspeed: InstalledDeepSpeed,
-    *,
-    was_known: bool,
-) -> list[Prepared]:
-    found = found.only(source.program.devices, source.program.not_devices)
-    hosts, machine = found.hosts, found.hosts[0].machine
-    if was_known:
-        deepspeed.check(source.experiment, source.program)
+def _check_hosts(hosts: Sequence[Host], source: Source) -> None:
     if source.program.needs_command and len(hosts) > 1:
         raise UserInputError(
             "runs on one machine only: its ranks cannot be started by themselves, because "
@@ -201,43 +178,31 @@ def _prepared_on(
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
         )
-    section = None
-    if settings.method in (TUNE, RUN):
-        section = autotuning.read(source, settings.method)
-        _check_slots(settings, hosts, source.program.slots or 1)
-        mappings = autotuning.arg_mappings(source, section)
-        counts = autotuning.slot_counts(source, all_slots(hosts, source.program))
-        settings = autotuning.settings_of(settings, section, source.experiment)
-    else:
-        if settings.run_full_experiment and source.program.trial_class and not source.is_command:
+
+
+def _with_slots(
+    settings: Settings, source: Source, section: Autotuning | None, hosts: Sequence[Host]
+) -> tuple[Source, int]:
+    """Return the source with its checked argument mappings, and the slots of a trial."""
+    program, available = source.program, all_slots(hosts, source.program)
+    if section is None:
+        if settings.run_full_experiment and program.trial_class and not source.is_command:
             _check_full_length(source.experiment)
-        counts = [source.slots_per_trial(settings.slots, all_slots(hosts, source.program))]
-        _check_slots(settings, hosts, counts[0])
-        given, args = settings.arg_mappings, source.program.args
-        mappings = script_args.checked(given, args, where="--arg-mapping")
-    source = replace(source, experiment=replace(source.experiment, arg_mappings=mappings))
-    if not was_known:
-        deepspeed.check(source.experiment, source.program)
-    runs = []
-    for slots in counts:
-        program, native = source.program, section
-        plan = plans.plan_of(
-            settings,
-            source.experiment,
-            slots,
-            args=program.args,
-            switches=plans.switches_of(program, mappings),
-            offload_helps=not machine.is_cpu,
-            slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
-            defaults=deepspeed.knob_defaults(source.program),
+        slots = source.slots_per_trial(settings.slots, available)
+        given, where = settings.arg_mappings, "--arg-mapping"
+    else:
+        _check_slots(settings, hosts, program.slots or 1)
+        slots = autotuning_section.slots(
+            source.experiment.ds_config,
+            where=str(program.config_path),
+            available=program.slots or available,
         )
-        if section is not None:
-            program = replace(program, slots=slots)
-            plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
-            if len(counts) > 1:
-                native = autotuning.below(section, f"num_gpus_{slots}")
-        runs.append(Prepared(argv, settings, source.experiment, program, found, plan, native))
-    return runs
+        program = replace(program, slots=slots)
+        given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
+    _check_slots(settings, hosts, slots)
+    mappings = script_args.checked(given, program.args, where=where)
+    experiment = replace(source.experiment, arg_mappings=mappings)
+    return replace(source, experiment=experiment, program=program), slots
 
 
 def _check_full_length(experiment: Experiment) -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from dsat.app.folder_lock import FolderLock, is_marked
+from dsat.app.folder_lock import FolderLock
 from dsat.app.prepare import Prepared
 from dsat.errors import JournalError, UserInputError
-from dsat.in_trial.rank import SPEC_FILE
 from dsat.inputs.autotuning_section import Autotuning
-from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files, page, progress, summary
 from dsat.space.plan import Plan
@@ -28,7 +24,6 @@ from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
 RUNS_FOLDER = Path("dsat_runs")
-_TRASH = ".dsat-deleted"
 _RESULT_FILES = (
     autotuner_files.OPTIMAL_CONFIG_FILE,
     autotuner_files.OPTIMAL_COMMAND_FILE,
@@ -107,29 +102,20 @@ def of_trials(ready: Prepared, folder: Path) -> Path:
     return folder if ready.native is not None else folder / "trials"
 
 
-def of_results(section: Autotuning, experiment: Experiment, locks: ExitStack) -> Path:
-    """The folder of a run under the names of DeepSpeed's autotuner, to begin or to continue.
+def of_results(section: Autotuning, locks: ExitStack) -> Path:
+    """Return the folder of a run of `dsat tune` and `dsat run`, as the `autotuning` section says.
 
     Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
 
     Args:
         section: names the folders.
-        experiment: whose script and configuration are in none of them.
         locks: gets the locks of both folders.
 
     Raises:
-        UserInputError: what is to be deleted is no folder of dsat's results.
         JournalLocked: another process works there.
     """
-    folders = {"results_dir": section.results_dir, "exps_dir": section.exps_dir}
-    if section.overwrite:
-        for key, folder in folders.items():
-            _check_deletable(folder, f"autotuning.{key}: {folder}", experiment)
-    locked: set[Path] = set()
-    for folder in folders.values():
-        if folder.resolve() not in locked:
-            locked.add(folder.resolve())
-            locks.callback(FolderLock(folder).close)
+    for folder in dict.fromkeys(p.resolve() for p in (section.results_dir, section.exps_dir)):
+        locks.callback(FolderLock(folder).close)
     if section.overwrite:
         _delete_results(section.results_dir, section.exps_dir)
     return section.results_dir
@@ -166,72 +152,21 @@ def _has_failures_to_retry(run: Run) -> bool:
     return failed and (run.best is None or run.stop_reason is None)
 
 
-def _check_deletable(folder: Path, where: str, experiment: Experiment) -> None:
-    """Raise UserInputError for a folder of which nothing may be deleted."""
-    if not folder.exists():
-        return
-    whole = folder.resolve()
-    if not folder.is_dir():
-        raise UserInputError(
-            "is not a folder of results, and overwrite would delete it",
-            where=where,
-            hint="Name another folder.",
-        )
-    precious = [Path.cwd(), experiment.model_dir, experiment.path, *experiment.includes]
-    precious += [] if experiment.ds_config_path is None else [experiment.ds_config_path]
-    for path in precious:
-        if path.resolve().is_relative_to(whole):
-            raise UserInputError(
-                f"holds {path}, and overwrite would delete it",
-                where=where,
-                hint="Name another folder.",
-            )
-    if any(folder.iterdir()) and not is_marked(folder):
-        raise UserInputError(
-            "holds no results of dsat, and overwrite would delete it",
-            where=where,
-            hint="Name another folder, or delete it yourself.",
-        )
-
-
 def _delete_results(results: Path, experiments: Path) -> None:
-    """Deletes what dsat wrote into its own folders; all else in them stays.
-
-    What is to be deleted is first moved into a folder for it, so that a kill leaves nothing behind
-    that would not be known as dsat's any more.
-    """
+    """Delete the results, and the trials that the journals name; all else stays."""
     journals = [results / FILE_NAME, *results.glob(f"{Path(FILE_NAME).stem}-*.jsonl")]
-    names = {name for path in journals if path.is_file() for name in _trial_names(path)}
-    for folder in (results, experiments):
-        shutil.rmtree(folder / _TRASH, ignore_errors=True)
-    ours = [results / name for name in _RESULT_FILES]
-    ours += [path.parent for path in results.glob(f"*/{SPEC_FILE}") if _is_trial(path)]
-    _discard(results, ours)
-    _discard(experiments, [experiments / f"{name}.json" for name in names])
-    _discard(results, journals)  # last, since they tell the names of the rest
-
-
-def _discard(folder: Path, paths: Iterable[Path]) -> None:
-    trash = folder / _TRASH
-    trash.mkdir(mode=PRIVATE_FOLDER)
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(trash / path.name)
-    shutil.rmtree(trash)
-
-
-def _is_trial(spec: Path) -> bool:
-    """Check that a specification is a trial's, not that of a training with checkpoints."""
-    try:
-        told = json.loads(spec.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    own = isinstance(told, dict) and {"trial", "program", "task"} <= told.keys()
-    return own and not spec.parent.is_symlink() and not spec.parent.name.startswith("full")
+    journals = [path for path in journals if path.is_file()]
+    for name in {name for path in journals for name in _trial_names(path)}:
+        if not (results / name).is_symlink():
+            shutil.rmtree(results / name, ignore_errors=True)
+        (experiments / f"{name}.json").unlink(missing_ok=True)
+    ours = [results / name for name in _RESULT_FILES] if journals else []
+    for path in [*ours, *journals]:  # the journals last: they name the trials
+        path.unlink(missing_ok=True)
 
 
 def _trial_names(journal: Path) -> list[str]:
-    """Names of the trials of a journal; of a damaged one none."""
+    """Return the names of a journal's trials; none if it is damaged."""
     with contextlib.suppress(JournalError):
         return [trial.name for trial in Run(read_events(journal)).trials.values()]
     return []

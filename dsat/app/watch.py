@@ -1,50 +1,37 @@
-"""The server of `dsat watch`: pages on this machine's loopback, for whoever has the token.
-
-Needs starlette and uvicorn (`pip install 'dsat[watch]'`), which are imported when it starts.
-"""
+"""The server of `dsat watch`: pages on this machine's loopback, for whoever has the token."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
-import math
 import secrets
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from dsat.app import mailbox, past_runs
+from dsat.app.folder_lock import is_locked
 from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
 from dsat.report.watch_page import Watched
 from dsat.tuning.journal import FILE_NAME
-from dsat.tuning.requests import Request as RunRequest
-from dsat.tuning.requests import RequestKind
+from dsat.tuning.requests import Request, RequestKind
 from dsat.values.codec import DecodeError
 
-if TYPE_CHECKING:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
 LOOPBACK = "127.0.0.1"
-_HOSTS = [LOOPBACK, "localhost"]  # by other names a foreign page might reach it (DNS rebinding)
-_EVERY_S, _LOOK_S = 1.0, 0.2
+_HOSTS = (LOOPBACK, "localhost")  # by other names a foreign page might reach it (DNS rebinding)
+_EVERY_S = 1.0
 _FILES = ("stdout.log", "stderr.log", "ds_config.json")
-_MOST_CONNECTIONS, _MOST_ACCEPTED_AT_ONCE = 100, 16  # together far below 256 open files
-_REQUEST_WITHIN_S = 10.0
 _MOST_OF_FILE, _MOST_OF_REQUEST = 4 * 2**20, 4096
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -54,302 +41,219 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/html; charset=utf-8"
 
 
-@dataclass
-class _Reader:
-    """Reads a run again when its journal has grown."""
-
-    folder: Path
-    version: tuple[int, int] = (0, 0)
-    past: past_runs.PastRun | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def read(self) -> tuple[Watched, int]:
-        """The run, and a number that changes with it."""
-        with self.lock:
-            found = (self.folder / FILE_NAME).stat()
-            version = (found.st_size, found.st_mtime_ns)
-            if self.past is None or version != self.version:
-                self.past, self.version, self.state = past_runs.load(self.folder), version, {}
-            goes_on = past_runs.is_locked(self.folder)
-        state = past_runs.state_of(self.past.run, goes_on=goes_on)
-        watched = Watched(self.folder, self.past.run, state, self.past.trials)
-        # What is over may be told otherwise than what goes on.
-        return watched, version[0] * 2 + goes_on
-
-    def page_state(self, query: str) -> dict[str, Any]:
-        """The parts of the page; made once for each state of the run."""
-        watched, _ = self.read()
-        with self.lock:
-            if not self.state:
-                self.state = watch_page.state(watched, query)
-            return self.state
-
-
-class Watcher:
+class Server(socketserver.ThreadingTCPServer):
     """The pages of one run, or of all runs in a folder.
 
     Args:
         folder: of the run, or of the runs.
+        port: 0 for any that is free.
+
+    Attributes:
         token: whoever knows it may look and ask.
-
-    Attributes:
-        ends: whether the server is about to end, so that nobody is told anything more.
     """
 
-    def __init__(self, folder: Path, token: str) -> None:
-        self.ends: Callable[[], bool] = lambda: False
-        self._folder = folder
-        self._token = token
-        self._is_run = (folder / FILE_NAME).is_file()
-        self._readers: dict[Path, _Reader] = {}
+    allow_reuse_address = True
+    daemon_threads = True
 
-    def app(self) -> Starlette:
-        """The application."""
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.routing import Route
+    def __init__(self, folder: Path, port: int) -> None:
+        super().__init__((LOOPBACK, port), _Handler)
+        self.folder = folder
+        self.token = secrets.token_urlsafe(24)
 
-        pages: list[tuple[str, Callable[[Request], Response]]] = [
-            ("/", self._shell),
-            ("/state", self._state),
-            ("/trials/{trial}/{file}", self._file),
-        ]
-        prefix = "" if self._is_run else "/runs/{run}"
-        routes = [Route(prefix + path, self._guarded(answer)) for path, answer in pages]
-        routes.append(Route(f"{prefix}/events", self._events))
-        routes.append(Route(f"{prefix}/requests", self._request, methods=["POST"]))
-        if not self._is_run:
-            routes.append(Route("/", self._guarded(self._list)))
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS, www_redirect=False)
-        missing = dict.fromkeys((UserInputError, JournalError, FileNotFoundError), _missing)
-        return Starlette(routes=routes, middleware=[hosts], exception_handlers=missing)
+    @property
+    def url(self) -> str:
+        """Address of the first page, with the token."""
+        return f"http://{LOOPBACK}:{self.server_address[1]}/?token={self.token}"
 
-    # -- answers
+    def knows(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
-    def _guarded(self, answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
-        @functools.wraps(answer)
-        def guarded(request: Request) -> Response:
-            if not self._knows_token(request.query_params.get("token", "")):
-                return _text("The address lacks the token that dsat printed.", 403)
-            response = answer(request)
-            response.headers.update(_HEADERS)
-            return response
 
-        return guarded
+class _Handler(BaseHTTPRequestHandler):
+    """Answers of a server to one client."""
 
-    def _shell(self, request: Request) -> Response:
-        reader = self._reader(request)
-        return _html(watch_page.shell(reader.read()[0]))
+    server: Server
+    timeout = 10.0  # for a request to arrive
 
-    def _state(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client has gone
+            super().handle()
 
-        return JSONResponse(self._reader(request).page_state(self._query))
+    def log_message(self, *_: Any) -> None:
+        pass
 
-    def _list(self, request: Request) -> Response:
-        found, unread = past_runs.load_all(self._folder)
-        watched = [Watched(p.folder, p.run, p.state, p.trials) for p in found]
-        return _html(watch_page.runs(watched, unread, self._folder, self._query))
-
-    def _file(self, request: Request) -> Response:
-        reader, name = self._reader(request), request.path_params["trial"]
-        watched, _ = reader.read()
-        known = any(trial.name == name for trial in watched.run.trials.values())
-        if not known or request.path_params["file"] not in _FILES:
-            return _text("There is no such file.", 404)
-        with open(watched.trials / name / request.path_params["file"], "rb") as file:
-            return _text(file.read(_MOST_OF_FILE).decode(errors="replace"), 200)
-
-    async def _events(self, request: Request) -> Response:
-        from starlette.responses import StreamingResponse
-
-        if not self._knows_token(request.query_params.get("token", "")):
-            return _text("The address lacks the token that dsat printed.", 403)
-        reader = self._reader(request)
-        return StreamingResponse(
-            self._told(reader, request), media_type="text/event-stream", headers=_HEADERS
-        )
-
-    async def _told(self, reader: _Reader, request: Request) -> AsyncIterator[str]:
-        """Server-sent events, one a second (html.spec.whatwg.org, server-sent events)."""
-        told_s = -math.inf
-        while not self.ends() and not await request.is_disconnected():
-            if time.monotonic() - told_s >= _EVERY_S:
-                told_s = time.monotonic()
-                with contextlib.suppress(OSError, JournalError):
-                    watched, version = await asyncio.to_thread(reader.read)
-                    yield f"data: {json.dumps(watch_page.now(watched, version))}\n\n"
-            await asyncio.sleep(_LOOK_S)
-
-    async def _request(self, request: Request) -> Response:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme != "Bearer" or not self._knows_token(token):
-            return _told("Refused: only whoever has the token may ask for anything.", 403)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_OF_REQUEST:
-                return _told("Refused: that is too long for a request.", 413)
-        try:
-            wanted = RunRequest.from_json(json.loads(body))
-        except (ValueError, TypeError, RecursionError, DecodeError) as error:
-            return _told(f"Refused: that is no request: {error}", 400)
-        return await asyncio.to_thread(self._leave, self._reader(request), wanted)
-
-    def _leave(self, reader: _Reader, wanted: RunRequest) -> Response:
-        watched, _ = reader.read()
-        run = watched.run
-        assert run.plan is not None
-        if not watched.goes_on:
-            return _told("Refused: nobody works on this run; continue it with --resume.", 409)
-        if wanted.kind is RequestKind.CANCEL:
-            running = {trial.id: trial.name for trial in run.running}
-            if wanted.trial_id not in running:
-                return _told("Refused: that trial does not run.", 409)
-            said = f"{running[wanted.trial_id]} will be canceled."
-        elif wanted.kind is RequestKind.BUDGET:
-            if wanted.max_trials is None or wanted.max_trials <= run.plan.max_trials:
-                return _told(f"Refused: there may be {run.plan.max_trials} trials already.", 409)
-            said = f"There may be {wanted.max_trials} trials."
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if not self._is_from_here():
+            self._send(400, _TEXT, "Unknown host.")
+        elif not self.server.knows(parse_qs(url.query).get("token", [""])[0]):
+            self._send(403, _TEXT, "The address lacks the token that dsat printed.")
         else:
-            said = "No further trial will be started."
-        mailbox.leave(reader.folder, wanted)
-        return _told(said, 202)
+            try:
+                self._show(url)
+            except (UserInputError, JournalError, FileNotFoundError) as error:
+                self._send(404, _TEXT, str(error))
 
-    # -- helpers
+    def do_POST(self) -> None:
+        if not self._is_from_here():
+            self._send(400, _TEXT, "Unknown host.")
+            return
+        try:
+            status, message = self._request()
+        except (UserInputError, JournalError, FileNotFoundError) as error:
+            status, message = 404, str(error)
+        self._send(status, _JSON, json.dumps({"message": message}))
 
-    @property
-    def _query(self) -> str:
-        return f"?token={self._token}"
+    def _is_from_here(self) -> bool:
+        return self.headers.get("Host", "").partition(":")[0] in _HOSTS
 
-    def _knows_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    def _send(self, status: int, kind: str, text: str) -> None:
+        self._send_head(status, kind)
+        self.wfile.write(text.encode(errors="replace"))
 
-    def _reader(self, request: Request) -> _Reader:
-        folder = self._folder
-        if not self._is_run:
-            named = {path.name: path for path in past_runs.folders(folder)}
-            if request.path_params["run"] not in named:
-                raise UserInputError("is no run", where=request.path_params["run"])
-            folder = named[request.path_params["run"]]
-        return self._readers.setdefault(folder, _Reader(folder))
+    def _send_head(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **_HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _parts(self, url: SplitResult) -> tuple[Path | None, list[str]]:
+        """Return the folder of a run, and the parts of a path below it; None for the list."""
+        folder, parts = self.server.folder, [unquote(part) for part in url.path.split("/") if part]
+        if (folder / FILE_NAME).is_file():
+            return folder, parts
+        if not parts:
+            return None, parts
+        named = {path.name: path for path in past_runs.folders(folder)}
+        name = "/".join(parts[1:2])
+        if parts[0] != "runs" or name not in named:
+            raise UserInputError("is no run", where=name)
+        return named[name], parts[2:]
+
+    def _show(self, url: SplitResult) -> None:
+        query = f"?token={self.server.token}"
+        folder, parts = self._parts(url)
+        if folder is None:
+            found, unread = past_runs.load_all(self.server.folder)
+            watched = [Watched(p.folder, p.run, p.state, p.trials) for p in found]
+            self._send(200, _HTML, watch_page.runs(watched, unread, self.server.folder, query))
+            return
+        match parts:
+            case []:
+                self._send(200, _HTML, watch_page.shell(_watched(folder, _version(folder))))
+            case ["state"]:
+                state = watch_page.state(_watched(folder, _version(folder)), query)
+                self._send(200, _JSON, json.dumps(state))
+            case ["events"]:
+                self._send_events(folder)
+            case ["trials", trial, name] if name in _FILES:
+                self._send_file(_watched(folder, _version(folder)), trial, name)
+            case _:
+                self._send(404, _TEXT, "There is no such page.")
+
+    def _send_file(self, watched: Watched, trial: str, name: str) -> None:
+        if all(known.name != trial for known in watched.run.trials.values()):
+            raise UserInputError("is no trial of this run", where=trial)
+        with open(watched.trials / trial / name, "rb") as file:
+            self._send(200, _TEXT, file.read(_MOST_OF_FILE).decode(errors="replace"))
+
+    def _send_events(self, folder: Path) -> None:
+        """Send the status every second (html.spec.whatwg.org, server-sent events)."""
+        _watched(folder, _version(folder))
+        self._send_head(200, "text/event-stream")
+        while True:
+            with contextlib.suppress(FileNotFoundError, JournalError):
+                version = _version(folder)
+                # What is over may look different from what goes on.
+                told = watch_page.now(_watched(folder, version), version[0] * 2 + version[2])
+                self.wfile.write(f"data: {json.dumps(told)}\n\n".encode())
+            time.sleep(_EVERY_S)
+
+    def _request(self) -> tuple[int, str]:
+        """Leave a request for the process that works on the run; return a status and a message."""
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not self.server.knows(token):
+            return 403, "Refused: only whoever has the token may ask for anything."
+        folder, parts = self._parts(urlsplit(self.path))
+        if folder is None or parts != ["requests"]:
+            return 404, "There is no such page."
+        try:
+            length = int(self.headers.get("Content-Length", ""))
+            if length > _MOST_OF_REQUEST:
+                return 413, "Refused: that is too long for a request."
+            wanted = Request.from_json(json.loads(self.rfile.read(length)))
+        except (ValueError, TypeError, RecursionError, DecodeError) as error:
+            return 400, f"Refused: that is no request: {error}"
+        return _leave(folder, wanted)
 
 
-@dataclass(frozen=True)
-class Page:
-    """The address of a page.
-
-    Attributes:
-        url: to open, the token in it.
-    """
-
-    url: str
-
-    @property
-    def told(self) -> list[str]:
-        """Return the address, from here and from another machine."""
-        port = urlsplit(self.url).port
-        return [
-            f"Watch it at {self.url}",
-            f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
-        ]
-
-
-@dataclass(frozen=True)
-class Serving(Page):
-    """A server that is ready."""
-
-    _server: uvicorn.Server
-    _socket: socket.socket
-
-    def run(self) -> None:
-        """Serves until Ctrl-C."""
-        self._server.run(sockets=[self._socket])
+def _leave(folder: Path, wanted: Request) -> tuple[int, str]:
+    watched = _watched(folder, _version(folder))
+    run = watched.run
+    assert run.plan is not None
+    if not watched.goes_on:
+        return 409, "Refused: nobody works on this run; continue it with --resume."
+    message = "No further trial will be started."
+    if wanted.kind is RequestKind.CANCEL:
+        running = {trial.id: trial.name for trial in run.running}
+        if wanted.trial_id not in running:
+            return 409, "Refused: that trial does not run."
+        message = f"{running[wanted.trial_id]} will be canceled."
+    elif wanted.kind is RequestKind.BUDGET:
+        if wanted.max_trials is None or wanted.max_trials <= run.plan.max_trials:
+            return 409, f"Refused: there may be {run.plan.max_trials} trials already."
+        message = f"There may be {wanted.max_trials} trials."
+    mailbox.leave(folder, wanted)
+    return 202, message
 
 
-def _check_packages() -> None:
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserInputError(
-            f"needs packages that are not installed: {error}", hint="pip install 'dsat[watch]'"
-        ) from None
+def _version(folder: Path) -> tuple[int, int, bool]:
+    """Return what changes with a run: size and time of its journal, and whether it goes on."""
+    found = (folder / FILE_NAME).stat()
+    return found.st_size, found.st_mtime_ns, is_locked(folder)
 
 
-def open_server(folder: Path, port: int | None = None) -> Serving:
-    """Makes the server of a run, or of a folder with runs.
+@functools.lru_cache(maxsize=8)  # a journal is read again when it has grown
+def _watched(folder: Path, version: tuple[int, int, bool]) -> Watched:
+    past = past_runs.load(folder)
+    return Watched(past.folder, past.run, past.state, past.trials)
+
+
+def where(url: str) -> list[str]:
+    """Return the address of a page for people, from here and from another machine."""
+    port = urlsplit(url).port
+    return [
+        f"Watch it at {url}",
+        f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
+    ]
+
+
+def open_server(folder: Path, port: int | None = None) -> Server:
+    """Make the server of a run, or of a folder with runs.
 
     Args:
         folder: of the run or the runs.
         port: by default any that is free.
 
     Raises:
-        UserInputError: what it needs is not installed, or the port is taken.
+        UserInputError: the port is taken.
     """
-    _check_packages()
-    import uvicorn
-
-    token = secrets.token_urlsafe(24)
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((LOOPBACK, port or 0))
-        listening.listen()  # so that nobody is refused before the server has begun
-    except OSError as error:
-        listening.close()
-        raise UserInputError(str(error.strerror), where=f"--port {port}") from None
-    watcher = Watcher(folder, token)
-    config = uvicorn.Config(
-        watcher.app(),
-        http=_protocol(),
-        backlog=_MOST_ACCEPTED_AT_ONCE,
-        log_level="critical",  # clients' mistakes are theirs
-        access_log=False,
-        lifespan="off",
-        limit_concurrency=_MOST_CONNECTIONS,
-        timeout_graceful_shutdown=3,
-    )
-    url = f"http://{LOOPBACK}:{listening.getsockname()[1]}/?token={token}"
-    server = uvicorn.Server(config)
-    watcher.ends = lambda: server.should_exit
-    return Serving(url, server, listening)
-
-
-def _protocol() -> type[asyncio.Protocol]:
-    """Make uvicorn's protocol for HTTP with limits on connections and on the time for a request."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Bounded(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > _MOST_CONNECTIONS:
-                transport.abort()
-            else:
-                self.loop.call_later(_REQUEST_WITHIN_S, self._end_incomplete)
-
-        def _end_incomplete(self) -> None:
-            if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-                self.transport.abort()
-            elif not self.transport.is_closing():
-                self.loop.call_later(_REQUEST_WITHIN_S, self._end_incomplete)
-
-    return Bounded
+        return Server(folder, port or 0)
+    except (OSError, OverflowError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise UserInputError(problem, where=f"--port {port}") from None
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Page]:
-    """Serve a run while the block runs, in a process of its own: connections cost the search none.
+def serving(folder: Path) -> Iterator[str]:
+    """Serve a run while the block runs; give the address.
 
-    Raises:
-        UserInputError: what it needs is not installed.
+    A process of its own serves it, so that connections cost the search nothing.
     """
-    _check_packages()
     command = [sys.executable, "-m", "dsat", "watch", str(folder), "--json"]
     end_with_this = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with subprocess.Popen(  # noqa: S603
@@ -363,28 +267,6 @@ def serving(folder: Path) -> Iterator[Page]:
         try:
             assert server.stdout is not None
             lines = [server.stdout.readline() for _ in range(3)]
-            yield Page(json.loads("".join(lines))["url"])
+            yield json.loads("".join(lines))["url"]
         finally:
             server.terminate()
-
-
-def _missing(request: Request, error: Exception) -> Response:
-    return _text(str(error), 404)
-
-
-def _html(text: str) -> Response:
-    from starlette.responses import HTMLResponse
-
-    return HTMLResponse(text)
-
-
-def _text(text: str, status: int) -> Response:
-    from starlette.responses import PlainTextResponse
-
-    return PlainTextResponse(text, status, headers=_HEADERS)
-
-
-def _told(message: str, status: int) -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"message": message}, status, headers=_HEADERS)

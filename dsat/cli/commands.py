@@ -7,7 +7,7 @@ import json
 import sys
 
 from dsat.app import estimate, fit, local, watch
-from dsat.app.prepare import Prepared, prepared
+from dsat.app.prepare import prepared
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
@@ -19,7 +19,6 @@ from dsat.inputs.look_settings import LookSettings, WatchSettings
 from dsat.inputs.settings import Settings
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
-from dsat.report.verdict import verdict
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
@@ -86,41 +85,29 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
 
 
 def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
-    with prepared(settings, argv) as runs:
+    with prepared(settings, argv) as ready:
         if settings.dry_run:
-            for ready in runs:
-                output.print_plan(ready)
+            output.print_plan(ready)
             return EXIT_OK
-        done, status = [], EXIT_OK
-        for ready in runs:
-            search, ended = _search(ready, view)
-            done.append(search)
-            status = max(status, ended)
-            if search.interrupted:
-                break
-        if len(done) > 1:
-            for search in local.compare(done):
-                slots = search.ready.plan.slots_per_trial
-                print(f"{slots} slots: {verdict(search.run)[0]}")
-        return status
+        with local.LocalSearch(ready) as search:
+            return _search(search, view)
 
 
-def _search(ready: Prepared, view: LiveView) -> tuple[local.LocalSearch, int]:
-    with local.LocalSearch(ready) as search:
-        view.follow(search.folder, search.trials)
-        with contextlib.ExitStack() as watching:
-            if ready.settings.watch:
-                view.say(*watching.enter_context(watch.serving(search.folder)).told)
-            with view:
-                search.search(view)
-        if ready.settings.json:
-            output.print_json(RunView.of(search.run).to_json(search.folder))
-        if search.profiled:
-            view.show_result(search.run)
-            output.say_where_to(search, view)
-        if search.interrupted:
-            return search, EXIT_INTERRUPTED
-        if search.failure is not None:
-            return search, output.report(search.failure)
-        search.train()
-        return search, EXIT_OK
+def _search(search: local.LocalSearch, view: LiveView) -> int:
+    view.follow(search.folder, search.trials)
+    with contextlib.ExitStack() as watching:
+        if search.ready.settings.watch:
+            view.say(*watch.where(watching.enter_context(watch.serving(search.folder))))
+        with view:
+            search.search(view)
+    if search.ready.settings.json:
+        output.print_json(RunView.of(search.run).to_json(search.folder))
+    if search.profiled:
+        view.show_result(search.run)
+        output.say_where_to(search, view)
+    if search.interrupted:
+        return EXIT_INTERRUPTED
+    if search.failure is not None:
+        return output.report(search.failure)
+    search.train()
+    return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -103,12 +104,13 @@ def _watch(settings: WatchSettings) -> None:
     holds_runs = given is not None and given.is_dir() and bool(past_runs.folders(given))
     folder = given if given is not None and holds_runs else past_runs.find(given)
     server = watch.open_server(folder, settings.port)
-    if settings.json:  # as it is: who opens the page needs what stands in its address
-        print(json.dumps({"url": server.url}, indent=2), flush=True)
+    if settings.json:  # with the token: whoever opens the page needs it
+        print(json.dumps({"url": server.url}, indent=2))
     else:
-        _print(None, server.told)
+        _print(None, watch.where(server.url))
     sys.stdout.flush()
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 def _doctor(settings: DoctorSettings) -> int:

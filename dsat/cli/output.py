@@ -7,7 +7,6 @@ import json
 import logging
 import shlex
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,20 +145,10 @@ def report(error: Exception) -> int:
 
 
 def report_bug(error: Exception) -> int:
-    """Show that dsat itself is at fault, and keep the traceback in a file for its developers."""
-    text = "".join(traceback.format_exception(error))
-    said = printable("".join(traceback.format_exception_only(error)).strip(), 300)
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="dsat-bug-", suffix=".log")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"dsat {__version__}, Python {sys.version}\n")
-            file.write(printable(text, MOST_OF_A_LOG))
-        where = f"what developers need to know is in {path}"
-    except OSError:
-        where = f"what developers need to know:\n{printable(text, MOST_OF_A_LOG)}"
+    """Show that dsat itself is at fault, with the traceback for its developers."""
+    print(printable("".join(traceback.format_exception(error)), MOST_OF_A_LOG), file=sys.stderr)
     print(
-        f"dsat: error: this is a bug in dsat, and no mistake of yours: {said}. Please report it; "
-        f"{where}",
+        f"dsat: error: this is a bug in dsat {__version__}. Please report it with the lines above",
         file=sys.stderr,
     )
     return EXIT_BUG

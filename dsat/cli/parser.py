@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app.keywords import help_of
-from dsat.cli import completion
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import (
@@ -100,14 +99,13 @@ def _look(subparsers: Any, name: str, description: str) -> None:
 def _run_argument(parser: argparse.ArgumentParser, name: str) -> None:
     said = "folder of a run, or its name in dsat_runs"
     if name == COMPARE:
-        action = parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=said)
+        parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=said)
     elif name == RUNS:
         said = "folder with runs (default: dsat_runs)"
-        action = parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=said)
+        parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=said)
     else:
         said += " (default: the newest)"
-        action = parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help=said)
-    completion.completes_runs(action)
+        parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help=said)
 
 
 def _native(subparsers: Any, name: str, what: str) -> None:
@@ -171,7 +169,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
         if own.kind is None:
             parser.add_argument(*own.flags, dest=dest, action="store_true", help=own.help)
             continue
-        action = parser.add_argument(
+        parser.add_argument(
             *own.flags,
             dest=dest,
             type=_argparse_type(own.kind.read),
@@ -181,7 +179,6 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
             metavar=own.placeholder,
             help=help_of(own),
         )
-        completion.completes(action, own)
         if own.shorthand is not None:
             flag, value = own.shorthand
             said = f"the same as {own.flags[-1]} {value}"

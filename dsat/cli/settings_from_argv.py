@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsat.app import keywords
-from dsat.cli import completion
 from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
@@ -24,7 +24,10 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
         position = own_argv.index("--")
         own_argv, command = own_argv[:position], own_argv[position + 1 :]
     parser = build_parser()
-    completion.answer(parser)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     values = vars(parser.parse_args(own_argv))
     try:
         return _settings(values, command)

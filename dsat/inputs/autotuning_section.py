@@ -153,30 +153,26 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
     )
 
 
-def slots(config: Mapping[str, Any], *, where: str, available: int) -> tuple[int, ...]:
-    """Return the slots per trial to tune for: `autotuning.num_gpus`, a number or a list.
+def slots(config: Mapping[str, Any], *, where: str, available: int) -> int:
+    """Return the slots of a trial: `autotuning.num_gpus`, by default all that are available.
 
     Args:
         config: the DeepSpeed configuration.
         where: the file to name in errors.
         available: slots of this machine, or as many of them as may be used (`--num_gpus`).
 
-    Returns:
-        Each once, in the order given; `available` alone when the configuration names none.
-
     Raises:
-        UserInputError: more are asked for than there are, or several machines.
+        UserInputError: more are asked for than there are, or several numbers or machines.
     """
     section = _Section(config, where)
-    counts = _gpus(section)
-    for count in counts:
-        if count > available:
-            raise UserInputError(
-                f"asks for {count} slots, and {available} may be used",
-                where=section.at("num_gpus"),
-                hint="Ask for fewer.",
-            )
-    return counts or (available,)
+    count = _gpus(section) or available
+    if count > available:
+        raise UserInputError(
+            f"asks for {count} slots, and {available} may be used",
+            where=section.at("num_gpus"),
+            hint="Ask for fewer.",
+        )
+    return count
 
 
 class _Section:
@@ -311,24 +307,32 @@ def _notes(config: Mapping[str, Any], section: _Section) -> Iterator[str]:
         yield f"{where}: arg_mappings has no effect: it belongs inside {SECTION}"
 
 
-def _gpus(section: _Section) -> tuple[int, ...]:
-    """Return the checked `num_gpus`, each once; empty if it is not given."""
-    for nodes in _numbers(section, "num_nodes"):
-        if nodes != 1:
-            raise UserInputError(
-                f"trials run on one machine, not on {nodes}",
-                where=section.at("num_nodes"),
-                hint="Set it to 1.",
-            )
-    return _numbers(section, "num_gpus")
+def _gpus(section: _Section) -> int | None:
+    """Return the checked `num_gpus`."""
+    nodes = _number(section, "num_nodes")
+    if nodes not in (None, 1):
+        raise UserInputError(
+            f"trials run on one machine, not on {nodes}",
+            where=section.at("num_nodes"),
+            hint="Set it to 1.",
+        )
+    return _number(section, "num_gpus")
 
 
-def _numbers(section: _Section, key: str) -> tuple[int, ...]:
+def _number(section: _Section, key: str) -> int | None:
+    """Return a number, which may be the only one of a list; None if it is not given."""
     value = section.get(key)
     if value is None:
-        return ()
-    values = listed_values(value, section.at(key))
-    return tuple(distinct(whole_number(v, section.at(key)) for v in values or [value]))
+        return None
+    values = listed_values(value, section.at(key)) or [value]
+    found: list[int] = distinct(whole_number(each, section.at(key)) for each in values)
+    if len(found) > 1:
+        raise UserInputError(
+            "lists several numbers, and one run searches with one of them",
+            where=section.at(key),
+            hint="Run the command once for each.",
+        )
+    return found[0]
 
 
 def _all_keys(config: Mapping[str, Any]) -> Iterator[str]:

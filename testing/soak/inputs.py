@@ -52,7 +52,7 @@ _CONFIG: dict[str, Any] = {
         "tuner_type": "gridsearch",
         "tuner_num_trials": 10,
         "max_train_batch_size": 512,
-        "num_gpus": [1, 2],
+        "num_gpus": [2],
         "results_dir": "results",
         "exps_dir": "exps",
         "overwrite": True,

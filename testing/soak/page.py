@@ -66,7 +66,7 @@ def _served() -> Iterator[tuple[tuple[str, int], str]]:
             page = stack.enter_context(watch.serving(folder))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        parts = urlsplit(str(page.url))
+        parts = urlsplit(str(page))
         assert parts.port
         yield (str(parts.hostname), parts.port), str(parts.query).partition("=")[2]
 

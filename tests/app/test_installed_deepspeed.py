@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from dsat.app import installed_deepspeed
-from dsat.app.installed_deepspeed import InstalledDeepSpeed
 from dsat.errors import UserInputError
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
@@ -52,17 +51,13 @@ def experiment(overrides: dict[str, Any] | None = None, **config: Any) -> Experi
     return replace(found, path=Path("exp.yaml"), overrides=overrides or {})
 
 
-def check(own: Experiment, program: Entrypoint = PROGRAM) -> None:
-    with InstalledDeepSpeed() as deepspeed:
-        deepspeed.begin(own, program)
-        deepspeed.check(own, program)
+def check(own: Experiment, program: Entrypoint = PROGRAM) -> dict[str, Any]:
+    return installed_deepspeed.check(own, program)
 
 
 def test_each_configuration_is_asked_about_once(cache: Path) -> None:
     for size in (1, 1, 2):
-        with InstalledDeepSpeed() as deepspeed:
-            deepspeed.check(experiment(zero_optimization={"sub_group_size": size}), PROGRAM)
-            assert deepspeed.knob_defaults(PROGRAM) == {"a.b": 7}
+        assert check(experiment(zero_optimization={"sub_group_size": size})) == {"a.b": 7}
     assert [path.read_text() for path in cache.glob("*.count")] == ["x", "x"]
     for path in cache.glob("*.json"):
         path.write_text("{")
@@ -93,11 +88,7 @@ def test_nothing_is_refused_where_deepspeed_does_not_answer(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = experiment(zero_optimization={"wrong": 1})
-    check(wrong, OTHER)
-    with InstalledDeepSpeed() as deepspeed:
-        assert deepspeed.knob_defaults(OTHER) == {}
+    assert check(wrong, OTHER) == {}
     monkeypatch.setattr("sys.executable", "/bin/false")
-    check(wrong)
-    with InstalledDeepSpeed() as deepspeed:
-        assert deepspeed.knob_defaults(PROGRAM) == {}
+    assert check(wrong) == {}
     assert not list(cache.glob("*.json"))

@@ -17,10 +17,9 @@ import pytest
 
 from dsat.app import run_folders
 from dsat.app.folder_lock import FolderLock
-from dsat.errors import JournalLocked, UserInputError
-from dsat.inputs import autotuning_section, experiment
+from dsat.errors import JournalLocked
+from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning
-from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import Settings
 from dsat.tuning.events import EVENT_PROPOSED, EVENT_START
 from dsat.tuning.journal import FILE_NAME, Journal
@@ -35,29 +34,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def opened(section: Autotuning, own: Experiment) -> Iterator[Path]:
+def opened(section: Autotuning) -> Iterator[Path]:
     with contextlib.ExitStack() as locks:
-        yield run_folders.of_results(section, own, locks)
-
-
-def refuses(section: Autotuning, own: Experiment, error: type[BaseException], match: str) -> None:
-    with pytest.raises(error, match=match), opened(section, own):
-        pass
+        yield run_folders.of_results(section, locks)
 
 
 def section_of(**values: Any) -> Autotuning:
     return autotuning_section.read({"autotuning": values}, where="ds.json")
-
-
-def experiment_in(folder: Path, config: Path | None = None) -> Experiment:
-    own = experiment.of_dict(["train.py"], "train", folder, {"train_batch_size": 1})
-    return own if config is None else replace(own, path=config, ds_config_path=config)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Experiment:
-    (tmp_path / "code").mkdir()
-    return experiment_in(tmp_path / "code")
 
 
 def written_by_dsat(results: Path, exps: Path) -> None:
@@ -73,15 +56,15 @@ def written_by_dsat(results: Path, exps: Path) -> None:
     (exps / "profile_z1.json").write_text("{}")
 
 
-def test_overwrite_deletes_what_dsat_wrote_and_nothing_else(own: Experiment) -> None:
+def test_overwrite_deletes_what_dsat_wrote_and_nothing_else() -> None:
     section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
-    with opened(section, own) as results:
+    with opened(section) as results:
         written_by_dsat(results, Path("exps"))
     for path in ("results/notes.txt", "exps/mine.json", "results/data/train.bin"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("precious")
     Path("results/data/trial.json").write_text("[]")
-    with opened(section, own):
+    with opened(section):
         left = {str(path) for path in (*Path("results").rglob("*"), *Path("exps").rglob("*"))}
     assert left == {
         *("results/.dsat", "results/notes.txt", "results/data", "results/data/train.bin"),
@@ -90,60 +73,28 @@ def test_overwrite_deletes_what_dsat_wrote_and_nothing_else(own: Experiment) -> 
     }
 
 
-@pytest.mark.parametrize("key", ["results_dir", "exps_dir"])
-def test_a_folder_of_the_users_is_never_overwritten(own: Experiment, key: str) -> None:
-    """Of json files alone, as experiments are; the configuration in use is one of them."""
-    Path("configs").mkdir()
-    Path("configs/ds.json").write_text("{}")
-    section = section_of(overwrite=True, **{key: "configs"})
-    refuses(section, own, UserInputError, f"{key}: configs: holds no results of dsat")
-    Path("configs/.dsat").touch()  # even if it were dsat's
-    for used in (
-        experiment_in(own.model_dir, Path("configs/ds.json")),
-        experiment_in(Path("configs")),
-    ):
-        refuses(section, used, UserInputError, "holds .*configs.*overwrite would delete it")
-    assert [path.name for path in sorted(Path("configs").iterdir())] == [".dsat", "ds.json"]
-    assert not Path("autotuning_results").exists(), "nothing was begun"
-
-
-def test_links_are_not_followed(own: Experiment) -> None:
+def test_links_are_not_followed() -> None:
     section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
-    with opened(section, own) as results:
+    with opened(section) as results:
         written_by_dsat(results, Path("exps"))
     shutil.move("results/profile_z1", "elsewhere")
     Path("results/profile_z1").symlink_to(Path("elsewhere").resolve())
-    with opened(section, own):
+    with opened(section):
         assert Path("elsewhere/trial.json").exists()
 
 
-def test_a_kill_while_results_are_deleted(own: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
-    with opened(section, own) as results:
-        written_by_dsat(results, Path("exps"))
-    rmtree = shutil.rmtree
-
-    def killed(path: Path, **options: Any) -> None:
-        if not options:  # what was moved aside
-            raise KeyboardInterrupt("killed")
-        rmtree(path, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", killed)
-        refuses(section, own, KeyboardInterrupt, "killed")
-    with opened(section, own):
-        assert not Path("results/profile_z1").exists()
-        assert not list(Path("exps").glob("*.json")), "their names are still known"
-
-
-def test_the_second_process_touches_nothing(own: Experiment) -> None:
+def test_the_second_process_touches_nothing() -> None:
     """It says who works there, and neither deletes nor renames anything."""
     section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
-    with opened(section, own) as results:
+    with opened(section) as results:
         written_by_dsat(results, Path("exps"))
         before = {path: path.stat().st_mtime_ns for path in sorted(Path().rglob("*"))}
-        refuses(section, own, JournalLocked, rf"process {os.getpid()} on .*, since 20")
-        refuses(replace(section, results_dir=Path("others")), own, JournalLocked, "exps")
+        for other, said in (
+            (section, rf"process {os.getpid()} on .*, since 20"),
+            (replace(section, results_dir=Path("others")), "exps"),
+        ):
+            with pytest.raises(JournalLocked, match=said), opened(other):
+                pass
         shutil.rmtree("others")
         assert {path: path.stat().st_mtime_ns for path in sorted(Path().rglob("*"))} == before
     settings = Settings(method="asha", run_dir=Path("run"))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import resource
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,7 +18,6 @@ from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
 from dsat.tuning.requests import Request
 from dsat.tuning.run import Run
-from testing.local import wait_until
 from testing.made_up_runs import Steady, write_run
 from testing.simulated import SimulatedEngine
 
@@ -37,8 +32,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     (folder / "journal.jsonl").write_text("".join(lines[: begun[8] + 1]))
     run = Run(map(json.loads, lines[: begun[8] + 1]))
     assert run.running
-    with watch.serving(folder) as server:
-        base, _, token = server.url.partition("?token=")
+    with watch.serving(folder) as url:
+        base, _, token = url.partition("?token=")
         yield folder, base, token, run
 
 
@@ -164,43 +159,14 @@ def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None
 
 def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     write_run(tmp_path / "model-1", Steady(), trials=3)
-    with watch.serving(tmp_path) as server:
-        base, _, token = server.url.partition("?token=")
+    with watch.serving(tmp_path) as url:
+        base, _, token = url.partition("?token=")
         for path in ("", "state", "events"):
             status, _, _ = answer(f"{base}runs/model-2/{path}?token={token}")
             assert status == 404
         headers = {"Authorization": f"Bearer {token}"}
         asked = answer(f"{base}runs/model-2/requests", data={"kind": "stop"}, headers=headers)
         assert asked[0] == 404
-
-
-def test_connections_that_ask_nothing_cost_the_search_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Readers are answered while they are open, also where few files may be."""
-    write_run(tmp_path / "model-1", Steady(), trials=3)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        try:
-            server = stack.enter_context(watch.serving(tmp_path / "model-1"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        port = urlsplit(server.url).port or 0
-        mine = len(os.listdir("/proc/self/fd"))
-        idle = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(250)
-        ]
-        assert len(os.listdir("/proc/self/fd")) == mine + len(idle)
-        wait_until(lambda: _answers(server.url), "that the page answers", timeout_s=60)
-    assert capfd.readouterr().err == ""
-
-
-def _answers(url: str) -> bool:
-    try:
-        return answer(url)[0] == 200
-    except OSError:  # all connections are taken
-        return False
 
 
 def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def number_of(browser: Any, selector: str) -> int:
 def test_a_search_is_watched_and_directed(browser: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model-1"
     folder.mkdir()
-    with Search(folder) as search, watch.serving(folder) as server:
-        browser.get(server.url)
+    with Search(folder) as search, watch.serving(folder) as url:
+        browser.get(url)
         drawn(browser)
         before = number_of(browser, "#table tbody tr")
         browser.execute_script("document.getElementById('filter').value = 'gas1'")
@@ -171,7 +171,7 @@ def test_a_search_is_watched_and_directed(browser: Any, tmp_path: Path) -> None:
         assert number_of(browser, "#plot-0 .mark-symbol.ran_marks > path") == len(measured) > 4
         assert number_of(browser, "#table tbody tr") == len(run.trials)
         assert errors_of(browser) == []
-        assert all(url.startswith((server.url.split("?")[0], "data:")) for url in _web(browser))
+        assert all(url.startswith((url.split("?")[0], "data:")) for url in _web(browser))
         assert browser.execute_script("return document.body.dataset.hacked") is None
         assert HOSTILE in text_of(browser, "h1")
         assert barriers_of(browser) == []
@@ -182,8 +182,8 @@ def test_runs_in_a_folder_are_compared(browser: Any, tmp_path: Path) -> None:
         write_run(tmp_path / name, Steady(), trials=trials)
     (tmp_path / "torn-1").mkdir()
     (tmp_path / "torn-1" / FILE_NAME).write_text(f"{HOSTILE}\n")
-    with watch.serving(tmp_path) as server:
-        browser.get(server.url)
+    with watch.serving(tmp_path) as url:
+        browser.get(url)
         errors_of(browser)  # of the page before, whose server has gone
         requests_of(browser)
         browser.refresh()
@@ -199,7 +199,7 @@ def test_runs_in_a_folder_are_compared(browser: Any, tmp_path: Path) -> None:
         browser.find_element(By.LINK_TEXT, "out").click()
         wait_for(lambda: "step 39" in text_of(browser, "body"))
         assert errors_of(browser) == []
-        assert all(url.startswith(server.url.split("?")[0]) for url in _web(browser))
+        assert all(url.startswith(url.split("?")[0]) for url in _web(browser))
 
 
 def _running(browser: Any) -> str:

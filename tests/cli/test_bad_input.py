@@ -291,7 +291,7 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"train_micro_batch_size_per_gpu": [1, "2"]},
         ["train_micro_batch_size_per_gpu", "positive integer", "'2'"],
     ),
-    "more slots than there are": ({"num_gpus": [2, 4]}, {}, ["autotuning.num_gpus", "4 slots"]),
+    "more slots than there are": ({"num_gpus": 4}, {}, ["autotuning.num_gpus", "4 slots"]),
     "no micro batch between the bounds": (
         {"max_train_batch_size": 1},
         {},
@@ -301,16 +301,6 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
         {},
         ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
-    ),
-    "results that are the current folder": (
-        {"results_dir": ".", "overwrite": True},
-        {},
-        ["autotuning.results_dir", "overwrite would delete it"],
-    ),
-    "results that are something else": (
-        {"results_dir": "data", "overwrite": True},
-        {},
-        ["autotuning.results_dir: data", "no results of dsat"],
     ),
 }
 

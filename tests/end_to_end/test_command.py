@@ -382,28 +382,6 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     assert buffers_of(run_dir) == []
 
 
-@pytest.mark.nightly
-def test_ctrl_c_ends_the_searches_for_all_numbers_of_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "work"
-    shutil.copytree(PROGRAMS.parents[1] / "examples" / "plain", place)
-    monkeypatch.chdir(place)
-    config = read_json(place / "ds_config.json")
-    config["autotuning"] = {"enabled": True, "num_gpus": [1, 2], "results_dir": "results"}
-    (place / "ds.json").write_text(json.dumps(config))
-    script = ["train.py", "--deepspeed", "--deepspeed_config", "ds.json", "--width", "64"]
-    background = Background(
-        [sys.executable, "-m", "dsat", "tune", "--memory-model", "formula", *script]
-    )
-    first = place / "results" / "num_gpus_1"
-    background.until_events(first, 4)
-    os.killpg(background.process.pid, signal.SIGINT)
-    told = background.end()
-    assert told.status == 130, told.err
-    assert [folder.name for folder in first.parent.iterdir() if folder.is_dir()] == [first.name]
-
-
 def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     behaviour = "leaves and hangs: child, session, daemon"
