@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +35,8 @@ def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
     assert int((tmp_path / "journal").read_text()) > 2, "no file takes the place of a stream"
 
 
-def test_a_bug_is_called_a_bug(tmp_path: Path) -> None:
-    """With what developers need to know in a file, and nothing secret in it."""
+def test_a_bug_is_called_a_bug() -> None:
+    """With its traceback, and nothing secret in it."""
     program = (
         "import sys\nfrom dsat.cli import commands, main\n"
         "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"
@@ -47,16 +46,12 @@ def test_a_bug_is_called_a_bug(tmp_path: Path) -> None:
     )
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 70
-    [line] = ended.stderr.splitlines()
-    [log] = tmp_path.glob("dsat-bug-*.log")
-    assert "this is a bug in dsat, and no mistake of yours: KeyError" in line and str(log) in line
-    text = log.read_text()
-    assert "Traceback" in text and "in fails" in text and "dsat 0." in text
-    assert "hunter2" not in line + text, json.dumps(text)
-    assert log.stat().st_mode & 0o777 == 0o600
+    assert "this is a bug in dsat 0." in ended.stderr.splitlines()[-1]
+    assert "Traceback" in ended.stderr and "in fails" in ended.stderr
+    assert "hunter2" not in ended.stderr
