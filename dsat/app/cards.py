@@ -11,6 +11,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel, Variant
 from dsat.report import format as fmt
+from dsat.report.summary import markdown_table
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.values.zero_strategy import NONE, Strategy
 
@@ -44,50 +45,14 @@ class Choice:
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name}
 
-    def __str__(self) -> str:
-        said = f"{self.cards} card{'s' if self.cards > 1 else ''} with {self.strategy.label}"
-        said += f", micro batch up to {self.micro_batch}"
-        if self.sequence_length is not None:
-            said += f" or a sequence of up to {self.sequence_length:,}"
-        if self.host_bytes:
-            said += f", {fmt.memory(self.host_bytes)} of host memory for each"
-        return said
 
-
-@dataclass(frozen=True)
-class Advice:
-    """The fewest cards of a size.
-
-    Attributes:
-        memory_bytes: of a card.
-        plain: without offloading; None if the largest number that is tried is not enough.
-        offloaded: with offloading, if fewer cards are then enough.
-    """
-
-    memory_bytes: int
-    plain: Choice | None
-    offloaded: Choice | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "memory_bytes": self.memory_bytes,
-            "without_offloading": None if self.plain is None else self.plain.to_json(),
-            "with_offloading": None if self.offloaded is None else self.offloaded.to_json(),
-        }
-
-    def __str__(self) -> str:
-        found = [str(choice) for choice in (self.plain, self.offloaded) if choice is not None]
-        said = "; or ".join(found) or f"not on {_COUNTS[-1]} cards"
-        return f"{fmt.memory(self.memory_bytes)}: {said}."
-
-
-def advise(
+def fewest(
     facts: ModelFacts,
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
     sequence_length: int | None,
-) -> list[Advice]:
-    """Return the fewest cards of each size, by formula.
+) -> list[Choice]:
+    """Return the fewest cards of each size, by formula: without offloading, and with it if fewer.
 
     Args:
         facts: of the model.
@@ -95,10 +60,11 @@ def advise(
         strategies: the ladder.
         sequence_length: of the samples from which the facts come.
     """
+    offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
+    without, basis = [s for s in strategies if s not in offloading], Basis((Variant({}, facts),))
 
-    def fewest(size: int, among: Sequence[Strategy]) -> Choice | None:
-        basis = Basis((Variant({}, facts),))
-        for cards, strategy in itertools.product(_COUNTS, among):
+    def first(size: int, among: Sequence[Strategy], counts: Sequence[int]) -> Choice | None:
+        for cards, strategy in itertools.product(counts, among):
             model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
             config = configuration(strategy, cards)
             most = min(model.largest(model.shape(config, {})), float(LARGEST_MICRO_BATCH))
@@ -108,12 +74,35 @@ def advise(
                 return Choice(size, cards, strategy, int(most), needed.host, longest)
         return None
 
-    without = [s for s in strategies if NONE == s.offload_optimizer == s.offload_param]
-    rest = [s for s in strategies if s not in without]
-    advice = []
+    choices = []
     for size in SIZES:
-        plain, offloaded = fewest(size, without), fewest(size, rest)
-        if plain is not None and offloaded is not None and offloaded.cards >= plain.cards:
-            offloaded = None
-        advice.append(Advice(size, plain, offloaded))
-    return advice
+        plain = first(size, without, _COUNTS)
+        fewer = [count for count in _COUNTS if plain is None or count < plain.cards]
+        choices += [plain, first(size, offloading, fewer)]
+    return [choice for choice in choices if choice is not None]
+
+
+def table(choices: Sequence[Choice]) -> list[str]:
+    """Lay out a table for people."""
+    heads = [
+        "card",
+        "cards",
+        "strategy",
+        "largest micro batch",
+        "longest sequence",
+        "host per card",
+    ]
+    rows = [
+        [
+            fmt.memory(choice.memory_bytes),
+            str(choice.cards),
+            choice.strategy.label,
+            str(choice.micro_batch),
+            "-" if choice.sequence_length is None else f"{choice.sequence_length:,}",
+            fmt.memory(choice.host_bytes) if choice.host_bytes else "-",
+        ]
+        for choice in choices
+    ]
+    if not rows:
+        return [f"{_COUNTS[-1]} cards of {fmt.memory(SIZES[-1])} do not hold it."]
+    return markdown_table(heads, rows, numbers=[*heads[:2], *heads[3:]])

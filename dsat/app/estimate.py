@@ -7,14 +7,14 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dsat.app import cards, installed_deepspeed
 from dsat.app import source as sources
-from dsat.app.cards import Advice
+from dsat.app.cards import Choice
 from dsat.app.simulation_engine import SimulationEngine
 from dsat.app.source import Source
 from dsat.errors import DsatError, UserInputError
@@ -38,17 +38,6 @@ from dsat.values.files import cache_folder
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
 
-_WAYS: Mapping[str | None, Sequence[bool | None]] = {
-    None: (None,),
-    "off": (False,),
-    "on": (True,),
-    "both": (False, True),
-}
-_ACTIVATIONS = {False: "kept", True: "recomputed"}
-NO_SWITCH = (
-    "the model has no known switch for activation checkpointing (models of transformers, diffusers "
-    "and timm have one), and calls neither torch.utils.checkpoint nor deepspeed.checkpointing"
-)
 # Offloading to a disk is the same for the slot as offloading to the host.
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
@@ -62,7 +51,6 @@ class Line:
         estimate: with a micro batch of one sample.
         needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
-        recomputed: activations are recomputed; None: as the script has it.
     """
 
     strategy: Strategy
@@ -70,34 +58,15 @@ class Line:
     estimate: MemoryEstimate
     needed: int
     largest: Mapping[int, int]
-    recomputed: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.name,
             "slots": self.slots,
-            "activation_checkpointing": self.recomputed,
             "memory": self.estimate.to_json(),
             "peak_bytes": self.needed,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
         }
-
-
-@dataclass(frozen=True)
-class Way:
-    """A model with its activations kept or recomputed.
-
-    Attributes:
-        recomputed: None: as the script has it.
-        model: its parameters and activations.
-        lines: one for every strategy and number of slots.
-        cards: the fewest cards of each usual size.
-    """
-
-    recomputed: bool | None
-    model: ModelFacts
-    lines: Sequence[Line]
-    cards: Sequence[Advice]
 
 
 @dataclass(frozen=True)
@@ -106,58 +75,31 @@ class Estimate:
 
     Attributes:
         name: of the experiment, or of the command's script.
-        ways: the model as the script has it; or with its activations kept, recomputed, or both.
-        note: why a part that you asked for is missing.
+        model: its parameters and activations.
+        lines: one for every strategy and number of slots.
+        cards: the fewest cards of each usual size.
     """
 
     name: str
-    ways: Sequence[Way]
-    note: str = ""
-
-    @property
-    def model(self) -> ModelFacts:
-        """Parameters and activations of the first way, which keeps them if there are two."""
-        return self.ways[0].model
-
-    @property
-    def lines(self) -> list[Line]:
-        """A line for every number of slots, strategy and way."""
-        together = zip(*(way.lines for way in self.ways), strict=True)
-        return [line for same in together for line in same]
+    model: ModelFacts
+    lines: Sequence[Line]
+    cards: Sequence[Choice]
 
     @property
     def is_complete(self) -> bool:
         """False if a line that was to be simulated could not be."""
         return not any(line.estimate.note for line in self.lines)
 
-    @property
-    def cards(self) -> list[Advice]:
-        """The fewest cards of each usual size and way."""
-        return [advice for way in self.ways for advice in way.cards]
-
     def to_json(self) -> dict[str, Any]:
-        models = [{"activation_checkpointing": w.recomputed, **vars(w.model)} for w in self.ways]
-        advice = [
-            {"activation_checkpointing": way.recomputed, **one.to_json()}
-            for way in self.ways
-            for one in way.cards
-        ]
         return {
             "name": self.name,
             "model": vars(self.model),
-            "models": models,
             "lines": [line.to_json() for line in self.lines],
-            "cards": advice,
-            "note": self.note,
+            "cards": [choice.to_json() for choice in self.cards],
         }
 
     def __str__(self) -> str:
-        said = describe(self)
-        for way in self.ways:
-            how = "" if way.recomputed is None else f", activations {_ACTIVATIONS[way.recomputed]}"
-            said += ["", f"The fewest cards of each size, by formula, with 5 % to spare{how}:", ""]
-            said += [f"- {advice}" for advice in way.cards]
-        return "\n".join([*said, *(["", self.note] if self.note else [])])
+        return "\n".join(_text(self))
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
@@ -168,7 +110,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
         DsatError: the script cannot be simulated.
     """
     with simulated(settings) as (name, base, simulator):
-        return in_all_ways(name, base, simulator, settings)
+        return tables(name, base, simulator, settings)
 
 
 @contextlib.contextmanager
@@ -208,7 +150,7 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
             shutil.rmtree(engine.folder, ignore_errors=True)
 
 
-def in_all_ways(
+def tables(
     name: str, base: Mapping[str, Any], simulator: Simulator, settings: EstimateSettings
 ) -> Estimate:
     """Return the tables of a script's model.
@@ -220,34 +162,37 @@ def in_all_ways(
         settings: the user's.
 
     Raises:
-        UserInputError: activations are to be recomputed, and the model cannot be told to.
+        UserInputError: activations are to be recomputed, and the model has no switch for it.
         SimulationUnavailable: the script cannot be simulated.
     """
-    wanted = _WAYS[settings.activation_checkpointing]
-    found = [_way(recomputed, base, simulator, settings) for recomputed in wanted]
-    ways = [way for way in found if way is not None]
-    if not ways:
-        raise UserInputError(NO_SWITCH, where="--activation-checkpointing on")
-    note = f"No rows with activations recomputed: {NO_SWITCH}." if None in found else ""
-    return Estimate(name, ways, note)
-
-
-def _way(
-    recomputed: bool | None,
-    base: Mapping[str, Any],
-    simulator: Simulator,
-    settings: EstimateSettings,
-) -> Way | None:
-    """Return the tables of one way; None if the model cannot be told to recompute."""
-    simulator.recompute(recomputed)
-    facts = simulator.facts(base)
-    if recomputed and not simulator.recomputes:
-        return None
+    facts = facts_of(base, simulator, settings.activation_checkpointing)
     exact = settings.exact or _needs_simulation(base)
     found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
     length = simulator.sequence_length
-    advice = cards.advise(facts, partial(configuration, base), ladder(base), length)
-    return Way(recomputed, facts, [replace(x, recomputed=recomputed) for x in found], advice)
+    choices = cards.fewest(facts, partial(configuration, base), ladder(base), length)
+    return Estimate(name, facts, found, choices)
+
+
+def facts_of(
+    base: Mapping[str, Any], simulator: Simulator, activation_checkpointing: str | None
+) -> ModelFacts:
+    """Return the facts of a model, with activations kept or recomputed as the user asks.
+
+    Raises:
+        UserInputError: activations are to be recomputed, and the model has no switch for it.
+        SimulationUnavailable: the script cannot be simulated.
+    """
+    recomputed = None if activation_checkpointing is None else activation_checkpointing == "on"
+    simulator.recompute(recomputed)
+    facts = simulator.facts(base)
+    if recomputed and not simulator.recomputes:
+        raise UserInputError(
+            "the model has no known switch for activation checkpointing (models of transformers, "
+            "diffusers and timm have one), and calls neither torch.utils.checkpoint nor "
+            "deepspeed.checkpointing",
+            where="--activation-checkpointing on",
+        )
+    return facts
 
 
 def _source(settings: EstimateSettings) -> Source:
@@ -256,8 +201,6 @@ def _source(settings: EstimateSettings) -> Source:
         source = sources.read(settings)
         if source.start_known and source.config_known:
             return source
-        if source.config_known:
-            installed_deepspeed.check(source.experiment, source.program)
         source = source.with_known_start(survey.TIMEOUT_S)
         if source.program.needs_command:
             raise UserInputError(
@@ -362,22 +305,16 @@ def _gas(base: Mapping[str, Any], slots: int) -> int:
     return 1
 
 
-def describe(estimate: Estimate) -> list[str]:
+def _text(estimate: Estimate) -> list[str]:
     """Lay out the tables for people, with the first rung of the ladder that fits each size."""
     facts, lines = estimate.model, estimate.lines
-    activations = [
-        f"{fmt.memory(way.model.backward_bytes_per_sample)} per sample"
-        + (f" if they are {_ACTIVATIONS[way.recomputed]}" if way.recomputed is not None else "")
-        for way in estimate.ways
-    ]
     said = [
         f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
-        f"trained; activations {', '.join(activations)}"
+        f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
     ]
     for slots in dict.fromkeys(line.slots for line in lines):
-        of_slots = [line for line in lines if line.slots == slots]
         said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
-        said += _table(of_slots, ways=len(estimate.ways) > 1)
+        said += _table([line for line in lines if line.slots == slots])
     sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
     return [
         *said,
@@ -385,6 +322,10 @@ def describe(estimate: Estimate) -> list[str]:
         f"Source: {sources}. 5 % are left free for the largest micro batches; the device's context "
         "and the communication library come on top.",
         *_not_simulated(lines),
+        "",
+        "The fewest cards of each size, by formula, with 5 % to spare:",
+        "",
+        *cards.table(estimate.cards),
     ]
 
 
@@ -401,28 +342,26 @@ def _not_simulated(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _table(lines: Sequence[Line], *, ways: bool) -> list[str]:
+def _table(lines: Sequence[Line]) -> list[str]:
     sizes = list(lines[0].largest)
-    heads = ["strategy", *(["activations"] if ways else []), "slot at micro batch 1"]
-    heads += ["host per slot", *(f"largest on {fmt.memory(size)}" for size in sizes)]
+    heads = ["strategy", "slot at micro batch 1", "host per slot"]
+    heads += [f"largest on {fmt.memory(size)}" for size in sizes]
     rows = [
         [
             line.strategy.label,
-            *([_ACTIVATIONS[line.recomputed]] if ways and line.recomputed is not None else []),
             fmt.memory(line.needed),
             fmt.memory(line.estimate.host) if line.estimate.host else "-",
             *(str(count or "-") for count in line.largest.values()),
         ]
         for line in lines
     ]
-    fits = ", ".join(f"{fmt.memory(size)}: {_first(lines, size, ways)}" for size in sizes)
-    table = markdown_table(heads, rows, numbers=heads[2 if ways else 1 :])
-    return [*table, "", f"First strategy that fits: {fits}"]
-
-
-def _first(lines: Sequence[Line], size: int, ways: bool) -> str:
-    found = next((line for line in lines if line.largest[size]), None)
-    if found is None:
-        return "none"
-    recomputed = ", activations recomputed" if ways and found.recomputed else ""
-    return f"{found.strategy.label}{recomputed}"
+    first = {
+        size: next((line.strategy.label for line in lines if line.largest[size]), "none")
+        for size in sizes
+    }
+    fits = ", ".join(f"{fmt.memory(size)}: {label}" for size, label in first.items())
+    return [
+        *markdown_table(heads, rows, numbers=heads[1:]),
+        "",
+        f"First strategy that fits: {fits}",
+    ]

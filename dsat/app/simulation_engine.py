@@ -35,8 +35,7 @@ class SimulationEngine:
     def log(self) -> Path:
         return self.folder / "simulation" / "stderr.log"
 
-    def warm_up(self) -> None:
-        """Imports what a script needs, if that has not been done yet."""
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         if self._engine is None:
             self._engine = LocalEngine(
                 self._source.experiment,
@@ -46,10 +45,6 @@ class SimulationEngine:
                 LocalOptions(TrialOptions(timeout_s=self._timeout_s), imported=_IMPORTED),
                 slots_per_trial=1,
             )
-
-    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
-        self.warm_up()
-        assert self._engine is not None
         return self._engine.start_simulation_server(address, script_args)
 
     def has_simulation_server(self) -> bool:
@@ -60,6 +55,6 @@ class SimulationEngine:
             self._engine.stop_simulation_server()
 
     def close(self) -> None:
-        """Ends whatever runs; the folder stays."""
+        """End whatever runs; the folder stays."""
         if self._engine is not None:
             self._engine.close()

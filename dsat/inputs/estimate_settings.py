@@ -76,9 +76,9 @@ class EstimateSettings(Target):
     activation_checkpointing: str | None = option(
         "--activation-checkpointing",
         kind=WORD,
-        choices=("on", "off", "both"),
-        help="with activations recomputed in the backward pass, with all of them kept, or rows for "
-        "both (default: as the script has it)",
+        choices=("on", "off"),
+        help="with activations recomputed in the backward pass, or with all of them kept (default: "
+        "as the script has it)",
     )
     fits: tuple[int, int] | None = option(
         "--fits",
@@ -93,8 +93,4 @@ class EstimateSettings(Target):
         if self.hf_config is not None and (self.command or self.config is not None):
             raise UserInputError(
                 "is for a model without a script, and there is a script", where="--hf-config"
-            )
-        if self.fits is not None and self.activation_checkpointing == "both":
-            raise UserInputError(
-                "is one of on and off with --fits", where="--activation-checkpointing"
             )

@@ -80,49 +80,22 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
         assert line.estimate.source == expected
     settings = EstimateSettings(exact=True, slot_counts=(1,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        found = estimate.in_all_ways("train.py", BF16, simulator, settings)
+        found = estimate.tables("train.py", BF16, simulator, settings)
     assert not found.is_complete
     [why] = [line for line in str(found).splitlines() if line.startswith("By formula, since")]
     assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
 
 
-def told(activations: str | None, *, recomputes: bool) -> estimate.Estimate:
-    """The estimate of a model of 100 MiB parameters."""
-    settings = EstimateSettings(
-        activation_checkpointing=activations,
-        slot_counts=(1, 8),
-        slot_memories=(8 * GIB,),
-    )
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_activations_are_kept_or_recomputed(recomputes: bool) -> None:
+    base: dict[str, Any] = {}
     host = FakeSimulationHost(FACTS, by_formula(FACTS), recomputes=recomputes)
     with Simulator(host, as_cpu=False) as simulator:
-        return estimate.in_all_ways("train.py", BF16, simulator, settings)
-
-
-def test_activations_are_kept_and_recomputed_side_by_side() -> None:
-    both = told("both", recomputes=True)
-    assert both.model == both.ways[0].model and not both.note
-    lines = both.lines
-    for kept, recomputed in zip(lines[::2], lines[1::2], strict=True):
-        assert (kept.recomputed, recomputed.recomputed) == (False, True)
-        assert (kept.strategy, kept.slots) == (recomputed.strategy, recomputed.slots)
-        assert kept.largest[8 * GIB] < recomputed.largest[8 * GIB]
-    assert "| kept " in str(both) and "| recomputed " in str(both)
-    assert "to spare, activations recomputed:" in str(both)
-    found = both.to_json()
-    assert [line["activation_checkpointing"] for line in found["lines"][:2]] == [False, True]
-    assert [m["backward_bytes_per_sample"] for m in found["models"]] == [30 * MIB, 7.5 * MIB]
-
-
-def test_one_way_of_activations_is_the_whole_table() -> None:
-    assert [line.recomputed for line in told("on", recomputes=True).lines] == [True] * 14
-    assert "activations recomputed" not in str(told("off", recomputes=True))
-
-
-def test_a_model_without_a_switch_is_told_of() -> None:
-    both = told("both", recomputes=False)
-    assert {line.recomputed for line in both.lines} == {False}
-    assert "no known switch" in both.note and str(both).endswith(both.note)
-    assert not told("off", recomputes=False).note
-    with pytest.raises(UserInputError, match="no known switch") as error:
-        told("on", recomputes=False)
-    assert error.value.where == "--activation-checkpointing on"
+        kept = estimate.facts_of(base, simulator, "off")
+        assert kept.backward_bytes_per_sample == 30 * MIB
+        if recomputes:
+            found = estimate.facts_of(base, simulator, "on")
+            assert found.backward_bytes_per_sample == 7.5 * MIB
+        else:
+            with pytest.raises(UserInputError, match="no known switch"):
+                estimate.facts_of(base, simulator, "on")
