@@ -81,8 +81,7 @@ class Source:
     def _ranks(self, slots: int | None) -> int | None:
         """Ranks of a script without a launcher; None if the command starts them itself."""
         program = self.program
-        launched = program.slots or program.takes_all_slots or program.one_thread
-        is_plain = self.start_known and not (launched or program.passes_local_rank)
+        is_plain = self.start_known and not program.launcher
         return (slots or 1) if is_plain else None
 
     def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:

@@ -118,7 +118,7 @@ def run(folder: Path) -> NoReturn:
         _prepare(spec, folder, rank, meter, simulations, doing)
         doing.say("your script runs, up to its first optimizer step")
         config_injection.on_initialize(engines.append)
-        _run_program(_program(spec.program))
+        _run_program(Entrypoint.from_json(spec.program))
     except (TrialComplete, server.ScriptSimulated):
         _leave(0)
     except SystemExit as stop:
@@ -237,13 +237,6 @@ def _adapt_trainer(spec: RankSpec, folder: Path, meters: Sequence[Meter]) -> Non
 
 def _say(text: str) -> None:
     print(f"dsat: {text}", file=sys.stderr)
-
-
-def _program(data: Mapping[str, Any]) -> Entrypoint:
-    values = dict(data)
-    for key in ("args", "core_list", "python_options", "started_by", "devices", "not_devices"):
-        values[key] = tuple(values[key])
-    return Entrypoint(**values)
 
 
 def _run_program(program: Entrypoint) -> None:

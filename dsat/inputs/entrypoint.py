@@ -1,7 +1,7 @@
-"""The user's entrypoint, taken apart: which Python program the ranks run, and how.
+"""The user's entrypoint: the Python program that the ranks run, and what its launcher adds.
 
-The local engine starts the ranks itself, so of a launcher's command only the program, its arguments
-and the number of slots matter.
+dsat starts the ranks itself, so of a launcher's command only the program, its arguments, and the
+choice of slots matter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs import accelerate_env, hostfiles
-from dsat.inputs import script_args as arguments
+from dsat.inputs import accelerate_env, hostfiles, script_args
+from dsat.values.codec import Recorded
 
 _WHERE = "entrypoint"
 _FORMS = (
@@ -30,7 +30,8 @@ _FORMS = (
 _SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
-# Options without a value, of the launchers that are known; every other option takes one.
+DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
+# Options without a value; every other option of a launcher takes one.
 _DEEPSPEED_SWITCHES = frozenset(
     "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
     "--bind_cores_to_rank --save_pid -q --quiet".split()
@@ -40,16 +41,8 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
-
-_MOST_CORES = 2**16  # that a list of cores may reach
-
-
-class UnknownStart(UserInputError):
-    """The command does not say by itself which program the ranks run; running it does."""
-
-
 _HF_PARSERS = ("HfArgumentParser", "TrlParser")
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _STARTS_RANKS = re.compile(
     r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
     re.MULTILINE,
@@ -60,8 +53,12 @@ _READS_ITS_RANK = re.compile(
 )
 
 
+class UnknownStart(UserInputError):
+    """The program that the ranks run can only be found by running the command."""
+
+
 @dataclass(frozen=True)
-class Entrypoint:
+class Entrypoint(Recorded):
     """A Python program and how a launcher would start it.
 
     Attributes:
@@ -71,24 +68,23 @@ class Entrypoint:
         args: the program's own arguments.
         python_options: options of the interpreter itself.
         env: assignments in front of the command.
-        passes_local_rank: whether the launcher adds `--local_rank=N` to the arguments.
-        binds_cores: whether the launcher binds each rank to its share of the processor cores.
-        core_list: the cores that it shares out; all of the machine's where none are given.
-        one_thread: whether the launcher sets OMP_NUM_THREADS to 1 for several ranks.
+        launcher: `DEEPSPEED` or `TORCHRUN`; empty if there is none, or after the command was run.
+        passes_local_rank: the launcher adds `--local_rank=N` to the arguments.
+        binds_cores: the launcher binds each rank to its share of the processor cores.
+        core_list: the cores that it shares out; all of the machine's if empty.
         slots: the number of ranks that the command itself asks for, if any.
-        takes_all_slots: whether the launcher starts a rank on every device of the machine.
-        takes_hf_flags: whether it surely knows every flag of transformers' TrainingArguments.
-        devices, not_devices: positions of the machine's devices that the launcher is told to use,
-            or not to use; all where neither is given.
-        hosts: names of the machines that a hostfile gives the command, with the positions of the
-            devices that it may use there, all where none are given; none where it gives one.
+        takes_hf_flags: it certainly knows every flag of transformers' TrainingArguments.
+        devices, not_devices: positions of the machine's devices to use, or not to use; all if both
+            are empty.
+        hosts: names of a hostfile's machines, with the positions of the devices to use there (all
+            if empty); empty if the command names no hostfile.
         ssh_port: of these machines, if the command names one.
-        interpreter: another one than that which runs dsat, if its ranks need another.
-        lacks_wrapt: whether a package is missing there that ranks need.
+        interpreter: that of the ranks, unless it is the one that runs dsat.
+        lacks_wrapt: the package wrapt, which ranks need, is missing there.
         started_by: the user's command; empty for an entrypoint.
         started_in: the folder that it was run in; empty if it was not run.
-        needs_command: why its ranks cannot be started by themselves, so that each trial runs the
-            user's command again; empty if they can be.
+        needs_command: why each trial has to run the user's command again; empty if its ranks can be
+            started by themselves.
     """
 
     script: str = ""
@@ -96,13 +92,12 @@ class Entrypoint:
     trial_class: str = ""
     args: tuple[str, ...] = ()
     python_options: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = ""
     passes_local_rank: bool = False
-    one_thread: bool = False
     binds_cores: bool = False
     core_list: tuple[int, ...] = ()
     slots: int | None = None
-    takes_all_slots: bool = False
     takes_hf_flags: bool = False
     devices: tuple[int, ...] = ()
     not_devices: tuple[int, ...] = ()
@@ -115,66 +110,39 @@ class Entrypoint:
     needs_command: str = ""
 
     @property
+    def takes_all_slots(self) -> bool:
+        """Tell whether the launcher starts a rank on every device."""
+        return self.launcher == DEEPSPEED and self.slots is None
+
+    @property
     def config_path(self) -> str | None:
         """The DeepSpeed configuration that the arguments name, if any."""
-        position = self._config_position()
-        if position is None:
-            return None
-        return self.args[position].partition("=")[2] or self.args[position]
+        flag = script_args.config_flag(self.args)
+        return None if flag is None else script_args.value_of(self.args, flag)
 
     def for_config(
         self,
         path: str,
         config: Mapping[str, Any],
-        script_args: Mapping[str, Any],
+        switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
     ) -> Entrypoint:
-        """The same with arguments that name a configuration and agree with it.
+        """Return this with arguments that name a configuration and agree with it.
 
         Args:
             path: of the configuration.
-            config: what is in it.
-            script_args: values of the script's own switches.
-            arg_mappings: which of the script's flags repeats which setting.
+            config: its content.
+            switches: values of the script's own switches.
+            arg_mappings: the script's flags that repeat settings.
         """
-        found = self.with_config_path(path)
-        found = replace(found, env=accelerate_env.for_config(found.env, path, config))
-        args = arguments.for_trial(
-            found.args, config, script_args, arg_mappings, add=self.takes_hf_flags
+        args = script_args.for_trial(
+            script_args.with_config(self.args, path),
+            config,
+            switches,
+            arg_mappings,
+            add=self.takes_hf_flags,
         )
-        return replace(found, args=args)
-
-    def with_config_path(self, path: str) -> Entrypoint:
-        """The same with another DeepSpeed configuration, if the arguments name one."""
-        position = self._config_position()
-        if position is None:
-            return self
-        args = list(self.args)
-        flag, equals, _ = args[position].partition("=")
-        args[position] = f"{flag}={path}" if equals else path
-        return replace(self, args=tuple(args))
-
-    def _config_position(self) -> int | None:
-        position = self._value_position("--deepspeed_config")
-        if position is not None:
-            return position
-        # `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
-        position = self._value_position("--deepspeed")
-        is_file = position is not None and self.args[position].endswith(".json")
-        return position if is_file else None
-
-    def _value_position(self, option: str) -> int | None:
-        """Return the index of the argument with an option's value; None if there is none."""
-        for index, arg in enumerate(self.args):
-            flag, equals, value = arg.partition("=")
-            if flag != option:
-                continue
-            if equals and value:
-                return index
-            following = self.args[index + 1 : index + 2]
-            if not equals and following and not following[0].startswith("-"):
-                return index + 1
-        return None
+        return replace(self, args=args, env=accelerate_env.for_config(self.env, path, config))
 
     def command(self) -> list[str]:
         """The program as a plain command, without a launcher."""
@@ -188,14 +156,14 @@ class Entrypoint:
 
 
 def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
-    """Takes an entrypoint apart.
+    """Parse an entrypoint.
 
     Args:
         entrypoint: as in the experiment configuration: a command line or a list of arguments.
-        model_dir: where its script is.
+        model_dir: the folder of its script.
 
     Raises:
-        UserInputError: it is empty, needs a shell, or is of a form that is not known.
+        UserInputError: it is empty, needs a shell, or has an unknown form.
     """
     words = _words(entrypoint)
     env = take_assignments(words)
@@ -212,7 +180,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
 
 
 def take_assignments(words: list[str]) -> dict[str, str]:
-    """The variables that are set in front of a command, which are taken from its words."""
+    """Remove the variables in front of a command from its words, and return them."""
     env = {}
     while words and _ASSIGNMENT.match(words[0]):
         name, _, value = words.pop(0).partition("=")
@@ -225,49 +193,72 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
 
     Another parser would refuse a flag that the user did not give.
     """
-    if not program.script:
-        return False
-    source = (model_dir / program.script).read_text(encoding="utf-8", errors="replace")
-    return any(parser in source for parser in _HF_PARSERS)
+    return bool(program.script) and any(
+        parser in _source(model_dir / program.script) for parser in _HF_PARSERS
+    )
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     """Return whether a command is a script that starts its ranks' processes itself.
 
-    One that asks for its rank may also be run by a launcher, and then starts none.
+    A script that reads its rank may also be run by a launcher, and then starts none.
 
     Args:
         command: that `parse` understands.
-        model_dir: where its script is.
+        model_dir: the folder of its script.
     """
     words = list(command)
     take_assignments(words)
     if _PYTHON.fullmatch(Path(words[0]).name):
-        _, words = _interpreter_options(words[1:])
+        _, words = split_interpreter(words[1:])
     if not words[0].endswith(".py"):
         return False
-    source = (model_dir / words[0]).read_text(encoding="utf-8", errors="replace")
+    source = _source(model_dir / words[0])
     return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
 
 
+def of_interpreter(words: Sequence[str]) -> Entrypoint:
+    """Return the program that a Python interpreter runs when given these words."""
+    options, rest = split_interpreter(words)
+    # Output is never held back: -u changes nothing.
+    return replace(_program(rest), python_options=tuple(word for word in options if word != "-u"))
+
+
+def split_interpreter(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """Split the words after `python` into the interpreter's own options and the rest."""
+    end = 0
+    while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
+        end += 2 if words[end] in ("-W", "-X") else 1
+    return words[:end], list(words[end:])
+
+
+def _source(script: Path) -> str:
+    return script.read_text(encoding="utf-8", errors="replace")
+
+
+def _program(words: Sequence[str]) -> Entrypoint:
+    """A script or `-m MODULE`, and its arguments."""
+    if words[0] == "-m":
+        return Entrypoint(module=words[1], args=tuple(words[2:]))
+    return Entrypoint(script=words[0], args=tuple(words[1:]))
+
+
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
-    if isinstance(entrypoint, str):
-        if _SHELL.search(entrypoint):
-            raise UserInputError(
-                f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
-                where=_WHERE,
-                hint="Put what the shell does into the script. " + _FORMS,
-            )
-        try:
-            return shlex.split(entrypoint)
-        except ValueError as error:
-            raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
-    words: list[str] = []
-    for word in entrypoint:
-        if not isinstance(word, (str, int, float)):
-            raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
-        words.append(str(word))  # an empty one is an argument too
-    return words
+    if not isinstance(entrypoint, str):
+        for word in entrypoint:
+            if not isinstance(word, (str, int, float)):
+                raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
+        return [str(word) for word in entrypoint]
+    if _SHELL.search(entrypoint):
+        raise UserInputError(
+            f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
+            where=_WHERE,
+            hint="Put what the shell does into the script. " + _FORMS,
+        )
+    try:
+        return shlex.split(entrypoint)
+    except ValueError as error:
+        raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
 
 
 def _command(words: list[str]) -> Entrypoint:
@@ -277,129 +268,79 @@ def _command(words: list[str]) -> Entrypoint:
     if name == "torchrun":
         return _torchrun(words[1:])
     if _PYTHON.fullmatch(name):
-        _check_interpreter(words[0])
+        if not _is_this_python(words[0]):
+            raise UnknownStart(
+                f"{words[0]} is not the Python that runs dsat ({sys.executable})",
+                where=_WHERE,
+                hint="Run dsat with that Python, or write python3.",
+            )
         return _python(words[1:])
     if name.endswith(".py"):
-        return Entrypoint(script=words[0], args=tuple(words[1:]))
+        return _program(words)
     raise UnknownStart(f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
 
 
-def _check_interpreter(word: str) -> None:
+def _is_this_python(word: str) -> bool:
     """A folder names an environment, which is more than the interpreter that it links to."""
-    here = sys.executable
     if os.sep in word:
-        found = shutil.which(word)
-        other = found is None or not os.path.samefile(os.path.dirname(found), os.path.dirname(here))
-    else:
-        other = False
-    version = re.search(r"\d[\d.]*$", os.path.basename(word))
-    if other or not _has_version(version[0] if version else ""):
-        raise UnknownStart(
-            f"{word} is not the Python that runs dsat ({here})",
-            where=_WHERE,
-            hint="Run dsat with that Python, or write python3.",
-        )
-
-
-def _has_version(version: str) -> bool:
-    mine = [str(number) for number in sys.version_info[:2]]
-    given = version.split(".") if version else []
-    return given == mine[: len(given)]
-
-
-def of_interpreter(words: Sequence[str]) -> Entrypoint:
-    """Return the program that a Python interpreter runs when given these words."""
-    options, rest = _interpreter_options(list(words))
-    if rest[0] == "-m":
-        return Entrypoint(module=rest[1], args=tuple(rest[2:]), python_options=tuple(options))
-    return Entrypoint(script=rest[0], args=tuple(rest[1:]), python_options=tuple(options))
-
-
-def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:
-    options: list[str] = []
-    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
-        option = words.pop(0)
-        if option != "-u":  # output is never held back
-            options.append(option)
-            if option in ("-W", "-X") and words:
-                options.append(words.pop(0))
-    return options, words
+        found, here = shutil.which(word), os.path.dirname(sys.executable)
+        if found is None or not os.path.samefile(os.path.dirname(found), here):
+            return False
+    major, minor = sys.version_info[:2]
+    version = os.path.basename(word).removeprefix("python")
+    return version in ("", f"{major}", f"{major}.{minor}")
 
 
 def _python(words: list[str]) -> Entrypoint:
-    options, words = _interpreter_options(words)
-    if not words:
+    _, rest = split_interpreter(words)
+    if not rest or rest == ["-m"]:
         raise UserInputError("names no script", where=_WHERE, hint=_FORMS)
-    if words[0] in ("-c", "-"):
+    if rest[0] in ("-c", "-"):
         raise UnknownStart("names no script", where=_WHERE, hint=_FORMS)
-    if words[0] != "-m":
-        return Entrypoint(script=words[0], args=tuple(words[1:]), python_options=tuple(options))
-    module, rest = words[1:2], words[2:]
-    if not module:
-        raise UserInputError("names no module after -m", where=_WHERE, hint=_FORMS)
-    if module[0] == "determined.launch.deepspeed":
-        _check_determined(module[0])
-        return _determined(rest)
-    if module[0] == "determined.launch.torch_distributed":
-        _check_determined(module[0])
-        return replace(_determined_torch(rest), one_thread=True)
-    if module[0] in ("torch.distributed.run", "torch.distributed.launch"):
-        return _torchrun(rest)
-    if module[0] in ("deepspeed", "deepspeed.launcher.runner"):
-        return _deepspeed(rest)
-    if module[0].split(".")[0] in ("accelerate", "horovod", "mpi4py"):
-        raise UnknownStart(
-            f"{module[0]} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS
-        )
-    return Entrypoint(module=module[0], args=tuple(rest), python_options=tuple(options))
+    module, args = (rest[1], rest[2:]) if rest[0] == "-m" else ("", [])
+    if module in ("determined.launch.deepspeed", "determined.launch.torch_distributed"):
+        return _determined(module, args)
+    if module in ("torch.distributed.run", "torch.distributed.launch"):
+        return _torchrun(args)
+    if module in ("deepspeed", "deepspeed.launcher.runner"):
+        return _deepspeed(args)
+    if module.split(".")[0] in ("accelerate", "horovod", "mpi4py"):
+        raise UnknownStart(f"{module} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
+    return of_interpreter(words)
 
 
-def _check_determined(launcher: str) -> None:
+def _determined(launcher: str, words: list[str]) -> Entrypoint:
+    """`[TORCH OPTIONS] [--] (--trial MODULE:CLASS) | (SCRIPT...)` (determined/launch, 0.37)."""
     if importlib.util.find_spec("determined") is None:
         raise UserInputError(
             f"{launcher} is not installed",
             where=_WHERE,
             hint="Run pip install 'dsat[determined]', or leave the launcher out.",
         )
-
-
-def _determined(words: list[str]) -> Entrypoint:
-    """`(--trial MODULE:CLASS) | (SCRIPT...)`, as determined/launch/deepspeed.py takes it."""
-    if words and (words[0] == "--trial" or words[0].startswith("--trial=")):
-        rest = words[1:] if words[0] == "--trial" else [words[0].partition("=")[2], *words[1:]]
-        if len(rest) != 1:
-            raise UserInputError(
-                "--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS
-            )
-        return Entrypoint(trial_class=rest[0])
-    if words and words[0] == "--":
-        words = words[1:]
+    is_torch = launcher.endswith("torch_distributed")
+    if "--" in words and (is_torch or words[0] == "--"):
+        words = words[words.index("--") + 1 :]
     if not words:
         raise UserInputError("the launcher is given no script", where=_WHERE, hint=_FORMS)
-    return _command(words)
-
-
-def _determined_torch(words: list[str]) -> Entrypoint:
-    """`[TORCH OPTIONS --] (--trial MODULE:CLASS) | (SCRIPT...)`."""
-    return _determined(words[words.index("--") + 1 :] if "--" in words else words)
+    flag, equals, name = words[0].partition("=")
+    rest = [name, *words[1:]] if equals else words[1:]
+    if flag != "--trial":
+        found = _command(words)
+    elif len(rest) == 1:
+        found = Entrypoint(trial_class=rest[0])
+    else:
+        raise UserInputError("--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS)
+    return replace(found, launcher=TORCHRUN) if is_torch else found
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, rest = _split_options(words, _DEEPSPEED_SWITCHES)
+    options, found = _launched(DEEPSPEED, words, _DEEPSPEED_SWITCHES)
     if "--autotuning" in options:
         raise UserInputError(
             "--autotuning is DeepSpeed's own tuner, which dsat replaces",
             where=_WHERE,
             hint="Leave it out.",
         )
-    if not rest:
-        raise UserInputError("deepspeed is given no script", where=_WHERE, hint=_FORMS)
-    if "--no_python" in options:
-        found = _command(rest)
-    elif "--module" in options:
-        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
-    else:
-        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
     found = replace(
         found,
         passes_local_rank="--no_local_rank" not in options,
@@ -409,41 +350,50 @@ def _deepspeed(words: list[str]) -> Entrypoint:
     hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
     hosts = hostfiles.read(hostfile)
     if len(hosts) > 1:
-        return replace(
-            found,
-            hosts=tuple(hostfiles.chosen(hostfile, hosts, options).items()),
-            ssh_port=_count(options, "--ssh_port"),
-            takes_all_slots=True,
-        )
+        chosen = hostfiles.chosen(hostfile, hosts, options)
+        port = _count(options, "--ssh_port")
+        return replace(found, hosts=tuple(chosen.items()), ssh_port=port)
     _check_one_machine(options)
     devices = _devices(options, "--include", "-i")
     slots = _count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
     return replace(
         found,
         slots=slots or next(iter(hosts.values()), None),
-        takes_all_slots=slots is None and not any(hosts.values()),
         devices=devices,
         not_devices=_devices(options, "--exclude", "-e"),
     )
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
-    options, rest = _split_options(words, _TORCHRUN_SWITCHES)
+    options, found = _launched(TORCHRUN, words, _TORCHRUN_SWITCHES)
     _check_one_machine(options)
+    return replace(found, slots=_count(options, "--nproc_per_node", "--nproc-per-node"))
+
+
+def _launched(
+    launcher: str, words: list[str], switches: frozenset[str]
+) -> tuple[dict[str, str], Entrypoint]:
+    """Return a launcher's own options, and the program that it starts."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if not equals and name not in switches and rest:
+            value = rest.pop(0)
+        options[name] = value
     if not rest:
-        raise UserInputError("torchrun is given no script", where=_WHERE, hint=_FORMS)
-    if {"--no-python", "--no_python"} & options.keys():
+        raise UserInputError(f"{launcher} is given no script", where=_WHERE, hint=_FORMS)
+    if options.keys() & {"--no_python", "--no-python"}:
         found = _command(rest)
-    elif {"-m", "--module"} & options.keys():
-        found = Entrypoint(module=rest[0], args=tuple(rest[1:]))
     else:
-        found = Entrypoint(script=rest[0], args=tuple(rest[1:]))
-    return replace(
-        found, one_thread=True, slots=_count(options, "--nproc_per_node", "--nproc-per-node")
-    )
+        found = _program(["-m", *rest] if options.keys() & {"--module", "-m"} else rest)
+    return options, replace(found, launcher=launcher)
 
 
-def _check_one_machine(options: dict[str, str]) -> None:
+def _check_one_machine(options: Mapping[str, str]) -> None:
     """Raise UserInputError for options that ask for several machines."""
     for name in ("--num_nodes", "--nnodes"):
         if options.get(name, "1") not in ("1", "1:1"):
@@ -454,23 +404,19 @@ def _check_one_machine(options: dict[str, str]) -> None:
             )
 
 
-def _several_machines(option: str, hosts: Collection[str]) -> UserInputError:
-    return UserInputError(
-        f"{option} names {len(hosts)} machines, and trials run on this one",
-        where=_WHERE,
-        hint="Leave it out, and give --num_gpus.",
-    )
+def _devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
+    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names, if any.
 
-
-def _devices(options: dict[str, str], *names: str) -> tuple[int, ...]:
-    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names.
-
-    None if it names the machine alone (deepspeed/launcher/runner.py, `parse_resource_filter`).
+    As `parse_resource_filter` of deepspeed/launcher/runner.py (0.19.8).
     """
     for name in names:
         given = options.get(name, "")
         if "@" in given:
-            raise _several_machines(f"{name} {given}", given.split("@"))
+            raise UserInputError(
+                f"{name} {given} names {given.count('@') + 1} machines, and trials run on this one",
+                where=_WHERE,
+                hint="Leave it out, and give --num_gpus.",
+            )
         if given and (positions := hostfiles.positions(name, given)[1]):
             return positions
     return ()
@@ -483,36 +429,19 @@ def _cores(given: str) -> tuple[int, ...]:
     """
     found: list[int] = []
     for part in given.split(",") if given else ():
-        first, _, last = part.partition("-")
-        ends = (first, last or first)
-        if not all(end.isdigit() for end in ends) or not (
-            max(found, default=-1) < int(first) <= int(ends[1]) < _MOST_CORES
-        ):
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part, re.ASCII)
+        cores = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not cores or cores[0] <= max(found, default=-1):
             raise UserInputError(
                 f"--bind_core_list {given}: expected ascending numbers and ranges",
                 where=_WHERE,
                 hint="As 0,2-4",
             )
-        found += range(int(first), int(ends[1]) + 1)
+        found += cores
     return tuple(found)
 
 
-def _split_options(words: list[str], switches: frozenset[str]) -> tuple[dict[str, str], list[str]]:
-    """A launcher's own options, and what follows them."""
-    options: dict[str, str] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if word == "--":
-            break
-        name, equals, value = word.partition("=")
-        if not equals and name not in switches and rest:
-            value = rest.pop(0)
-        options[name] = value
-    return options, rest
-
-
-def _count(options: dict[str, str], *names: str) -> int | None:
+def _count(options: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if re.fullmatch("[0-9]{1,18}", options.get(name, "")) and int(options[name]) > 0:
             return int(options[name])

@@ -1,19 +1,20 @@
-"""From what a command's Python processes recorded of their start to the program that ranks run.
+"""The program that the ranks of a command run, from the recorded starts of its Python processes.
 
-Pure; the recording itself is done by `dsat.in_trial.start_recorder`.
+Pure; `dsat.in_trial.start_recorder` records them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
-from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.entrypoint import Entrypoint, split_interpreter
+from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
 ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
@@ -35,7 +36,7 @@ _PREFIXES_OF_A_START = tuple(
 
 
 @dataclass(frozen=True)
-class RankStart:
+class RankStart(Recorded):
     """Start of one process of a command that called `deepspeed.initialize`.
 
     Attributes:
@@ -73,25 +74,18 @@ class RankStart:
     config: Mapping[str, Any] | None = None
     config_problem: str = ""
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RankStart:
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        lists = {
-            name: tuple(known.get(name, ())) for name in ("version", "command", "argv", "cores")
-        }
-        return cls(**{**known, **lists})
-
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
-    """Raises UserInputError unless the processes are the ranks of one training on one machine."""
+    """Raise UserInputError unless the processes are the ranks of one training on one machine."""
     numbers = [rank.rank for rank in ranks]
-    if len(set(numbers)) < len(numbers) or len({rank.size for rank in ranks}) > 1:
+    size = ranks[0].size
+    if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
         starts = max(numbers.count(number) for number in numbers)
         raise UserInputError(
-            f"starts {max(starts, 2)} trainings, and dsat tunes one", where="command",
+            f"starts {max(starts, 2)} trainings, and dsat tunes one",
+            where="command",
             hint=ONE_TRAINING,
-        )  # fmt: skip
-    size = ranks[0].size
+        )
     if len(ranks) < size:
         raise UserInputError(
             f"is one of several nodes: {len(ranks)} of its {size} ranks started here",
@@ -106,12 +100,12 @@ def program_of(
     env: Mapping[str, str],
     cores: Collection[int],
 ) -> Entrypoint:
-    """The program that the ranks of a command run.
+    """Return the program that the ranks of a command run.
 
     Args:
         ranks: all of the training.
-        command: the user's own, whatever it is.
-        env: what the command itself was started with.
+        command: the user's own, of any kind.
+        env: the environment of the command itself.
         cores: that it could use.
 
     Raises:
@@ -123,18 +117,17 @@ def program_of(
     program = _as_seen(first) if needs_command else entrypoints.of_interpreter(first.command[1:])
     local_rank = first.env.get("LOCAL_RANK", "0")
     passes_local_rank = program.args[:1] == (f"--local_rank={local_rank}",)
-    if passes_local_rank:
-        program = replace(program, args=program.args[1:])
     bound = _bound_cores(ranks, cores) if passes_local_rank else ()
+    is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
     return replace(
         program,
+        args=program.args[1:] if passes_local_rank else program.args,
         binds_cores=bool(bound),
         core_list=bound,
         env=_difference(first.env, env),
-        interpreter="" if _is_mine(first) else first.executable,
+        interpreter="" if is_mine else first.executable,
         lacks_wrapt=not first.has_wrapt,
         passes_local_rank=passes_local_rank,
-        one_thread="OMP_NUM_THREADS" not in env and first.env.get("OMP_NUM_THREADS") == "1",
         slots=first.size,
         started_by=tuple(command),
         needs_command=needs_command,
@@ -154,13 +147,12 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 def _why_not_by_themselves(first: RankStart) -> str:
     """Return the reason why a process needs its command to start it; empty if it does not."""
-    words = list(first.command[1:])
-    if first.forked or _SPAWNED in words:
+    if first.forked or _SPAWNED in first.command:
         return "another Python process makes them (multiprocessing)"
-    what = words[_options_end(words) :]
-    if what[:1] in ([], ["-c"], ["-"]):
+    _, program = split_interpreter(first.command[1:])
+    if program[:1] in ([], ["-c"], ["-"]):
         return "their program is in no file (-c, standard input)"
-    script = [] if what[0] == "-m" else [what[0]]
+    script = [] if program[0] == "-m" else [program[0]]
     for path in [first.cwd, first.executable, *script]:
         if not (Path(first.cwd) / path).exists():
             return f"{path} is gone when the command has ended"
@@ -169,31 +161,16 @@ def _why_not_by_themselves(first: RankStart) -> str:
 
 def _as_seen(first: RankStart) -> Entrypoint:
     """The program of a process, as far as it can be named, with its arguments."""
-    words = list(first.command[1:])
-    what = words[_options_end(words) :]
-    if what[:1] == ["-m"]:
-        return Entrypoint(module=what[1], args=tuple(what[2:]))
+    _, program = split_interpreter(first.command[1:])
+    if program[:1] == ["-m"]:
+        return Entrypoint(module=program[1], args=tuple(program[2:]))
     script = first.argv[0] if first.argv else ""
     is_there = bool(script) and (Path(first.cwd) / script).is_file()
     return Entrypoint(script=script if is_there else "", args=first.argv[1:])
 
 
-def _options_end(words: Sequence[str]) -> int:
-    """Return the index at which the interpreter's own options end."""
-    end = 0
-    while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
-        end += 2 if words[end] in ("-W", "-X") else 1
-    return end
-
-
-def _is_mine(rank: RankStart) -> bool:
-    """Return whether the process has the packages that dsat has itself."""
-    mine = (sys.prefix, tuple(sys.version_info[:2]))
-    return (rank.prefix, rank.version) == mine
-
-
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a command adds, but for those of the start itself."""
+    """Variables that a command adds, except those of the start itself."""
     return {
         name: value
         for name, value in has.items()

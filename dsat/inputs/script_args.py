@@ -1,9 +1,9 @@
 """A training script's own command-line flags that must agree with a trial's configuration.
 
 Hugging Face's `TrainingArguments` name the batch sizes a second time, and the Trainer refuses to
-run when they and the DeepSpeed configuration differ (transformers/integrations/deepspeed.py). Other
-scripts say with `arg_mappings` which of their flags repeats which DeepSpeed setting. Pure functions
-on lists of arguments.
+run when they and the DeepSpeed configuration differ (transformers/integrations/deepspeed.py). For
+other scripts `arg_mappings` names the flags that repeat settings. Pure functions on lists of
+arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import AUTO, did_you_mean
+from dsat.inputs.ds_config import AUTO, did_you_mean, whole_number
 
 CHECKPOINTING = "gradient_checkpointing"  # a switch of the script, not a setting of DeepSpeed
 
@@ -23,28 +23,14 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
 }
 HF_FLAGS: Mapping[str, str] = {**HF_BATCH_FLAGS, CHECKPOINTING: "--gradient_checkpointing"}
-# What the flags are when they are not given (transformers/training_args.py).
+# Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
 _HF_CHECKPOINTING_FLAGS = ("--gradient_checkpointing", "--activation_checkpointing")
-
-# Flags of TrainingArguments, each enough to know them by once `--deepspeed` is given a file.
-_HF_SIGNS = tuple(
-    f"--{name}"
-    for name in """
-    output_dir overwrite_output_dir do_train do_eval do_predict num_train_epochs max_steps
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
-    gradient_checkpointing activation_checkpointing lr_scheduler_type warmup_ratio warmup_steps
-    evaluation_strategy eval_strategy eval_steps save_strategy save_steps save_total_limit
-    logging_strategy logging_steps logging_dir report_to ddp_timeout dataloader_num_workers
-    """.split()
-)
-
-# Flags of TrainingArguments that repeat a DeepSpeed setting: a Trainer's script knows them, given
-# or not.
+# Flags of TrainingArguments that repeat a DeepSpeed setting. A Trainer's script has them all.
 _HF_KNOWN = frozenset(
     """
-    --gradient_accumulation_steps --gradient_checkpointing --learning_rate --max_grad_norm
-    --per_device_train_batch_size --warmup_steps --weight_decay
+    gradient_accumulation_steps gradient_checkpointing learning_rate max_grad_norm
+    per_device_train_batch_size warmup_steps weight_decay
     """.split()
 )
 
@@ -54,7 +40,7 @@ _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 @dataclass(frozen=True)
 class _Place:
-    """One occurrence of a flag: where it is, and where its value, if it has one.
+    """One occurrence of a flag.
 
     Attributes:
         flag: index of the flag itself.
@@ -64,15 +50,30 @@ class _Place:
     flag: int
     value: int | None
 
+    def read(self, args: Sequence[str]) -> str:
+        """Return the value; "" for a bare flag."""
+        if self.value is None:
+            return ""
+        return args[self.value].partition("=")[2] if self.value == self.flag else args[self.value]
+
+    def write(self, args: list[str], value: object) -> None:
+        """Replace the value, or insert one after a bare flag."""
+        if self.value is None:
+            args.insert(self.flag + 1, str(value))
+        elif self.value == self.flag:
+            args[self.flag] = f"{args[self.flag].partition('=')[0]}={value}"
+        else:
+            args[self.value] = str(value)
+
 
 def rewrite(
     args: Sequence[str], values: Mapping[str, Any], mappings: Mapping[str, str], *, add: bool
 ) -> tuple[str, ...]:
     """Return the arguments with the flags of `mappings` set to `values`.
 
-    `--flag value`, `--flag=value` and dashes in place of underscores are understood, and of a
-    repeated flag every occurrence is changed. "auto" and None never reach the command line: such a
-    flag stays as the user wrote it. A bare switch is kept for True and removed for False.
+    `--flag value`, `--flag=value` and dashes in place of underscores are understood, and every
+    occurrence of a repeated flag is changed. A flag whose value is "auto" or None stays as it is. A
+    bare switch is kept for True and removed for False.
 
     Args:
         args: of the script.
@@ -88,94 +89,84 @@ def rewrite(
         value = values.get(key)
         if value is None or value == AUTO:
             continue
-        if not isinstance(value, (bool, int, float, str)):
+        if isinstance(value, bool):
+            _switch(result, flag, value, add=add)
+        elif isinstance(value, (int, float, str)):
+            _set(result, flag, value, add=add)
+        else:
             raise UserInputError(
                 f"{flag} cannot be given {key}, which is no single value: {value!r}",
                 where="arg_mappings",
                 hint=f"Map a setting below {key} instead.",
             )
-        if isinstance(value, bool):
-            result = _switch(result, flag, value, add=add)
-        else:
-            result = _set(result, flag, value, add=add)
     return tuple(result)
 
 
-def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> list[str]:
+def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> None:
     places = _places(args, flag)
-    result = list(args)
     for place in reversed(places):
-        if place.value is None:  # it lacks its value
-            result.insert(place.flag + 1, str(value))
-        else:
-            result[place.value] = _with_value(args, place, value)
-    return result if places or not add else _appended(result, flag, str(value))
+        place.write(args, value)
+    if add and not places:
+        _append(args, flag, str(value))
 
 
-def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> list[str]:
+def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
     """Switch a flag on or off, in its own form or else as a bare flag."""
-    negative = f"--no_{flag.lstrip('-')}"
+    negative = _places(args, f"--no_{flag.lstrip('-')}")
     if value:  # argparse would let it win if it comes last
-        gone = {place.flag for place in _places(args, negative)}
-        args = [arg for index, arg in enumerate(args) if index not in gone]
+        for place in reversed(negative):
+            del args[place.flag]
     places = _places(args, flag, switch=True)
-    result = list(args)
     for place in reversed(places):
         if place.value is not None:
-            result[place.value] = _with_value(args, place, value)
+            place.write(args, value)
         elif not value:
-            del result[place.flag]
+            del args[place.flag]
     if places or not add:
-        return result
+        return
     if value:
-        return _appended(result, flag)
-    if looks_like_hf(args) and not _places(args, negative):
+        _append(args, flag)
+    elif looks_like_hf(args) and not negative:
         # Classes made of TrainingArguments may have it true by default (trl's SFTConfig).
-        return _appended(result, flag, str(value))
-    return result
+        _append(args, flag, str(value))
 
 
-def _with_value(args: Sequence[str], place: _Place, value: object) -> str:
-    assert place.value is not None
-    if place.value != place.flag:
-        return str(value)
-    return f"{args[place.flag].partition('=')[0]}={value}"
-
-
-def _appended(args: list[str], *words: str) -> list[str]:
+def _append(args: list[str], *words: str) -> None:
     end = _end(args)
-    return [*args[:end], *words, *args[end:]]
+    args[end:end] = words
 
 
 def value_of(args: Sequence[str], flag: str) -> str | None:
     """Return the value of a flag's last occurrence; "" for a bare flag, None if there is none."""
     places = _places(args, flag)
-    if not places:
-        return None
-    place = places[-1]
-    if place.value is None:
-        return ""
-    if place.value == place.flag:
-        return args[place.flag].partition("=")[2]
-    return args[place.value]
+    return places[-1].read(args) if places else None
 
 
 def is_on(args: Sequence[str], flag: str) -> bool:
     """Tell whether a switch is there, and not given a word for false."""
     places = _places(args, flag, switch=True)
-    if not places:
-        return False
-    place = places[-1]
-    if place.value is None:
-        return True
-    word = args[place.value].partition("=")[2] if place.value == place.flag else args[place.value]
-    return word.lower() in _TRUE
+    return bool(places) and (places[-1].read(args) or "true").lower() in _TRUE
+
+
+def config_flag(args: Sequence[str]) -> str | None:
+    """Return the flag that names the DeepSpeed configuration, if there is one.
+
+    `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
+    """
+    if value_of(args, "--deepspeed_config"):
+        return "--deepspeed_config"
+    return "--deepspeed" if looks_like_hf(args) else None
+
+
+def with_config(args: Sequence[str], path: str) -> tuple[str, ...]:
+    """Return the arguments with another DeepSpeed configuration, if they name one."""
+    flag = config_flag(args)
+    return tuple(args) if flag is None else rewrite(args, {flag: path}, {flag: flag}, add=False)
 
 
 def looks_like_hf(args: Sequence[str]) -> bool:
-    """Tell the arguments of transformers' TrainingArguments with DeepSpeed from others."""
-    config = value_of(args, "--deepspeed") or ""
-    return config.endswith(".json") and any(_places(args, sign) for sign in _HF_SIGNS)
+    """Tell whether a Trainer's argument names the DeepSpeed configuration."""
+    return (value_of(args, "--deepspeed") or "").endswith(".json")
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
@@ -187,14 +178,10 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
         args: of the script.
         given: the user's `arg_mappings`.
     """
-    if not looks_like_hf(args):
-        return {
-            **{key: flag for key, flag in HF_BATCH_FLAGS.items() if _places(args, flag)},
-            **given,
-        }
-    found = dict(HF_BATCH_FLAGS)
+    is_hf = looks_like_hf(args)
+    found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
     for flag in _HF_CHECKPOINTING_FLAGS:
-        if _places(args, flag):
+        if is_hf and _places(args, flag):
             found[CHECKPOINTING] = flag
     return {**found, **given}
 
@@ -202,25 +189,22 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
     """Return the user's mappings, each flag spelled as in the arguments (dashes or underscores).
 
-    A Hugging Face Trainer's script, which gets its configuration as `--deepspeed FILE`, knows the
-    flags of TrainingArguments without being given them.
-
     Args:
         mappings: setting -> flag.
         args: of the script.
         where: what to name in errors.
 
     Raises:
-        UserInputError: a flag is not among the arguments.
+        UserInputError: a flag is not among the arguments, and no Trainer knows it.
     """
     given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
     is_trainer = bool(value_of(args, "--deepspeed"))
-    known = {_plain(flag) for flag in _HF_KNOWN} if is_trainer else set()
     spelled = {}
     for setting, flag in mappings.items():
         found = given.get(_plain(flag))
+        is_known = is_trainer and _plain(flag).lstrip("_") in _HF_KNOWN
         # A switch that is off is not there.
-        if found is None and _plain(flag) not in known and setting != CHECKPOINTING:
+        if found is None and not is_known and setting != CHECKPOINTING:
             raise UserInputError(
                 f"maps {setting} to {flag}, which the training script does not get",
                 where=where,
@@ -242,18 +226,14 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
     if dot:
         section = config.get(first)
         return setting(section, rest) if isinstance(section, Mapping) else None
-    for section in config.values():
-        if isinstance(section, Mapping):
-            value = setting(section, key)
-            if value is not None:
-                return value
-    return None
+    inner = (setting(part, key) for part in config.values() if isinstance(part, Mapping))
+    return next((value for value in inner if value is not None), None)
 
 
 def for_trial(
     args: Sequence[str],
     config: Mapping[str, Any],
-    script_args: Mapping[str, Any],
+    switches: Mapping[str, Any],
     given: Mapping[str, str],
     *,
     add: bool,
@@ -263,12 +243,12 @@ def for_trial(
     Args:
         args: the user's own.
         config: the trial's whole DeepSpeed configuration.
-        script_args: the trial's values of what is no DeepSpeed setting.
+        switches: the trial's values of the script's own switches.
         given: the user's `arg_mappings`.
         add: also give the flags of TrainingArguments that the user did not.
     """
     mappings = mappings_for(args, given)
-    values = {**{key: setting(config, key) for key in mappings}, **script_args}
+    values = {**{key: setting(config, key) for key in mappings}, **switches}
     found = rewrite(args, values, mappings, add=add)
     if CHECKPOINTING in given:  # the user says that there is such a switch, given or not
         found = rewrite(found, values, {CHECKPOINTING: given[CHECKPOINTING]}, add=True)
@@ -278,10 +258,9 @@ def for_trial(
 def batch_from_args(
     config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a configuration with batch sizes in the place of "auto".
+    """Return a configuration with the batch sizes of the script's flags in place of "auto".
 
-    The Trainer fills in the flags of TrainingArguments or their defaults; other scripts have the
-    flags of `arg_mappings`. What cannot be known stays as it is.
+    The Trainer's flags have defaults. What cannot be known stays as it is.
 
     Args:
         config: the user's DeepSpeed configuration.
@@ -291,24 +270,17 @@ def batch_from_args(
     Raises:
         UserInputError: a flag's value is no positive integer.
     """
-    mappings, is_hf = mappings_for(args, given), looks_like_hf(args)
-    found = dict(config)
+    mappings, found = mappings_for(args, given), dict(config)
     for key, default in _HF_DEFAULTS.items():
-        is_open = config.get(key) in (None, AUTO)
-        if not is_open or key not in mappings:
+        if config.get(key) not in (None, AUTO) or key not in mappings:
             continue
         text = value_of(args, mappings[key])
         if text is not None:
-            found[key] = _positive(text, mappings[key])
-        elif is_hf:
+            number = int(text) if re.fullmatch(r"\+?[0-9]+", text, re.ASCII) else text
+            found[key] = whole_number(number, mappings[key])
+        elif looks_like_hf(args):
             found[key] = default
     return found
-
-
-def _positive(text: str, flag: str) -> int:
-    if not re.fullmatch(r"\+?[0-9]+", text) or int(text) < 1:
-        raise UserInputError(f"must be a positive integer, not {text!r}", where=flag)
-    return int(text)
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
@@ -318,12 +290,9 @@ def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Pl
         name, equals, _ = args[index].partition("=")
         if not name.startswith("--") or _plain(name) != wanted:
             continue
-        if equals:
-            places.append(_Place(index, index))
-        elif index + 1 < _end(args) and _is_value(args[index + 1], switch=switch):
-            places.append(_Place(index, index + 1))
-        else:
-            places.append(_Place(index, None))
+        has_value = index + 1 < _end(args) and _is_value(args[index + 1], switch=switch)
+        value = index if equals else index + 1 if has_value else None
+        places.append(_Place(index, value))
     return places
 
 

@@ -101,7 +101,6 @@ def test_a_section_is_no_value() -> None:
     [
         ("--deepspeed ds.json --output_dir out", True),
         ("--deepspeed=ds.json --num-train-epochs=3", True),
-        ("--deepspeed ds.json --learning_rate 1", False),
         ("--deepspeed --output_dir out", False),
         ("--deepspeed --deepspeed_config ds.json --max_steps 3", False),
         ("--deepspeed_config ds.json --output_dir out", False),

@@ -294,7 +294,7 @@ def settings_of_ranks(
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         sharers = _sharers(machine, config, ranks)
-        as_torchrun = program.one_thread or not program.passes_local_rank
+        as_torchrun = not program.passes_local_rank
         if as_torchrun and ranks > 1 and not offloads(config):
             settings["OMP_NUM_THREADS"] = "1"
         elif sharers > 1:

@@ -41,7 +41,7 @@ def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
         (2, True): "8",
         (4, True): "4",
     }
-    torchrun = replace(PROGRAM, one_thread=True)
+    torchrun = replace(PROGRAM, passes_local_rank=False)
     assert settings_of_ranks(GPUS, torchrun, {}, 2, {})["OMP_NUM_THREADS"] == "1"
 
 
