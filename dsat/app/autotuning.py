@@ -35,7 +35,7 @@ def read(source: Source, method: str) -> Autotuning:
 
 def settings_of(settings: Settings, section: Autotuning, experiment: Experiment) -> Settings:
     """Return the settings of the search that a section asks for."""
-    options: dict[str, Any] = {"early_stopping": section.early_stopping}
+    options: dict[str, Any] = {"early_stopping": section.early_stopping or None}
     if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
     zero = experiment.ds_config.get("zero_optimization") or {}
@@ -58,7 +58,7 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
         ),
         # As DeepSpeed's autotuner, which replaces what the configuration gives.
         train_batch_size=settings.train_batch_size or ANY,
-        max_train_batch_size=section.max_train_batch_size
+        max_train_batch_size=(section.max_train_batch_size or None)
         if settings.train_batch_size in (None, ANY)
         else None,
         min_micro_batch=section.min_micro_batch,

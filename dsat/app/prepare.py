@@ -20,7 +20,7 @@ from dsat.engines.local import Host, Machine
 from dsat.engines.local.first_run import FirstRun
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import UserInputError
-from dsat.inputs import autotuning_section, script_args
+from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
@@ -192,11 +192,7 @@ def _with_slots(
         given, where = settings.arg_mappings, "--arg-mapping"
     else:
         _check_slots(settings, hosts, program.slots or 1)
-        slots = autotuning_section.slots(
-            source.experiment.ds_config,
-            where=str(program.config_path),
-            available=program.slots or available,
-        )
+        slots = section.slots_of(program.slots or available, where=str(program.config_path))
         program = replace(program, slots=slots)
         given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
     _check_slots(settings, hosts, slots)

@@ -7,8 +7,8 @@ https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from dsat.inputs.value_lists import distinct, listed_values
 from dsat.values.trial import TrialOptions
 
 SECTION = "autotuning"
+_MORE_STEPS = TrialOptions.end_step - TrialOptions.start_step
 
-# `fwd` and `bwd` are what its metric file calls them now, the whole words what it did before.
+# `fwd` and `bwd` are the names in its metric file now, the whole words those of earlier versions.
 _METRICS = {
     "throughput": "throughput",
     "latency": "latency",
@@ -41,54 +42,172 @@ _WITHOUT_MEANING = {
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",
 }
-_KEYS = frozenset(
-    """
-    arg_mappings enabled end_profile_step end_step exps_dir fast max_train_batch_size
-    max_train_micro_batch_size_per_gpu metric metric_path min_train_batch_size
-    min_train_micro_batch_size_per_gpu model_info model_info_path mp_size num_gpus num_nodes
-    num_tuning_micro_batch_sizes overwrite results_dir start_profile_step start_step
-    tuner_early_stopping tuner_num_trials tuner_type
-    """.split()
-)
 
 
-@dataclass(frozen=True)
+def _from_zero(value: Any, where: str) -> int:
+    return whole_number(value, where, least=0)
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise UserInputError(f"must be true or false, not {value!r}", where=where)
+    return value
+
+
+def _folder(value: Any, where: str) -> Path:
+    if not isinstance(value, str) or not value.strip():
+        raise UserInputError(f"must be the path of a folder, not {value!r}", where=where)
+    return Path(value)
+
+
+def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
+    def read_name(value: Any, where: str) -> str:
+        name = value.strip() if isinstance(value, str) else ""
+        if name not in known:
+            raise UserInputError(
+                f"must be one of {', '.join(known)}, not {value!r}",
+                where=where,
+                hint=did_you_mean(name, known).strip(),
+            )
+        return known[name]
+
+    return read_name
+
+
+def _number(value: Any, where: str) -> int:
+    """Return a number, which may be the only one of a list."""
+    values = listed_values(value, where) or [value]
+    first, *others = distinct(whole_number(each, where) for each in values)
+    if others:
+        raise UserInputError(
+            "lists several numbers, and one run searches with one of them",
+            where=where,
+            hint="Run the command once for each.",
+        )
+    return int(first)
+
+
+def _one_machine(value: Any, where: str) -> None:
+    nodes = _number(value, where)
+    if nodes != 1:
+        raise UserInputError(
+            f"trials run on one machine, not on {nodes}", where=where, hint="Set it to 1."
+        )
+
+
+def _no_model_parallelism(value: Any, where: str) -> None:
+    if whole_number(value, where) > 1:
+        raise UserInputError(
+            f"model parallel jobs cannot be tuned, and mp_size is {value}",
+            where=where,
+            hint="Set it to 1 if the model is not split over GPUs.",
+        )
+
+
+def _mappings(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise UserInputError(
+            f"must be a mapping from settings to flags, not {value!r}", where=where
+        )
+    mappings: dict[str, str] = {}
+    for raw_setting, raw_flag in value.items():
+        if raw_flag is None:
+            continue
+        setting = str(raw_setting).strip()
+        name = raw_flag.strip() if isinstance(raw_flag, str) else ""
+        if not name.lstrip("-") or len(name.split()) > 1:
+            raise UserInputError(
+                f"must be a flag of the training script, not {raw_flag!r}",
+                where=f"{where}.{setting}",
+                hint='For example "--per_device_train_batch_size".',
+            )
+        flag = name if name.startswith("-") else f"--{name}"
+        if mappings.setdefault(setting, flag) != flag:
+            raise UserInputError(
+                f"is mapped twice, to {mappings[setting]} and to {flag}",
+                where=f"{where}.{setting}",
+            )
+    return mappings
+
+
+def _key(keys: str, read: Callable[[Any, str], Any], default: Any) -> Any:
+    """Declare the keys of a field (the later ones are aliases), and the reader of its values."""
+    metadata = {"keys": keys.split(), "read": read}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Autotuning:
     """The `autotuning` section of a DeepSpeed configuration.
 
     Attributes:
-        metric: one of `dsat.values.trial.METRIC_NAMES`.
-        start_profile_step, end_profile_step: the first and the last optimizer step measured. If
-            the last is not written, as many as in any other search, more than DeepSpeed's own 3.
+        metric: one of `dsat.values.objective.METRIC_NAMES`.
+        start_profile_step, end_profile_step: the first and the last optimizer step measured. By
+            default as many as in any other search: DeepSpeed's own 3 make a poor interval.
         fast: search ZeRO stages and micro batches only.
         method: `gridsearch`, `random`, or `model` for `model_based`.
-        early_stopping: end a ZeRO stage after so many trials without a better one.
-        max_trials: the most trials of one ZeRO stage.
-        max_train_batch_size: the largest global batch; None if there is no limit.
-        num_micro_batches: how many micro batches are tried with one ZeRO section.
+        early_stopping: end a ZeRO stage after so many trials without a better one; 0 for never.
+        max_trials: maximum number of trials of one ZeRO stage.
+        max_train_batch_size: the largest global batch; 0 if there is no limit.
+        num_micro_batches: micro batches tried with each ZeRO section.
+        num_gpus: slots of a trial; 0 for all.
         arg_mappings: setting -> the script's flag, with its leading dashes.
         results_dir, exps_dir: as written: relative to where the command is run.
-        overwrite: throw earlier results away. DeepSpeed's own default is true; here it is false.
+        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
         notes: a line for the user on each key that is accepted but has no effect here.
     """
 
-    metric: str
-    start_profile_step: int
-    end_profile_step: int
-    fast: bool
-    method: str
-    early_stopping: int | None
-    max_trials: int
-    max_train_batch_size: int | None
-    min_train_batch_size: int
-    max_micro_batch: int
-    min_micro_batch: int
-    num_micro_batches: int
-    arg_mappings: Mapping[str, str]
-    results_dir: Path
-    exps_dir: Path
-    overwrite: bool
-    notes: tuple[str, ...]
+    metric: str = _key("metric", _one_of(_METRICS), "throughput")
+    start_profile_step: int = _key("start_profile_step start_step", whole_number, 3)
+    end_profile_step: int = _key("end_profile_step end_step", whole_number, 3 + _MORE_STEPS)
+    fast: bool = _key("fast", _flag, True)
+    method: str = _key("tuner_type", _one_of(_METHODS), "gridsearch")
+    early_stopping: int = _key("tuner_early_stopping", _from_zero, 5)
+    max_trials: int = _key("tuner_num_trials", whole_number, 50)
+    max_train_batch_size: int = _key("max_train_batch_size", _from_zero, 0)
+    min_train_batch_size: int = _key("min_train_batch_size", whole_number, 1)
+    max_micro_batch: int = _key("max_train_micro_batch_size_per_gpu", whole_number, 1024)
+    min_micro_batch: int = _key("min_train_micro_batch_size_per_gpu", whole_number, 1)
+    num_micro_batches: int = _key("num_tuning_micro_batch_sizes", whole_number, 3)
+    num_gpus: int = _key("num_gpus", _number, 0)
+    arg_mappings: Mapping[str, str] = _key("arg_mappings", _mappings, {})
+    results_dir: Path = _key("results_dir", _folder, Path("autotuning_results"))
+    exps_dir: Path = _key("exps_dir", _folder, Path("autotuning_exps"))
+    overwrite: bool = _key("overwrite", _flag, False)
+    notes: tuple[str, ...] = ()
+
+    def slots_of(self, usable: int, *, where: str) -> int:
+        """Return the slots of a trial.
+
+        Raises:
+            UserInputError: more are asked for than may be used.
+        """
+        if self.num_gpus > usable:
+            raise UserInputError(
+                f"asks for {self.num_gpus} slots, and {usable} may be used",
+                where=f"{where}: {SECTION}.num_gpus",
+                hint="Ask for fewer.",
+            )
+        return self.num_gpus or usable
+
+
+# Keys without a field of their own.
+_CHECKED: Mapping[str, Callable[[Any, str], Any]] = {
+    "enabled": _flag,
+    "mp_size": _no_model_parallelism,
+    "num_nodes": _one_machine,
+    **dict.fromkeys(_WITHOUT_MEANING, lambda value, where: value),
+}
+_FIELDS = {key: each for each in fields(Autotuning) for key in each.metadata.get("keys", ())}
+_KEY_OF = {each.name: key for key, each in reversed(_FIELDS.items())}
+KEYS = frozenset({*_FIELDS, *_CHECKED})
+_IN_ORDER = (
+    ("start_profile_step", "end_profile_step"),
+    ("min_micro_batch", "max_micro_batch"),
+    ("min_train_batch_size", "max_train_batch_size"),
+)
 
 
 def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
@@ -99,240 +218,76 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
         where: the file to name in errors.
 
     Raises:
-        UserInputError: a key is unknown, a value cannot be, or two contradict each other.
+        UserInputError: a key is unknown, a value is impossible, or two contradict each other.
     """
-    section = _Section(config, where)
-    section.refuse_unknown()
-    mp_size = section.whole("mp_size", 1)
-    if mp_size > 1:
-        raise UserInputError(
-            f"model parallel jobs cannot be tuned, and mp_size is {mp_size}",
-            where=section.at("mp_size"),
-            hint="Set it to 1 if the model is not split over GPUs.",
-        )
-    _gpus(section)
-    start_key, start = section.alias("start_profile_step", "start_step")
-    end_key, end = section.alias("end_profile_step", "end_step")
-    start = 3 if start is None else start
-    if end is None:  # DeepSpeed's own default is three steps, whose interval means little
-        end = start + TrialOptions.end_step - TrialOptions.start_step
-    section.in_order(start_key, start, end_key, end)
-    smallest = section.whole("min_train_micro_batch_size_per_gpu", 1)
-    largest = section.whole("max_train_micro_batch_size_per_gpu", 1024)
-    section.in_order(
-        "min_train_micro_batch_size_per_gpu",
-        smallest,
-        "max_train_micro_batch_size_per_gpu",
-        largest,
-    )
-    min_total = section.whole("min_train_batch_size", 1)
-    max_total = section.whole("max_train_batch_size", 0, least=0) or None
-    if max_total is not None:
-        section.in_order("min_train_batch_size", min_total, "max_train_batch_size", max_total)
-    patience = section.whole("tuner_early_stopping", 5, least=0)
-    if section.says_null("tuner_early_stopping"):
-        patience = 0
-    return Autotuning(
-        metric=section.one_of("metric", _METRICS, "throughput"),
-        start_profile_step=start,
-        end_profile_step=end,
-        fast=section.flag("fast", True),
-        method=section.one_of("tuner_type", _METHODS, "gridsearch"),
-        early_stopping=patience or None,
-        max_trials=section.whole("tuner_num_trials", 50),
-        max_train_batch_size=max_total,
-        min_train_batch_size=min_total,
-        max_micro_batch=largest,
-        min_micro_batch=smallest,
-        num_micro_batches=section.whole("num_tuning_micro_batch_sizes", 3),
-        arg_mappings=_arg_mappings(config, section),
-        results_dir=section.path("results_dir", "autotuning_results"),
-        exps_dir=section.path("exps_dir", "autotuning_exps"),
-        overwrite=section.flag("overwrite", False),
-        notes=tuple(_notes(config, section)),
-    )
-
-
-def slots(config: Mapping[str, Any], *, where: str, available: int) -> int:
-    """Return the slots of a trial: `autotuning.num_gpus`, by default all that are available.
-
-    Args:
-        config: the DeepSpeed configuration.
-        where: the file to name in errors.
-        available: slots of this machine, or as many of them as may be used (`--num_gpus`).
-
-    Raises:
-        UserInputError: more are asked for than there are, or several numbers or machines.
-    """
-    section = _Section(config, where)
-    count = _gpus(section) or available
-    if count > available:
-        raise UserInputError(
-            f"asks for {count} slots, and {available} may be used",
-            where=section.at("num_gpus"),
-            hint="Ask for fewer.",
-        )
-    return count
-
-
-class _Section:
-    """The `autotuning` section, with a reader for each kind of value."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        section = config.get(SECTION)
-        self.where = f"{where}: {SECTION}"
-        if section is not None and not isinstance(section, Mapping):
-            raise UserInputError(f"must be a mapping, not {section!r}", where=self.where)
-        self._values: Mapping[str, Any] = section or {}
-
-    def at(self, key: str) -> str:
-        return f"{self.where}.{key}"
-
-    def get(self, key: str) -> Any:
-        return self._values.get(key)
-
-    def says_null(self, key: str) -> bool:
-        return key in self._values and self._values[key] is None
-
-    def refuse_unknown(self) -> None:
-        for key in self._values:
-            if key not in _KEYS:
-                raise UserInputError(
-                    f"there is no autotuning setting {key!r}",
-                    where=self.at(key),
-                    hint=did_you_mean(key, _KEYS) + "Correct it or leave it out.",
-                )
-
-    def whole(self, key: str, default: int, *, least: int = 1) -> int:
-        value = self.get(key)
-        return default if value is None else whole_number(value, self.at(key), least=least)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise UserInputError(f"must be true or false, not {value!r}", where=self.at(key))
-        return value
-
-    def path(self, key: str, default: str) -> Path:
-        value = self.get(key)
-        if value is None:
-            return Path(default)
-        if not isinstance(value, str) or not value.strip():
-            raise UserInputError(f"must be the path of a folder, not {value!r}", where=self.at(key))
-        return Path(value)
-
-    def one_of(self, key: str, known: Mapping[str, str], default: str) -> str:
-        value = self.get(key)
-        if value is None:
-            return default
-        name = value.strip() if isinstance(value, str) else ""
-        if name not in known:
+    section, place = config.get(SECTION), f"{where}: {SECTION}"
+    section = {} if section is None else section
+    if not isinstance(section, Mapping):
+        raise UserInputError(f"must be a mapping, not {section!r}", where=place)
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in KEYS:
             raise UserInputError(
-                f"must be one of {', '.join(known)}, not {value!r}",
-                where=self.at(key),
-                hint=did_you_mean(name, known).strip(),
+                f"there is no autotuning setting {key!r}",
+                where=f"{place}.{key}",
+                hint=did_you_mean(key, KEYS) + "Correct it or leave it out.",
             )
-        return known[name]
-
-    def alias(self, key: str, older: str) -> tuple[str, int | None]:
-        """Return the name under which a setting is given, and its value or None."""
-        if self.get(older) is None:
-            return key, None if self.get(key) is None else self.whole(key, 0)
-        value = self.whole(older, 0)
-        if self.get(key) is not None and self.whole(key, 0) != value:
+        if value is None:
+            continue
+        if key in _CHECKED:
+            _CHECKED[key](value, f"{place}.{key}")
+            continue
+        own = _FIELDS[key]
+        found = own.metadata["read"](value, f"{place}.{key}")
+        if values.setdefault(own.name, found) != found:
             raise UserInputError(
-                f"{key} {self.get(key)} and {older} {value} are two names of one setting",
-                where=self.at(older),
-                hint=f"Leave {older} out.",
+                f"{' and '.join(own.metadata['keys'])} are two names of one setting",
+                where=f"{place}.{key}",
+                hint="Leave one of them out.",
             )
-        return older, value
+    if "start_profile_step" in values:
+        values.setdefault("end_profile_step", values["start_profile_step"] + _MORE_STEPS)
+    if section.get("tuner_early_stopping", 5) is None:
+        values["early_stopping"] = 0
+    read_section = Autotuning(**values, notes=tuple(_notes(config, section, where)))
+    _check_order(read_section, place)
+    _check_mappings(read_section.arg_mappings, config, place)
+    return read_section
 
-    def in_order(self, low_key: str, low: int, high_key: str, high: int) -> None:
-        if low > high:
+
+def _check_order(section: Autotuning, where: str) -> None:
+    for names in _IN_ORDER:
+        low, high = (getattr(section, name) for name in names)
+        smaller, larger = (_KEY_OF[name] for name in names)
+        if 0 < high < low:
             raise UserInputError(
-                f"{low_key} {low} is more than {high_key} {high}",
-                where=self.at(low_key),
+                f"{smaller} {low} is more than {larger} {high}",
+                where=f"{where}.{smaller}",
                 hint="Correct one of them.",
             )
 
 
-def _arg_mappings(config: Mapping[str, Any], section: _Section) -> dict[str, str]:
-    given = section.get("arg_mappings")
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise UserInputError(
-            f"must be a mapping from settings to flags, not {given!r}",
-            where=section.at("arg_mappings"),
-        )
+def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
+    """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
     settings = {*BATCH_KEYS, *_all_keys(config), CHECKPOINTING}
-    mappings: dict[str, str] = {}
-    for raw_setting, raw_flag in given.items():
-        setting = str(raw_setting).strip()
-        where = section.at(f"arg_mappings.{setting}")
-        if raw_flag is None:
-            continue
+    for setting in mappings:
         near = "" if setting in settings else did_you_mean(setting, settings)
         if near:
             raise UserInputError(
                 f"the configuration has no setting {setting!r}",
-                where=where,
+                where=f"{where}.arg_mappings.{setting}",
                 hint=near + "Correct it or leave it out.",
             )
-        name = raw_flag.strip() if isinstance(raw_flag, str) else ""
-        if not name.lstrip("-") or len(name.split()) > 1:
-            raise UserInputError(
-                f"must be a flag of the training script, not {raw_flag!r}",
-                where=where,
-                hint='For example "--per_device_train_batch_size".',
-            )
-        flag = name if name.startswith("-") else f"--{name}"
-        if mappings.setdefault(setting, flag) != flag:
-            raise UserInputError(
-                f"is mapped twice, to {mappings[setting]} and to {flag}", where=where
-            )
-    return mappings
 
 
-def _notes(config: Mapping[str, Any], section: _Section) -> Iterator[str]:
-    if section.get("enabled") is not None and not section.flag("enabled", True):
-        yield f"{section.at('enabled')}: false has no effect: you asked for tuning"
+def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:
+    if given.get("enabled") is False:
+        yield f"{where}: {SECTION}.enabled: false has no effect: you asked for tuning"
     for key, reason in _WITHOUT_MEANING.items():
-        if section.get(key) is not None:
-            yield f"{section.at(key)} has no effect: {reason}"
+        if given.get(key) is not None:
+            yield f"{where}: {SECTION}.{key} has no effect: {reason}"
     if config.get("arg_mappings") is not None:
-        where = section.where.removesuffix(f": {SECTION}")
         yield f"{where}: arg_mappings has no effect: it belongs inside {SECTION}"
-
-
-def _gpus(section: _Section) -> int | None:
-    """Return the checked `num_gpus`."""
-    nodes = _number(section, "num_nodes")
-    if nodes not in (None, 1):
-        raise UserInputError(
-            f"trials run on one machine, not on {nodes}",
-            where=section.at("num_nodes"),
-            hint="Set it to 1.",
-        )
-    return _number(section, "num_gpus")
-
-
-def _number(section: _Section, key: str) -> int | None:
-    """Return a number, which may be the only one of a list; None if it is not given."""
-    value = section.get(key)
-    if value is None:
-        return None
-    values = listed_values(value, section.at(key)) or [value]
-    found: list[int] = distinct(whole_number(each, section.at(key)) for each in values)
-    if len(found) > 1:
-        raise UserInputError(
-            "lists several numbers, and one run searches with one of them",
-            where=section.at(key),
-            hint="Run the command once for each.",
-        )
-    return found[0]
 
 
 def _all_keys(config: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,10 +25,6 @@ DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: the specification of the trial
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
-NONE = "none"
-
-# Settings of `zero_optimization` and its offload sections that DeepSpeed declares as integers.
-_INTEGER = re.compile(r".*_(size|parameters|distance|threshold|count|in_cpu)")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -50,20 +45,17 @@ def parse(text: str) -> dict[str, Any]:
     Raises:
         ValueError: DeepSpeed would refuse it. The message says what is wrong with it.
     """
-    # What is valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
+    # Valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
     try:
-        found = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError:
-        found = _parse_hjson(text)
+        try:
+            found = json.loads(text, object_pairs_hook=_without_duplicates)
+        except json.JSONDecodeError:
+            found = _parse_hjson(text)
+        if not isinstance(found, dict):
+            raise ValueError("does not hold a mapping of keys to values")
+        document.check(found)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    except _DuplicateKeys:
-        raise
-    except ValueError:  # a number of more digits than Python reads
-        raise ValueError(document.TOO_LARGE) from None
-    if not isinstance(found, dict):
-        raise ValueError("does not hold a mapping of keys to values")
-    document.check(found)
     return found
 
 
@@ -78,12 +70,6 @@ def _parse_hjson(text: str) -> Any:
         ) from None
     except OverflowError:  # hjson makes an integer of it
         raise ValueError("is not valid JSON: it holds a number that is too large") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-
-
-class _DuplicateKeys(ValueError):
-    """A key is given more than once in a mapping."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,87 +78,46 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
-        raise _DuplicateKeys(f"gives a key more than once, which DeepSpeed refuses: {twice}")
+        raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
     return found
 
 
-# Sections that dsat reads; DeepSpeed checks all the others (`dsat.in_trial.config_check`).
-_SECTIONS = (
-    "activation_checkpointing amp bf16 bfloat16 data_types fp16 optimizer scheduler "
-    "tensor_parallel torch_autocast zero_optimization"
-).split()
-_DEVICES = ("none", "cpu", "nvme")
+# Sections that dsat reads.
+_SECTIONS = """
+    activation_checkpointing bf16 bfloat16 fp16 optimizer optimizer.params scheduler
+    scheduler.params tensor_parallel torch_autocast zero_optimization
+    zero_optimization.offload_optimizer zero_optimization.offload_param
+""".split()
 
 
-def check_values(config: Mapping[str, Any], *, where: str) -> None:
-    """Check the types of the fields that dsat reads, in a configuration without lists.
-
-    Raises:
-        UserInputError: a value is of another type.
-    """
-    for key in _SECTIONS:
-        _mapping(config.get(key), f"{where}: {key}")
-    if config.get("zero_optimization", {}) is None:  # DeepSpeed cannot read it either
-        raise UserInputError("must be a mapping, not null", where=f"{where}: zero_optimization")
-    for key in ("optimizer", "scheduler"):
-        section = config.get(key) or {}
-        _of_type(section.get("type"), str, "the name of one", f"{where}: {key}.type")
-        _mapping(section.get("params"), f"{where}: {key}.params")
-    for key, value in (config.get("zero_optimization") or {}).items():
-        check_zero_value(key, value, where=f"{where}: zero_optimization.{key}")
-
-
-def check_zero_value(key: str, value: Any, *, where: str) -> None:
-    """Check a value of one setting of `zero_optimization`.
+def check_sections(config: Mapping[str, Any], *, where: str) -> None:
+    """Check the form of the sections that dsat reads; DeepSpeed's own models check all the rest.
 
     Raises:
-        UserInputError: it is of another type.
+        UserInputError: a section is not a mapping, or there is no such ZeRO stage.
     """
-    if key in ("offload_optimizer", "offload_param"):
-        _mapping(value, where)
-        section = value or {}
-        if section.get("device", NONE) not in (*_DEVICES, None):
-            raise UserInputError(
-                f"must be one of {', '.join(_DEVICES)}, not {section['device']!r}",
-                where=f"{where}.device",
-                hint=did_you_mean(section["device"], _DEVICES),
-            )
-        _of_type(section.get("nvme_path"), str, "the path of a folder", f"{where}.nvme_path")
-        _of_type(section.get("ratio"), (int, float), "a number", f"{where}.ratio")
-    elif key == "stage" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
-        raise UserInputError(f"must be 0, 1, 2 or 3, not {value!r}", where=where)
-    elif is_integer(key) and value not in (None, AUTO):
-        whole_number(value, where, least=0)
-
-
-def is_integer(key: str) -> bool:
-    """Tell whether a setting of `zero_optimization` is an integer, by its name."""
-    return _INTEGER.fullmatch(key) is not None
+    for path in _SECTIONS:
+        value = at(config, path)
+        if value is not None and not isinstance(value, Mapping):
+            raise UserInputError(f"must be a mapping, not {value!r}", where=f"{where}: {path}")
+    stage = at(config, "zero_optimization.stage")
+    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
+        raise UserInputError(
+            f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{where}: zero_optimization.stage"
+        )
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:
     """Return an integer; JSON's `5e8` is one too.
 
     Raises:
-        UserInputError: it is none, or out of bounds.
+        UserInputError: it is none, or less than `least`.
     """
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise UserInputError(f"must be {kind}, not {value!r}", where=where)
-    if number > document.LARGEST_INTEGER:
-        raise UserInputError(f"{value!r} is too large", where=where)
     return number
-
-
-def _mapping(value: Any, where: str) -> None:
-    if value is not None and not isinstance(value, Mapping):
-        raise UserInputError(f"must be a mapping, not {value!r}", where=where)
-
-
-def _of_type(value: Any, kind: Any, called: str, where: str) -> None:
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise UserInputError(f"must be {called}, not {value!r}", where=where)
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,14 +139,17 @@ def same_setting(one: str, other: str) -> bool:
     return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
-# Settings by which slots share each sample; the global batch is a smaller one then.
-_SHARING = ("sequence_parallel_size", "tensor_parallel.autotp_size")
-_ZENFLOW = "zero_optimization.zenflow"
+def at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the setting at a path of keys with dots between them; None if there is none."""
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def _check_comparable(config: Mapping[str, Any], *, where: str) -> None:
     """Raise UserInputError if slots share samples, or DeepSpeed decides on the steps."""
-    for key in _SHARING:
+    for key in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
         size = at(config, key)
         if isinstance(size, int) and size > 1:
             raise UserInputError(
@@ -210,21 +158,13 @@ def _check_comparable(config: Mapping[str, Any], *, where: str) -> None:
                 hint="Take it out to tune the rest; memory and speed are then those without it.",
             )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
-    if at(config, _ZENFLOW) not in (None, AUTO):
+    if at(config, "zero_optimization.zenflow") not in (None, AUTO):
         raise UserInputError(
             "ZenFlow decides by itself how many micro batches an optimizer step has, and dsat "
             "compares optimizer steps",
-            where=f"{where}: {_ZENFLOW}",
+            where=f"{where}: zero_optimization.zenflow",
             hint="Take it out to tune the rest.",
         )
-
-
-def at(config: Mapping[str, Any], path: str) -> Any:
-    """Return the setting at a path of keys with dots between them; None if there is none."""
-    found: Any = config
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
@@ -240,32 +180,30 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
             slots share samples, or ZenFlow decides.
     """
     _check_comparable(config, where=where)
-    given: dict[str, int] = {}
-    for key in BATCH_KEYS:
-        value = config.get(key, AUTO)
-        if value is None or value == AUTO:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserInputError(
-                f"{key} must be a positive integer, not {value!r}", where=f"{where}: {key}"
-            )
-        given[key] = value
+    given = {
+        key: whole_number(config[key], f"{where}: {key}")
+        for key in BATCH_KEYS
+        if config.get(key, AUTO) not in (None, AUTO)
+    }
     total, micro, gas = (given.get(key) for key in BATCH_KEYS)
     if total is None and micro is None:
+        hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
+        if AUTO in (config.get(key) for key in BATCH_KEYS):
+            hint = (
+                'What "auto" stands for is in the script: write the number of '
+                "train_micro_batch_size_per_gpu in its place, or give "
+                "--per_device_train_batch_size and --deepspeed on the command line."
+            )
         raise UserInputError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             where=where,
-            hint=_HOW_TO_GIVE_BATCH[AUTO in (config.get(key) for key in BATCH_KEYS)],
+            hint=hint,
         )
-    if total is None:
-        assert micro is not None
-        gas = gas or 1
-        total = micro * gas * data_parallel
-    elif micro is None:
-        gas = gas or 1
-        micro = total // (gas * data_parallel)
-    elif gas is None:
-        gas = total // (micro * data_parallel)
+    if micro is None:
+        micro = (total or 0) // ((gas or 1) * data_parallel)
+    if gas is None:
+        gas = 1 if total is None else total // max(1, micro * data_parallel)
+    total = total or micro * gas * data_parallel
     if total != micro * gas * data_parallel or min(total, micro, gas) < 1:
         said = ", ".join(f"{key} {value}" for key, value in given.items())
         raise UserInputError(
@@ -275,14 +213,6 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
             hint="Correct one of them or leave it out.",
         )
     return BatchTriple(total, micro, gas)
-
-
-_HOW_TO_GIVE_BATCH = {
-    False: 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.',
-    True: 'What "auto" stands for is in the script: write the number of '
-    "train_micro_batch_size_per_gpu in its place, or give --per_device_train_batch_size and "
-    "--deepspeed on the command line.",
-}
 
 
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -300,10 +230,7 @@ def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> s
 
 
 def least_stage(config: Mapping[str, Any]) -> int:
-    """Return the lowest ZeRO stage that DeepSpeed accepts with the other settings.
-
-    The rule is that of `DeepSpeedConfig._do_error_check`.
-    """
+    """Return the lowest ZeRO stage that `DeepSpeedConfig._do_error_check` accepts."""
     sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
     low = any(
         value is True and key.endswith(("_master_weights_and_grads", "_optimizer_states"))

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from dsat.errors import UserInputError
-from dsat.inputs import document, ds_config
-from dsat.inputs import value_lists as choices
+from dsat.inputs import document, ds_config, value_lists
 from dsat.inputs.ds_config import CONFIG_KEY, OVERWRITE_KEY
 from dsat.values.trial import BatchTriple
 
@@ -43,15 +42,15 @@ class Experiment:
     name: str
     config: Mapping[str, Any]
     model_dir: Path
-    includes: tuple[Path, ...]
     entrypoint: str | tuple[str, ...]
     hparams: Mapping[str, Any]
-    ds_config_path: Path | None
     ds_config: Mapping[str, Any]
     ds_config_name: str
-    overrides: Mapping[str, Any]
-    slots_per_trial: int
-    env: Mapping[str, str]
+    ds_config_path: Path | None = None
+    includes: tuple[Path, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    slots_per_trial: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
 
@@ -94,14 +93,14 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     hparams = _hyperparameters(data, where)
     ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
-    ds, listed = choices.split(ds, where=ds_name)
-    ds_config.check_values(ds, where=ds_name)
+    ds, listed = value_lists.split(ds, where=ds_name)
+    ds_config.check_sections(ds, where=ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
     key = f"{where}: {OVERRIDES}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
-    overrides, listed_over = choices.split(overrides, where=key)
-    ds_config.check_values(overrides, where=key)
+    overrides, listed_over = value_lists.split(overrides, where=key)
+    ds_config.check_sections(overrides, where=key)
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
         own = {OVERWRITE_KEY: overrides} if overrides else {}
@@ -131,7 +130,7 @@ def of_command(command: Sequence[str], name: str, folder: Path, config: Path | N
     Args:
         command: as it would be typed.
         name: for people and for the run's folder.
-        folder: where the command would be typed.
+        folder: the current folder of the command.
         config: the DeepSpeed configuration; None if it is in the script.
 
     Raises:
@@ -151,22 +150,17 @@ def of_dict(
     config_name: str = "deepspeed.initialize",
 ) -> Experiment:
     """Return an experiment of a command and the content of a DeepSpeed configuration."""
-    ds, listed = choices.split(config, where=config_name)
-    ds_config.check_values(ds, where=config_name)
+    ds, listed = value_lists.split(config, where=config_name)
+    ds_config.check_sections(ds, where=config_name)
     return Experiment(
         path=folder,
         name=name,
         config={"name": name, "entrypoint": list(command)},
         model_dir=folder,
-        includes=(),
         entrypoint=tuple(command),
         hparams={CONFIG_KEY: ds_config.for_use(ds)},
-        ds_config_path=None,
         ds_config=ds,
         ds_config_name=config_name,
-        overrides={},
-        slots_per_trial=1,
-        env={},
         choices=listed,
     )
 
@@ -177,48 +171,27 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
     """
-    text = document.read_text(path)
     try:
-        data = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
+        text = document.read_text(path)
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        document.check(data)  # no master and no DeepSpeed could read what JSON cannot say
     except json.JSONDecodeError as error:
-        raise UserInputError(
-            f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})",
-            where=str(path),
-        ) from None
+        place = f"line {error.lineno}, column {error.colno}"
+        problem = f"is not valid JSON: {error.msg} ({place})"
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise UserInputError(f"is not valid YAML: {problem}{line}", where=str(path)) from None
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = f"is not valid YAML: {getattr(error, 'problem', 'cannot be parsed')}{place}"
     except RecursionError:
-        raise UserInputError("is nested too deeply", where=str(path)) from None
-    except ValueError:
-        raise UserInputError(document.TOO_LARGE, where=str(path)) from None
-    try:  # what JSON cannot say (a date, not-a-number) no master and no DeepSpeed could read
-        document.check(data)
+        problem = "is nested too deeply"
     except ValueError as error:
-        raise UserInputError(str(error), where=str(path)) from None
-    data = json.loads(json.dumps(data))  # keys are text, and no two places share a value
-    if not isinstance(data, dict):
-        raise UserInputError("does not hold a mapping of keys to values", where=str(path))
-    return data
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse yaml; deep nesting is refused before it takes minutes to read.
-
-    Raises:
-        RecursionError: it is.
-        yaml.YAMLError: it is not valid.
-        ValueError: it holds a number of thousands of digits.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > document.DEEPEST:
-            raise RecursionError
-    return yaml.safe_load(text)
+        problem = str(error)
+    else:
+        if isinstance(data, dict):
+            # Keys become text, and no two places share a value.
+            return dict(json.loads(json.dumps(data)))
+        problem = "does not hold a mapping of keys to values"
+    raise UserInputError(problem, where=str(path))
 
 
 def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,19 +282,13 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
 def _slots(data: Mapping[str, Any], where: str) -> int:
     resources = data.get("resources") or {}
     slots = resources.get("slots_per_trial", 1) if isinstance(resources, Mapping) else resources
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise UserInputError(
-            f"must be a positive integer, not {slots!r}",
-            where=f"{where}: resources.slots_per_trial",
-        )
-    return slots
+    return ds_config.whole_number(slots, f"{where}: resources.slots_per_trial")
 
 
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
-    section = data.get("environment")
-    given = section.get("environment_variables") if isinstance(section, Mapping) else None
+    given = ds_config.at(data, "environment.environment_variables") or []
     where = f"{where}: environment.environment_variables"
-    parts = [given or []]
+    parts = [given]
     if isinstance(given, Mapping):  # by device, of which a machine has one
         parts = [given.get(device) or [] for device in ("cpu", "cuda", "rocm")]
     env = {}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import BATCH_KEYS, check_zero_value, is_integer, whole_number
+from dsat.inputs.ds_config import BATCH_KEYS, whole_number
 
 STAGES = (0, 1, 2, 3)
 ALL_STAGES = "all"
 
-_MOST_SECTIONS = 10_000
 # The one section of `zero_optimization` whose fields are lists in themselves.
 _LISTS_BY_NATURE = frozenset({"leaf_module"})
 
@@ -69,8 +67,6 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
             if options is not None:
                 listed[key] = distinct(options)
                 zero[key] = copy.deepcopy(listed[key][0])
-                for option in listed[key]:
-                    check_zero_value(key, option, where=f"{where}: zero_optimization.{key}")
     for key in BATCH_KEYS:
         if key in listed:
             base[key] = listed[key][0]
@@ -142,13 +138,6 @@ def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
             listed[key] = distinct(options)
     if not listed:
         return None
-    count = math.prod(len(options) for options in listed.values())
-    if count > _MOST_SECTIONS:
-        raise UserInputError(
-            f"its lists multiply to {count:,} sections, and {_MOST_SECTIONS:,} are the most",
-            where=where,
-            hint="List fewer values.",
-        )
     return [
         {**copy.deepcopy(dict(section)), **dict(zip(listed, combination, strict=True))}
         for combination in itertools.product(*listed.values())
@@ -158,5 +147,5 @@ def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
 def _single(key: str, value: Any, where: str) -> Any:
     if isinstance(value, list):
         raise UserInputError(f"holds a list in a list, {value!r}", where=where)
-    whole = is_integer(key) and value != "auto"
-    return whole_number(value, where, least=0) if whole else value
+    is_whole = isinstance(value, float) and value.is_integer() and key != "ratio"
+    return int(value) if is_whole else value  # 5e8 is a size

@@ -104,7 +104,7 @@ class Run:
                 if event["event"] == EVENT_PROPOSED:
                     assert self.plan is not None
                     config = self.plan.config(event["trial"].overrides)
-                    ds_config.check_values(config, where=event["trial"].name)
+                    ds_config.check_sections(config, where=event["trial"].name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in, its values as they are; a kind that is not known is skipped."""

@@ -98,17 +98,6 @@ def a_pipe_instead(folder: Folder) -> None:
     os.mkfifo(folder / "deepspeed.yaml")
 
 
-def an_endless_file_instead(folder: Folder) -> None:
-    (folder / "deepspeed.yaml").unlink()
-    (folder / "deepspeed.yaml").symlink_to("/dev/zero")
-
-
-ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
-)
-
-
 BAD_FILES: dict[str, tuple[Change, list[str]]] = {
     "no experiment file": (without("deepspeed.yaml"), ["deepspeed.yaml", "no such file"]),
     "experiment is a folder": (a_folder_instead, ["deepspeed.yaml", "cannot be read"]),
@@ -117,6 +106,7 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         ["deepspeed.yaml", "not valid YAML", "line 3"],
     ),
     "yaml holds a date": (with_text("deepspeed.yaml", "name: 2024-01-01"), ["date", "quotes"]),
+    "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
     "json holds NaN": (with_text("ds_config.json", '{"gradient_clipping": NaN}'), ["NaN"]),
     "the entrypoint chooses devices": (
         with_yaml(entrypoint="deepspeed --include localhost:999 train.py"),
@@ -131,30 +121,7 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         ["accelerate"],
     ),
     "yaml is a pipe": (a_pipe_instead, ["deepspeed.yaml", "not a file"]),
-    "yaml stands for a billion values": (
-        with_text("deepspeed.yaml", ALIAS_BOMB),
-        ["deepspeed.yaml", "more than 100,000 values"],
-    ),
-    "yaml is nested": (with_text("deepspeed.yaml", "a: " + "[" * 20_000), ["nested too deeply"]),
-    "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
-    "hundreds of digits": (with_text("ds_config.json", f'{{"a": {"9" * 500}}}'), ["too large"]),
-    "a bucket of 1e308": (
-        with_ds_config(zero_optimization={"stage": 1, "reduce_bucket_size": 1e308}),
-        ["zero_optimization.reduce_bucket_size", "too large"],
-    ),
-    "lists that multiply to millions": (
-        with_ds_config(zero_optimization={"offload_param": {k: list(range(60)) for k in "abcde"}}),
-        ["zero_optimization.offload_param", "multiply to 777,600,000 sections"],
-    ),
     "an optimizer without its section": (with_ds_config(optimizer="Adam"), ["optimizer: must be"]),
-    "half a surrogate pair": (
-        with_text("ds_config.json", '{"a": "\\ud800"}'),
-        ["ds_config.json", "surrogate"],
-    ),
-    "a NUL in a variable": (
-        with_yaml(environment={"environment_variables": ["A=\0"]}),
-        ["environment.environment_variables", "NUL"],
-    ),
     "yaml is a list": (with_text("deepspeed.yaml", "- a\n"), ["deepspeed.yaml", "mapping"]),
     "yaml is not text": (not_text, ["deepspeed.yaml", "UTF-8"]),
     "entrypoint needs a shell": (with_yaml(entrypoint="cd x && python3 train.py"), ["shell"]),

@@ -189,7 +189,7 @@ def test_batch_sizes_that_contradict_each_other(
 
 
 @pytest.mark.parametrize("key", BATCH_KEYS)
-@pytest.mark.parametrize("value", [True, False, "4", "AUTO", 4.0, 0, -1, [4], {}])
+@pytest.mark.parametrize("value", [True, False, "4", "AUTO", 4.5, 0, -1, [4], {}])
 def test_a_batch_size_must_be_a_positive_integer(key: str, value: object) -> None:
     config = {"train_batch_size": 8, key: value}
     with pytest.raises(UserInputError, match="must be a positive integer") as caught:
