@@ -1,10 +1,11 @@
-"""Attacks on dsat, seeded: a share of each is a test, and `make soak` makes the whole.
+"""Seeded attacks on dsat; `make soak` runs them at full size.
 
-Each attack says what it tried how often, and what broke: a traceback, a hang, a loss, a leftover.
+Each attack counts its tries by how they ended, and lists findings: tracebacks, hangs, losses.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -17,30 +18,31 @@ class Tally:
     """Result of an attack.
 
     Attributes:
-        tried: how many times.
-        by: tries by how they ended.
-        findings: what broke, one line each, with what it takes to see it again.
+        by: number of tries by how they ended.
+        findings: what broke, one line each, with the seed that reproduces it.
     """
 
-    tried: int = 0
-    by: dict[str, int] = field(default_factory=dict)
+    by: collections.Counter[str] = field(default_factory=collections.Counter)
     findings: list[str] = field(default_factory=list)
 
+    @property
+    def tried(self) -> int:
+        return self.by.total()
+
     def note(self, ending: str, finding: str = "") -> None:
-        """Enters a try."""
-        self.tried += 1
-        self.by[ending] = self.by.get(ending, 0) + 1
+        """Record a try."""
+        self.by[ending] += 1
         if finding:
             self.findings.append(finding)
 
 
 class Hang(BaseException):
-    """Something took longer than it may."""
+    """A call exceeded its time limit."""
 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises Hang in what takes longer; in the main thread only."""
+    """Raise `Hang` in what takes longer; in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hang
