@@ -81,18 +81,18 @@ def _with_counts(change: str) -> str:
     return "\n".join(result) + "\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_add_a_knob(tmp_path: Path) -> None:
     assert "use_multi_rank_bucket_allreduce" in _follow("Add a knob", _copy(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_add_a_search(tmp_path: Path) -> None:
     printed = _follow("Add a search", _copy(tmp_path))
     assert re.search(r"\d+ passed", printed), printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_add_a_place(tmp_path: Path) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()

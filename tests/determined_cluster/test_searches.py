@@ -62,6 +62,7 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
 
 
+@pytest.mark.nightly
 def test_a_deepspeed_trial(tmp_path: Path) -> None:
     example = ROOT / "examples" / "deepspeed_trial"
     with cluster(tmp_path) as there:

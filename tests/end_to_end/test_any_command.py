@@ -41,6 +41,7 @@ def searched(place: Path, options: str, command: Sequence[str]) -> subprocess.Co
     )
 
 
+@pytest.mark.nightly
 def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
     shutil.copytree(PROGRAMS / "accelerated", tmp_path / "work")
     options = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1 2"
@@ -97,6 +98,7 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
     assert f"trained {run.best.batch.micro_batch} at {run.best.stage}\n" in told.stdout, told.stderr
 
 
+@pytest.mark.nightly
 def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path: Path) -> None:
     place = tmp_path / "work"
     shutil.copytree(ROOT / "examples" / "hf_trainer", place)

@@ -146,6 +146,7 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
         assert warnings_of(outcome) == (NO_CPU_RANKS,)
 
 
+@pytest.mark.nightly
 def test_with_determineds_callback(tmp_path: Path) -> None:
     options = ["--max-trials", 4, "--slot-memory", "500MiB", "--train-batch-size", 48]
     run_dir, _ = tune(
@@ -208,6 +209,7 @@ def test_arguments_in_code_follow_the_trial(
         assert list(fresh.glob("checkpoint-*"))
 
 
+@pytest.mark.nightly
 def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
     entry = f"python3 train.py --deepspeed ds_config.json --output_dir {tmp_path / 'output'}"
     entry += " --record seen.json --gradient_checkpointing"
@@ -229,7 +231,8 @@ def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
             assert ("--gradient_checkpointing" in command) is on
 
 
-@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("slots", [1, 2])
 def test_a_trainer_under_accelerates_plugin_follows_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:

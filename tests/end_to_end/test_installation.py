@@ -136,6 +136,7 @@ def test_a_plain_script_is_tuned_with_nothing_else_installed(
     assert (tmp_path / "best_ds_config.json").is_file()
 
 
+@pytest.mark.nightly
 def test_a_plain_script_is_estimated_with_nothing_else_installed(
     bare: Environment, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.nightly  # as two clocks are compared
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_the_meter_agrees_with_the_scripts_own_clock(kind: str, tmp_path: Path) -> None:
     program, name, part, stamped = SCRIPTS[kind]

@@ -13,7 +13,8 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing.local import Bench, bench_of
 
-pytestmark = pytest.mark.slow
+# Two clocks are compared: another process between them costs milliseconds.
+pytestmark = pytest.mark.nightly
 
 MICRO_BATCH = 256
 FIRST, LAST = 3, 22

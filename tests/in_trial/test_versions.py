@@ -41,8 +41,8 @@ OF_OLDER_TORCH = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["newer", pytest.param("older", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", ["newer", "older"])
 def test_a_device_is_known_to_autograd(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

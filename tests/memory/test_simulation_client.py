@@ -65,7 +65,7 @@ def simulated(simulator: Simulator, case: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        {"stage": 0, "dtype": "fp32"},
+        pytest.param({"stage": 0, "dtype": "fp32"}, marks=pytest.mark.nightly),
         {"stage": 3},
         pytest.param(
             {"stage": 2, "slots": 2, "micro_batch": 5, "gas": 2}, marks=pytest.mark.nightly
@@ -86,6 +86,7 @@ def test_a_transformer_needs_what_was_simulated(
     assert estimate.operations > 1000
 
 
+@pytest.mark.nightly
 def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, library: Path) -> None:
     case: dict[str, Any] = {"stage": 2, "dtype": "fp32", "micro_batch": 4, "torch_adam": True}
     real = real_peaks(library, "resnet", configuration(**case), 1)
@@ -101,25 +102,28 @@ newest = needs("deepspeed", "0.19", "allocates otherwise than the closed form wa
     "case",
     [
         {"stage": 0},
-        {"stage": 2, "micro_batch": 1},
+        pytest.param({"stage": 2, "micro_batch": 1}, marks=pytest.mark.nightly),
         {"stage": 3, "slots": 4, "micro_batch": 1},
-        {"stage": 0, "dtype": "fp32"},
+        pytest.param({"stage": 0, "dtype": "fp32"}, marks=pytest.mark.nightly),
         pytest.param({"stage": 1, "accumulate": "fp32"}, marks=newest),
-        {"stage": 1, "dtype": "fp32", "slots": 4},
-        {"stage": 2},
-        {"stage": 2, "accumulate": "fp32"},
+        pytest.param({"stage": 1, "dtype": "fp32", "slots": 4}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 2}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 2, "accumulate": "fp32"}, marks=pytest.mark.nightly),
         {"stage": 2, "gas": 2, "slots": 8},
-        pytest.param({"stage": 2, "offload": "optimizer"}, marks=newest),
-        {"stage": 3},
-        {"stage": 3, "slots": 4},
-        {"stage": 3, "accumulate": "fp32"},
-        pytest.param({"stage": 2, "low_state": True}, marks=newest),
+        pytest.param({"stage": 2, "offload": "optimizer"}, marks=[newest, pytest.mark.nightly]),
+        pytest.param({"stage": 3}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 3, "slots": 4}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 3, "accumulate": "fp32"}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 2, "low_state": True}, marks=[newest, pytest.mark.nightly]),
         pytest.param({"stage": 3, "low_state": True}, marks=newest),
         pytest.param({"stage": 3, "offload": "optimizer param"}, marks=newest),
         # The bucket is allocated while most activations are there.
-        {"stage": 1, "bucket": 60_000_000},
+        pytest.param({"stage": 1, "bucket": 60_000_000}, marks=pytest.mark.nightly),
         {"stage": 2, "bucket": 60_000_000, "slots": 8},
-        pytest.param({"stage": 2, "bucket": 60_000_000, "offload": "optimizer"}, marks=newest),
+        pytest.param(
+            {"stage": 2, "bucket": 60_000_000, "offload": "optimizer"},
+            marks=[newest, pytest.mark.nightly],
+        ),
     ],
     ids=str,
 )
@@ -144,7 +148,7 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]
     "settings",
     [
         {"stage3_use_all_reduce_for_fetch_params": True},
-        pytest.param({"stage3_allgather_sequential": True}, marks=newest),
+        pytest.param({"stage3_allgather_sequential": True}, marks=[newest, pytest.mark.nightly]),
         {"zero_hpz_partition_size": 2},
     ],
     ids=str,

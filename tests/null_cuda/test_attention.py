@@ -125,7 +125,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(null_cuda: MachineOf) -> None:
     null_cuda()
     done = subprocess.run(

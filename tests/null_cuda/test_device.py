@@ -66,7 +66,7 @@ def _python(code: str, *args: object) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("expandable", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_real_torch_runs_on_it_and_memory_is_kept_account_of(
     null_cuda: MachineOf, monkeypatch: pytest.MonkeyPatch, expandable: bool
 ) -> None:

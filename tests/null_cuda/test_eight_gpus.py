@@ -71,7 +71,9 @@ def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slots", "devices", "trials"), [(1, 8, 9), (2, 8, 6), (8, 10, 2)])
+@pytest.mark.parametrize(
+    ("slots", "devices", "trials"), [(1, 8, 9), pytest.param(8, 10, 2, marks=pytest.mark.nightly)]
+)
 def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
     null_cuda: MachineOf, tmp_path: Path, slots: int, devices: int, trials: int
 ) -> None:

@@ -208,8 +208,8 @@ def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
 @pytest.mark.parametrize(("slots", "trials"), [(1, 10), (2, 12), (8, 12)])
 def test_some_ten_trials_reach_the_best_of_a_large_space(slots: int, trials: int) -> None:
     """Several slots have seven knobs more, of which two matter by a few percent."""
-    results = [_reached(seed, slots, trials) for seed in range(20)]
-    assert sum(best >= 0.99 for best, _ in results) >= 18
+    results = [_reached(seed, slots, trials) for seed in range(8)]
+    assert sum(best >= 0.99 for best, _ in results) >= 7
     assert min(best for best, _ in results) > 0.97
     assert np.mean([failures for _, failures in results]) < 0.7
 

@@ -161,7 +161,8 @@ def test_a_trial_gets_what_a_real_container_has(master: StandIn, tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize("nodes", [(2,), pytest.param((1, 1), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [(2,), (1, 1)])
 def test_two_ranks_by_the_launcher_for_deepspeed(tmp_path: Path, nodes: tuple[int, ...]) -> None:
     """On one node, and on two that are reached by pdsh and sshd.
 

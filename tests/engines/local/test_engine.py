@@ -105,6 +105,7 @@ class TestWarmEngine(_LocalContract, EngineContract):
             engine.poll(self.patience_s)
 
 
+@pytest.mark.nightly  # of cold ranks, test_cold_fallback.py and the killed engine
 class TestColdEngine(_LocalContract):
     """An engine keeps its books alike however ranks are started: with warm ones it is seen to."""
 
@@ -287,7 +288,7 @@ def test_what_a_trial_started_ends_with_it(pair: Bench, left: str) -> None:
     assert_nothing_is_left(pair)
 
 
-@pytest.mark.parametrize("left", ["child", "session", "daemon", "daemon by exec"])
+@pytest.mark.parametrize("left", ["child", "daemon by exec"])
 def test_it_ends_although_another_trial_goes_on(singles: Bench, left: str) -> None:
     goes_on = singles.trial("leaves and hangs: daemon")
     singles.engine.launch(goes_on)
@@ -334,7 +335,13 @@ def test_close_ends_everything(tmp_path: Path) -> None:
     assert buffers_of(tmp_path) == []
 
 
-@pytest.mark.parametrize(("number", "cold"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+@pytest.mark.parametrize(
+    ("number", "cold"),
+    [
+        (signal.SIGKILL, True),
+        pytest.param(signal.SIGSEGV, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_engines_process_may_be_killed(
     tmp_path: Path, number: signal.Signals, cold: bool
 ) -> None:
@@ -632,7 +639,7 @@ def test_a_folder_left_by_a_killed_session_is_cleared(pair: Bench) -> None:
 # -- the profile, and what comes after the measurement
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_profile_trial_counts_the_model(pair: Bench, stage: int) -> None:
     """The same whatever the partitioning."""
     trial = pair.trial(kind=TrialKind.PROFILE, stage=stage, zero=SMALL_BUCKETS)
