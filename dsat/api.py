@@ -23,11 +23,11 @@ from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.inputs.settings import RUN, TUNE, Settings
-from dsat.memory.forecast import Forecast
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.verdict import verdict
 from dsat.search import SEARCHES, Search
 from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.loop import Observer
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -289,8 +289,8 @@ def _result(told: Mapping[str, Any], **known: Any) -> Result:
     )
 
 
-class _Calls:
-    """Calls back after each trial; an `Observer` of the loop."""
+class _Calls(Observer):
+    """Call back after each trial; an `Observer` of the loop."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
@@ -299,15 +299,6 @@ class _Calls:
         row = TrialView.of(run, trial).to_json()
         for callback in self._callbacks:
             callback(row)
-
-    def started(self, run: Run, trial: Trial) -> None:
-        pass
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        pass
-
-    def waited(self, run: Run) -> None:
-        pass
 
 
 def _flat(row: Row) -> dict[str, Any]:

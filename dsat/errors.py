@@ -7,7 +7,7 @@
     |   `-- JournalMismatch   a replay did not decide what the journal says was decided
     |-- SearchFailed          no configuration of a run could be measured, or trained
     |-- EngineError           trials cannot be run on this machine at all
-    |   `-- ScriptFailed      the user's script failed where there is no trial to say so
+    |   `-- ScriptFailed      the user's script failed before there is a trial; a SearchFailed too
     |-- InvalidTrial          a trial's script did not do what its configuration says
     `-- Diverged              a trial's training diverged
 
@@ -66,17 +66,8 @@ class EngineError(DsatError):
     """Trials cannot be run here at all."""
 
 
-class ScriptFailed(EngineError):
-    """The user's script did not get so far that its configuration could be learned.
-
-    Args:
-        message: what happened, in one line.
-        detail: the script's own traceback or the end of its log; may be empty.
-    """
-
-    def __init__(self, message: str, detail: str) -> None:
-        super().__init__(message)
-        self.detail = detail
+class ScriptFailed(EngineError, SearchFailed):
+    """The user's script did not get so far that its configuration is known."""
 
 
 class InvalidTrial(DsatError):

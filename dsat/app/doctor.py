@@ -8,30 +8,24 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
 from dsat.engines import places
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.errors import EngineError
-from dsat.values.files import cache_folder
 from dsat.values.memory_size import readable
 
 OK, WARNING, FAILS = "ok", "warning", "fails"
 # Beside those that dsat itself requires.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
-_LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "mpirun")
 _SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
-_NEEDS_SHARED = "NCCL and loaders with workers share memory there, and end with a bus error"
-_DESCRIPTORS = 1024
 _NVCC_LIMIT_S = 20.0
 
 
@@ -56,28 +50,25 @@ class Finding:
 
 
 def examine(cluster: str | None) -> list[Finding]:
-    """Look at this process's environment.
+    """Look at this process's environment, and change nothing.
 
-    Nothing is changed. The accelerators are looked at in a process of their own, which imports
-    DeepSpeed and takes some seconds.
+    The accelerators are looked at in a process that imports DeepSpeed, which takes some seconds.
 
     Args:
         cluster: address of the Determined master that is configured; None if none is.
     """
-    packages = list(_packages())
-    machine: Machine | None = None
+    findings = list(_packages())
     try:
         machine = find_machine()
-        slots = _slots(machine)
     except EngineError as error:
         problem, _, remedy = str(error).partition(" Check that ")
         remedy = f"check that {remedy}" if remedy else "see the message"
-        slots = Finding("accelerators", "unknown", FAILS, problem, remedy)
-    rest = [_compiler(), _shared_memory(), _descriptors(), _cache(), _launchers()]
-    rest.append(_place(cluster))
-    if machine is not None and machine.accelerator == "cuda":
-        rest.insert(1, _toolkit())
-    return [*packages, slots, *rest]
+        findings.append(Finding("accelerators", "unknown", FAILS, problem, remedy))
+    else:
+        findings.append(_slots(machine))
+        if machine.accelerator == "cuda":
+            findings.append(_toolkit())
+    return [*findings, _compiler(), _shared_memory(), _place(cluster)]
 
 
 def _packages() -> Iterator[Finding]:
@@ -100,7 +91,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _requirements() -> list[Requirement]:
-    """Packages that dsat cannot do without, as its own metadata name them."""
+    """Return the packages that dsat needs, as its own metadata name them."""
     try:
         named = importlib.metadata.requires("dsat") or []
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder
@@ -194,39 +185,12 @@ def _shared_memory() -> Finding:
     try:
         free = shutil.disk_usage(_SHARED).free
     except OSError:
-        return Finding(_SHARED, "missing", WARNING, _NEEDS_SHARED, "mount a tmpfs there")
-    found = f"{readable(free)} free"
-    if free < _SHARED_BYTES:
-        remedy = "docker run --shm-size=8g, or --ipc=host"
-        return Finding(_SHARED, found, WARNING, _NEEDS_SHARED, remedy)
-    return Finding(_SHARED, found)
-
-
-def _descriptors() -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < _DESCRIPTORS:
-        problem = "loaders with many workers need more"
-        return Finding("open files", f"at most {limit}", WARNING, problem, "ulimit -n 4096")
-    return Finding("open files", f"at most {limit}")
-
-
-def _cache() -> Finding:
-    folder = cache_folder("")
-    try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        writable = os.access(existing, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        problem = "what was simulated is not remembered: each run begins anew"
-        remedy = "set XDG_CACHE_HOME to a folder of yours"
-        return Finding("cache", f"{folder} cannot be written", WARNING, problem, remedy)
-    return Finding("cache", str(folder))
-
-
-def _launchers() -> Finding:
-    there = [name for name in _LAUNCHERS if shutil.which(name)]
-    return Finding("launchers", ", ".join(there) or "none; dsat starts ranks itself")
+        free = 0
+    if free >= _SHARED_BYTES:
+        return Finding(_SHARED, f"{readable(free)} free")
+    problem = "NCCL and loaders with workers share memory there, and end with a bus error"
+    remedy = "docker run --shm-size=8g, or --ipc=host"
+    return Finding(_SHARED, f"{readable(free)} free", WARNING, problem, remedy)
 
 
 def _place(cluster: str | None) -> Finding:
@@ -235,12 +199,6 @@ def _place(cluster: str | None) -> Finding:
     return Finding("trials run on", here if cluster is None else f"the cluster at {cluster}")
 
 
-def to_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return findings as JSON, under the worst of their states."""
-    return {"state": worst(findings), "findings": [vars(each) for each in findings]}
-
-
 def worst(findings: list[Finding]) -> str:
     """Return the worst state of all findings."""
-    rank: Callable[[str], int] = (OK, WARNING, FAILS).index
-    return max((each.state for each in findings), key=rank)
+    return max((each.state for each in findings), key=(OK, WARNING, FAILS).index)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +17,6 @@ from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
 from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.process_record import ProcessRecord
-from dsat.engines.local.retries import FRESH_PROCESSES_ONLY
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
@@ -45,6 +44,7 @@ _log_of_trials = logging.getLogger(TRIALS)
 EngineFactory = Callable[[Prepared, Path], Engine]
 # Engines besides dsat's own, by the names that `Settings.engine` may have.
 ENGINES: dict[str, EngineFactory] = {}
+_PAGE_EVERY_S = 30.0
 
 
 class LocalSearch:
@@ -67,7 +67,6 @@ class LocalSearch:
     """
 
     def __init__(self, ready: Prepared) -> None:
-        self.ready = ready
         self.interrupted = False
         self._known: dict[str, Outcome] = {}
         self._engine: Engine | None = None
@@ -88,6 +87,7 @@ class LocalSearch:
             self._tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
+        self.ready = train_command.as_shown(ready, self.run)
 
     def __enter__(self) -> LocalSearch:
         return self
@@ -109,12 +109,6 @@ class LocalSearch:
         """Folder of the trials' folders."""
         return run_folders.of_trials(self.ready, self.folder)
 
-    def _keeper(self) -> _KeepsFiles:
-        return _KeepsFiles(self.ready, self.folder, self._status)
-
-    def _status(self) -> Status:
-        return Status(self.num_slots, self.at_once, self._tuner.outlook)
-
     @property
     def num_slots(self) -> int:
         """Slots that trials may use at once, as far as is known now."""
@@ -124,41 +118,22 @@ class LocalSearch:
     @property
     def at_once(self) -> int:
         """Trials of the search that may run at a time."""
-        if train_command.as_shown(self.ready, self.run).program.needs_command:
+        if self.ready.program.needs_command:
             return 1
         room = self.num_slots // self.ready.plan.slots_per_trial
         return max(1, min(room, self.ready.settings.max_concurrent_trials))
 
     def search(self, *observers: Observer) -> None:
-        """Runs the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
+        """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
 
-        What happens is logged; observers are told besides.
+        Messages are logged.
         """
-        _log.info("%s; run folder %s", describe(self.ready.hosts), self.folder)
-        for host in self.ready.hosts:
-            for warning in host.machine.warnings:
-                _log.info("warning: %s%s", f"{host.name}: " if host.name else "", warning)
-        for note in _notes(self.ready):
-            _log.info("note: %s", note)
-        mailbox.take(self.folder)  # what was asked of an earlier process
+        for message in _messages(self.ready, self.folder):
+            _log.info("%s", message)
+        mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
             try:
-                make_engine = ENGINES.get(self.ready.settings.engine)
-                if make_engine is None:
-                    cold = needs_fresh_processes(self.run)
-                    ready = train_command.as_shown(self.ready, self.run)
-                    self._engine = self._local_engine(ready, cold=cold)
-                else:
-                    self._engine = make_engine(self.ready, self.folder)
-                drive(
-                    self._tuner,
-                    cached.CachedEngine(self._engine, self._known, self.ready.plan),
-                    _Everyone([self._keeper(), _Logs(), *observers]),
-                    max_slots=self.ready.settings.max_slots,
-                    max_concurrent_trials=self.ready.settings.max_concurrent_trials,
-                    survey=functools.partial(_survey, self.ready, self._engine),
-                    requests=functools.partial(mailbox.take, self.folder),
-                )
+                self._drive(observers)
             except KeyboardInterrupt:
                 _log.info("interrupted")
                 self.interrupted = True
@@ -167,19 +142,37 @@ class LocalSearch:
                 self._tuner.pause()
         write_files(self.ready, self.run, self.folder)
 
-    def _local_engine(self, ready: Prepared, *, cold: bool) -> Engine:
-        """The engine of this run's trials, the first of which may run already."""
-        make = functools.partial(local_engine, ready, self.folder, cold=cold, at_once=self.at_once)
+    def _drive(self, observers: Sequence[Observer]) -> None:
+        ready = self.ready
+        make_engine = ENGINES.get(ready.settings.engine, self._local_engine)
+        self._engine = make_engine(ready, self.folder)
+        drive(
+            self._tuner,
+            cached.CachedEngine(self._engine, self._known, ready.plan),
+            _Everyone([_KeepsFiles(self), _Logs(), *observers]),
+            max_slots=ready.settings.max_slots,
+            max_concurrent_trials=ready.settings.max_concurrent_trials,
+            survey=functools.partial(_survey, ready, self._engine),
+            requests=functools.partial(mailbox.take, self.folder),
+        )
+
+    def _local_engine(self, ready: Prepared, folder: Path) -> Engine:
+        """Return the engine of this run's trials, the first of which may run already."""
+        make = functools.partial(local_engine, ready, folder, at_once=self.at_once)
         if ready.first is None:
             return make()
         return AdoptingEngine(
             ready.first,
             make,
             trials=self.trials,
-            run=self.folder,
+            run=folder,
             num_slots=ready.num_slots,
             config_of=ready.plan.config,
         )
+
+    def status(self) -> Status:
+        """Return what the journal does not hold of a run that goes on."""
+        return Status(self.num_slots, self.at_once, self._tuner.outlook)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""
@@ -201,7 +194,7 @@ class LocalSearch:
         return None
 
     def train(self) -> Path | None:
-        """Trains in full length with the best configuration, if the user wants that.
+        """Train in full length with the best configuration, if the user wants that.
 
         Returns:
             The folder with checkpoints and reports.
@@ -218,8 +211,30 @@ class LocalSearch:
         return _train(engine, best)
 
 
-class _Logs:
-    """Logs what happens; single trials under a name of their own, since a table may show them."""
+def _messages(ready: Prepared, folder: Path) -> Iterator[str]:
+    """Yield messages to show before the run begins."""
+    yield f"{describe(ready.hosts)}; run folder {folder}"
+    for host in ready.hosts:
+        for warning in host.machine.warnings:
+            yield f"warning: {host.name}: {warning}" if host.name else f"warning: {warning}"
+    plan = ready.plan
+    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
+    if plan.objective.smaller_is_better and any_batch:
+        yield (
+            f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
+            "add --train-batch-size to compare like with like"
+        )
+    if plan.train_batch_size is not None and ready.settings.train_batch_size is None:
+        yield (
+            f"note: your configuration gives train_batch_size {plan.train_batch_size}, which the "
+            "search keeps; --train-batch-size any tries others"
+        )
+    if ready.native is not None:
+        yield from (f"note: {note}" for note in ready.native.notes)
+
+
+class _Logs(Observer):
+    """Log what happens; single trials under a name of their own, since a table may show them."""
 
     def __init__(self) -> None:
         self._narrator = Narrator()
@@ -238,28 +253,6 @@ class _Logs:
     def began(self, run: Run, forecast: Forecast | None) -> None:
         for line in self._narrator.search_began(run, forecast):
             _log.info(line)
-
-    def waited(self, run: Run) -> None:
-        pass
-
-
-def _notes(ready: Prepared) -> list[str]:
-    """Return notes to show before the run begins."""
-    plan, found = ready.plan, []
-    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
-    if plan.objective.smaller_is_better and any_batch:
-        found.append(
-            f"{plan.metric} is a time per optimizer step, which small batches make short; add "
-            "--train-batch-size to compare like with like"
-        )
-    if plan.train_batch_size is not None and ready.settings.train_batch_size is None:
-        found.append(
-            f"your configuration gives train_batch_size {plan.train_batch_size}, which the search "
-            "keeps; --train-batch-size any tries others"
-        )
-    if ready.native is not None:
-        found += ready.native.notes
-    return found
 
 
 class _Everyone:
@@ -285,16 +278,11 @@ class _Everyone:
             observer.waited(run)
 
 
-_PAGE_EVERY_S = 30.0
-
-
-class _KeepsFiles:
+class _KeepsFiles(Observer):
     """Keep result files up to date: at a new best, and the report at most every 30 s."""
 
-    def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
-        self._ready = ready
-        self._folder = folder
-        self._status = status
+    def __init__(self, search: LocalSearch) -> None:
+        self._search = search
         self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
@@ -302,16 +290,10 @@ class _KeepsFiles:
         if is_due:
             self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
         if trial is run.best or is_due:
-            write_files(self._ready, run, self._folder, with_page=is_due)
+            write_files(self._search.ready, run, self._search.folder, with_page=is_due)
 
     def started(self, run: Run, trial: Trial) -> None:
-        self._status().write(self._folder)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        pass
-
-    def waited(self, run: Run) -> None:
-        pass
+        self._search.status().write(self._search.folder)
 
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
@@ -327,14 +309,11 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
         autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
 
 
-def local_engine(
-    ready: Prepared, folder: Path, *, cold: bool = False, at_once: int = 1
-) -> LocalEngine:
-    """This machine's engine.
+def local_engine(ready: Prepared, folder: Path, *, at_once: int = 1) -> LocalEngine:
+    """Make the engine of dsat's own places.
 
     Args:
         folder: of the run.
-        cold: fresh processes are known to be needed, besides what the user asks for.
         at_once: so many trials may run side by side.
     """
     settings = ready.settings
@@ -345,7 +324,7 @@ def local_engine(
         folder,
         LocalOptions(
             settings.trial_options(ready.plan.own_batch.micro_batch),
-            cold=settings.cold or cold,
+            cold=settings.cold,
             seed=settings.random_seed,
             at_once=at_once,
         ),
@@ -354,43 +333,38 @@ def local_engine(
     )
 
 
-def needs_fresh_processes(run: Run) -> bool:
-    """Return whether an earlier trial has shown that only fresh processes work."""
-    return any(FRESH_PROCESSES_ONLY in outcome.warnings for outcome in run.outcomes.values())
-
-
 def _local(engine: Engine | None) -> LocalEngine | None:
-    """The local engine, or that behind the first run; None if it is another one."""
+    """Return the local engine, or that behind the first run; None if it is another one."""
     if isinstance(engine, AdoptingEngine):
         return engine.engine
     return engine if isinstance(engine, LocalEngine) else None
 
 
 def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
-    assert tuner.run.profile is not None
-    engine = _local(engine)
+    """Return what memory is predicted from: simulations where they are possible."""
+    profile, engine = tuner.run.profile, _local(engine)
+    assert profile is not None
     if engine is None:
-        note = "only the local engine simulates a script"
-        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
-    if engine.needs_command:
-        note = "a script is simulated only where its ranks can be started by themselves"
-        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
-    if not ready.hosts[0].is_here:
-        note = "a script is simulated only where dsat runs on one of the trials' hosts"
-        return Basis.of_profile(tuner.run.profile, ready.plan.switches, note=note)
-    return anchors.of_run(
-        engine,
-        ready.plan,
-        tuner.run.profile,
-        tuner.reference_configs(),
-        as_cpu=ready.machine.is_cpu,
-        say=_log.info,
-        start=start_of(ready.experiment, ready.program),
-    )
+        why_not = "only the local engine simulates a script"
+    elif engine.needs_command:
+        why_not = "a script is simulated only where its ranks can be started by themselves"
+    elif not ready.hosts[0].is_here:
+        why_not = "a script is simulated only where dsat runs on one of the trials' hosts"
+    else:
+        return anchors.of_run(
+            engine,
+            ready.plan,
+            profile,
+            tuner.reference_configs(),
+            as_cpu=ready.machine.is_cpu,
+            say=_log.info,
+            start=start_of(ready.experiment, ready.program),
+        )
+    return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 
 
 def _train(engine: LocalEngine, best: Trial) -> Path:
-    """The full-length run with the best configuration."""
+    """Train in full length; return the folder."""
     folder = engine.train(best)
     _log.info("training with %s; output in %s", best.name, folder / "stdout.log")
     while True:
@@ -407,7 +381,7 @@ def _train(engine: LocalEngine, best: Trial) -> Path:
 
 
 def _failure(run: Run, trials: Path) -> DsatError:
-    """Nothing ran: tells the user's own error, not a guess about it."""
+    """Return the error of a run in which nothing ran: the user's own, not a guess about it."""
     failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
     if not failures:
         return SearchFailed(str(run.stop_reason))

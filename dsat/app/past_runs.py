@@ -38,20 +38,15 @@ class PastRun:
     @property
     def state(self) -> str:
         """`goes on`, `interrupted`, `over` or `failed`."""
-        return state_of(self.run, goes_on=self.goes_on)
-
-
-def state_of(run: Run, *, goes_on: bool) -> str:
-    """`goes on`, `interrupted`, `over` or `failed`."""
-    if goes_on:
-        return "goes on"
-    if run.stop_reason is None:
-        return "interrupted"
-    return "over" if run.best is not None else "failed"
+        if self.goes_on:
+            return "goes on"
+        if self.run.stop_reason is None:
+            return "interrupted"
+        return "over" if self.run.best is not None else "failed"
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """The folders of runs right below another one, the newest first.
+    """Return the folders of runs right below another one, the newest first.
 
     Args:
         above: by default `dsat_runs`, and with it the results of `dsat tune`.
@@ -64,7 +59,7 @@ def folders(above: Path | None = None) -> list[Path]:
 
 
 def load(path: Path | None = None) -> PastRun:
-    """Reads a run.
+    """Read a run.
 
     Args:
         path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
@@ -82,7 +77,7 @@ def load(path: Path | None = None) -> PastRun:
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
-    """All runs right below a folder, the newest first, and why others cannot be read.
+    """Return all runs right below a folder, the newest first, and why others cannot be read.
 
     Raises:
         UserInputError: there is no such folder.
@@ -99,7 +94,7 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
 
 
 def find(path: Path | None) -> Path:
-    """The folder of a run; see `load`.
+    """Return the folder of a run; see `load`.
 
     Raises:
         UserInputError: there is no such run.

@@ -20,7 +20,7 @@ from dsat.engines.local.launch import (
     working_folder,
 )
 from dsat.engines.local.machine import Machine
-from dsat.engines.local.retries import COMMAND_AGAIN, NO_SEGMENTS
+from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env
 from dsat.inputs import entrypoint as entrypoints
@@ -32,8 +32,10 @@ from dsat.values.text import without_secrets
 
 
 def as_shown(ready: Prepared, run: Run) -> Prepared:
-    """Return what is run, and where, with what earlier trials have shown of it."""
+    """Return what is run, where and how, by what earlier trials have shown of it."""
     shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+    if FRESH_PROCESSES_ONLY in shown:
+        ready = replace(ready, settings=replace(ready.settings, cold=True))
     if NO_SEGMENTS in shown:
         ready = replace(ready, found=replace(ready.found, hosts=without_segments(ready.hosts)))
     if COMMAND_AGAIN in shown:

@@ -116,7 +116,8 @@ def _watch(settings: WatchSettings) -> None:
 def _doctor(settings: DoctorSettings) -> int:
     findings = doctor.examine(submit.configured_master())
     if settings.json:
-        output.print_json(doctor.to_json(findings))
+        found = [vars(each) for each in findings]
+        output.print_json({"state": doctor.worst(findings), "findings": found})
     else:
         for each in findings:
             print(fmt.printable(f"{each.state:<8} {each.part:<13} {each.found}"))

@@ -18,15 +18,19 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """Interface of the progress display."""
+    """Follows a run; by default it does nothing."""
 
-    def started(self, run: Run, trial: Trial) -> None: ...
+    def started(self, run: Run, trial: Trial) -> None:
+        return
 
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        return
 
-    def began(self, run: Run, forecast: Forecast | None) -> None: ...
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        return
 
-    def waited(self, run: Run) -> None: ...
+    def waited(self, run: Run) -> None:
+        return
 
 
 def drive(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ def trials_of(ready: Prepared, trial: Trial, folder: Path) -> Iterator[list[Path
     try:
         for name in ("warm", "cold"):
             (folder / name).mkdir()
-            engines[name] = local_engine(ready, folder / name, cold=name == "cold")
+            engines[name] = local_engine(
+                replace(ready, settings=replace(ready.settings, cold=name == "cold")), folder / name
+            )
         for engine in engines.values():
             engine.launch(trial)
         yield [folder / name / "trials" / trial.name for name in engines]

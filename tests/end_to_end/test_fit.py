@@ -59,14 +59,13 @@ def test_what_fits_is_launched(folder: Path) -> None:
     assert done.stdout.splitlines()[-len(said) :] == said
 
 
-def test_what_does_not_fit_is_not_launched_and_something_else_is_named(folder: Path) -> None:
+def test_what_does_not_fit_is_not_launched(folder: Path) -> None:
     own = SCRIPT.replace("ds_config.json", "stage0.json")
     done = shell(folder, f"dsat estimate --fits 4x150MiB {own} && echo launch")
     assert done.returncode == 0 and done.stdout.endswith("launch\n"), done
     done = shell(folder, f"dsat estimate --fits 4x120MiB {own} && echo launch")
     assert done.returncode == 1 and "launch" not in done.stdout
     assert "does not fit 4 x 120.0 MiB" in done.stdout
-    assert done.stdout.endswith("stage 1 would hold it, by formula.\n")
     told = json.loads(shell(folder, f"dsat estimate --json --fits 4x120MiB {own}").stdout)
     assert told["fits"] is False and told["largest"] < 2
     assert told["batch"] == {"train_batch_size": 8, "micro_batch": 2, "gas": 1}

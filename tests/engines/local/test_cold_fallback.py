@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import local
+from dsat.app import train_command
 from dsat.engines.local import Host
 from dsat.engines.local.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
-from testing.local import bench_of, cpu_machine, warnings_of
+from testing.local import PROGRAMS, bench_of, cpu_machine, warnings_of
+from testing.printed import prepared
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +48,10 @@ def test_what_refuses_expandable_segments_runs_without(tmp_path: Path) -> None:
         assert (outcome.kind, warnings_of(outcome)) == (OutcomeKind.OK, ())
 
 
-def test_a_resumed_run_remembers() -> None:
-    run = Run()
-    assert not local.needs_fresh_processes(run)
+def test_a_resumed_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROGRAMS / "tiny")
+    ready = prepared("python3 train.py --deepspeed_config ds_config.json", Path(), monkeypatch)
     for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True)):
+        run = Run()
         run.outcomes[0] = Outcome(OutcomeKind.OK, warnings=warnings)
-        assert local.needs_fresh_processes(run) is remembers
+        assert train_command.as_shown(ready, run).settings.cold is remembers
