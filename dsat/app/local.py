@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
+from dsat.app.observers import Everyone, FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import LocalEngine, LocalOptions
@@ -20,11 +20,8 @@ from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
-from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.memory.remembered_script import start_of
-from dsat.report import autotuner_files, page, summary
-from dsat.report.log_lines import Narrator
 from dsat.report.progress import Status
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
@@ -33,18 +30,13 @@ from dsat.tuning.profile_phase import name_of_trial
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.text import without_secrets
 from dsat.values.trial import Trial, TrialKind
 
 _log = logging.getLogger(__name__)
-TRIALS = "dsat.trials"
-_log_of_trials = logging.getLogger(TRIALS)
-
 # Makes an engine for a run, whose files are in the folder.
 EngineFactory = Callable[[Prepared, Path], Engine]
 # Engines besides dsat's own, by the names that `Settings.engine` may have.
 ENGINES: dict[str, EngineFactory] = {}
-_PAGE_EVERY_S = 30.0
 
 
 class LocalSearch:
@@ -149,7 +141,7 @@ class LocalSearch:
         drive(
             self._tuner,
             cached.CachedEngine(self._engine, self._known, ready.plan),
-            _Everyone([_KeepsFiles(self), _Logs(), *observers]),
+            Everyone([FileKeeper(ready, self.folder, self.status), Logger(), *observers]),
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
@@ -231,82 +223,6 @@ def _messages(ready: Prepared, folder: Path) -> Iterator[str]:
         )
     if ready.native is not None:
         yield from (f"note: {note}" for note in ready.native.notes)
-
-
-class _Logs(Observer):
-    """Log what happens; single trials under a name of their own, since a table may show them."""
-
-    def __init__(self) -> None:
-        self._narrator = Narrator()
-
-    def started(self, run: Run, trial: Trial) -> None:
-        for line in self._narrator.started(trial):
-            _log_of_trials.info(line)
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        for line in self._narrator.new_warnings(trial, outcome):
-            _log.warning(line)
-        log = _log if outcome.profile is not None else _log_of_trials
-        for line in self._narrator.result(run, trial, outcome):
-            log.info(line)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        for line in self._narrator.search_began(run, forecast):
-            _log.info(line)
-
-
-class _Everyone:
-    """Observers as one."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-
-    def started(self, run: Run, trial: Trial) -> None:
-        for observer in self._observers:
-            observer.started(run, trial)
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        for observer in self._observers:
-            observer.ended(run, trial, outcome)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        for observer in self._observers:
-            observer.began(run, forecast)
-
-    def waited(self, run: Run) -> None:
-        for observer in self._observers:
-            observer.waited(run)
-
-
-class _KeepsFiles(Observer):
-    """Keep result files up to date: at a new best, and the report at most every 30 s."""
-
-    def __init__(self, search: LocalSearch) -> None:
-        self._search = search
-        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        is_due = time.monotonic() >= self._page_is_due_s
-        if is_due:
-            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-        if trial is run.best or is_due:
-            write_files(self._search.ready, run, self._search.folder, with_page=is_due)
-
-    def started(self, run: Run, trial: Trial) -> None:
-        self._search.status().write(self._search.folder)
-
-
-def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
-    """Write the results so far, for use and for people."""
-    line = without_secrets(train_command.line(ready, run, folder))
-    summary.write_files(run, folder, line)
-    train_command.write_accelerate_file(ready, run, folder)
-    if with_page:
-        page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
-    if ready.native is not None:
-        best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
-        command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
 
 
 def local_engine(ready: Prepared, folder: Path, *, at_once: int = 1) -> LocalEngine:

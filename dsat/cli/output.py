@@ -15,13 +15,15 @@ from typing import Any
 from dsat import __version__
 from dsat.app import train_command
 from dsat.app.hosts import describe
-from dsat.app.local import TRIALS, LocalSearch
+from dsat.app.local import LocalSearch
+from dsat.app.observers import TRIALS
 from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
-from dsat.errors import DsatError, UserInputError
+from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.report import summary
 from dsat.report.live_view import LiveView
+from dsat.space.plan import Plan
 from dsat.tuning.strategies import make_space, rungs
 from dsat.tuning.tuner import Tuner
 from dsat.values import memory_size
@@ -64,35 +66,45 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 def print_plan(ready: Prepared) -> None:
     """Show what `--dry-run` would do."""
-    plan, program = ready.plan, ready.program
-    tuner = Tuner(plan, _Nowhere(), info=ready.info)
-    first = tuner.next_trials(ready.num_slots)[0]
-    stages = make_space(plan).describe()
-    command = program.command()
+    plan, command = ready.plan, ready.program.command()
+    [first, *_] = Tuner(plan, _Nowhere(), info=ready.info).next_trials(ready.num_slots)
     if ready.settings.json:
-        plan_json = {**plan.to_json(), "machine": describe(ready.hosts), "space": stages}
-        text = {"plan": plan_json, "first_trial": first.to_json(), "command": command}
-        print_json(text)
+        space = make_space(plan).describe()
+        shown = {**plan.to_json(), "machine": describe(ready.hosts), "space": space}
+        print_json({"plan": shown, "first_trial": first.to_json(), "command": command})
         return
-    own = plan.own_batch
-    print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
-    print(f"on {describe(ready.hosts)}, {plan.slots_per_trial} per trial")
-    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
-    for line in stages:
-        print(f"  {line}")
+    _print_search(ready.experiment.name, plan, f"on {describe(ready.hosts)}")
     fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
         print(f"fixed by your configuration: {', '.join(fixed)}")
     ladder = [strategy.label for strategy in rungs(plan)]
     if ladder:
         print(f"if that does not fit, one after the other: {'; '.join(ladder)}")
+    own = plan.own_batch
     print(
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.slots_per_trial} slots"
     )
-    shown = printable(shlex.join(words_without_secrets(command)))
-    print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shown}")
+    shown_command = printable(shlex.join(words_without_secrets(command)))
+    print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shown_command}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
+
+
+def print_submission(ready: Submission) -> None:
+    """Show what `--dry-run` would submit to a cluster."""
+    at_once = f"at most {ready.job.num_slots} slots at a time"
+    _print_search(ready.experiment.name, ready.job.plan, at_once)
+    words = words_without_secrets(ready.config["entrypoint"])
+    print(f"the search runner's entrypoint: {shlex.join(words)}")
+    print(f"to upload: {len(ready.files)} files, {memory_size.readable(ready.size_bytes)}")
+
+
+def _print_search(name: str, plan: Plan, where: str) -> None:
+    print(f"{name}: {plan.method} search for the best {plan.metric}")
+    print(f"{where}, {plan.slots_per_trial} slots per trial")
+    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
+    for line in make_space(plan).describe():
+        print(f"  {line}")
 
 
 class _Nowhere:
@@ -137,9 +149,8 @@ def report(error: Exception) -> int:
         error = DsatError(f"{name}{error.strerror or error}")
     if not isinstance(error, DsatError):
         return report_bug(error)
-    detail = getattr(error, "detail", "")
-    if detail:
-        print(printable(detail.rstrip(), MOST_OF_A_LOG), file=sys.stderr)
+    if isinstance(error, SearchFailed) and error.detail:
+        print(printable(error.detail.rstrip(), MOST_OF_A_LOG), file=sys.stderr)
     print(f"dsat: error: {printable(str(error))}", file=sys.stderr)
     return EXIT_USAGE if isinstance(error, UserInputError) else EXIT_FAILED
 
@@ -152,17 +163,3 @@ def report_bug(error: Exception) -> int:
         file=sys.stderr,
     )
     return EXIT_BUG
-
-
-def print_submission(ready: Submission) -> None:
-    """Show what `--dry-run` would submit to a cluster."""
-    plan, at_once = ready.job.plan, ready.job.num_slots
-    print(f"{ready.experiment.name}: {plan.method} search for the best {plan.metric}")
-    print(f"{plan.slots_per_trial} slots per trial, at most {at_once} slots at a time")
-    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
-    for line in make_space(plan).describe():
-        print(f"  {line}")
-    words = words_without_secrets(ready.config["entrypoint"])
-    print(f"the search runner's entrypoint: {shlex.join(words)}")
-    readable = memory_size.readable(ready.size_bytes)
-    print(f"to upload: {len(ready.files)} files, {readable}")

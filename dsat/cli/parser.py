@@ -50,6 +50,17 @@ _LOOKS = {
     DOCTOR: "looks at this environment: what will work here, what will not, and what mends it; "
     "exit status 1 if no trial can run",
 }
+_RUN = "folder of a run, or its name in dsat_runs"
+_NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
+_FOLDER = {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"}
+# The argument of each command that looks at runs.
+_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    SHOW: ("run", _NEWEST),
+    COMPARE: ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN}),
+    RUNS: ("folder", _FOLDER),
+    WATCH: ("run", _NEWEST),
+    EXPORT: ("run", _NEWEST),
+}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -72,51 +83,49 @@ def build_parser() -> argparse.ArgumentParser:
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
     names = [*SEARCHES, TUNE, RUN, ESTIMATE, *LOOKS]
-    subparsers = parser.add_subparsers(
-        dest="method", required=True, metavar=f"{{{','.join(names)}}}"
-    )
+    commands = parser.add_subparsers(dest="method", required=True, metavar=f"{{{','.join(names)}}}")
     for name, search in SEARCHES.items():
-        command = _command(subparsers, name, search.summary)
+        command = _command(commands, name, search.summary)
+        _add_target(command, name)
         _add_grouped(command, [*places.complete(options_of(Settings)), *search.options.values()])
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
-        _native(subparsers, name, what)
-    _add(_command(subparsers, ESTIMATE, _ESTIMATE), options_of(EstimateSettings))
+        description = (
+            f"in place of `deepspeed --autotuning {name} SCRIPT ARGS`: {what}, as the autotuning "
+            "section of the script's DeepSpeed configuration says"
+        )
+        _add_native(_command(commands, name, description))
+    command = _command(commands, ESTIMATE, _ESTIMATE)
+    _add_target(command, ESTIMATE)
+    _add(command, options_of(EstimateSettings))
     for name, description in _LOOKS.items():
-        _look(subparsers, name, description)
+        command = _command(commands, name, description)
+        if name in _RUNS:
+            argument, attributes = _RUNS[name]
+            command.add_argument(argument, type=Path, **attributes)
+        _add(command, options_of(LOOK_SETTINGS[name]))
     return parser
 
 
-def _look(subparsers: Any, name: str, description: str) -> None:
-    """Add a command that only looks."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, help=description, description=description, formatter_class=_Help
     )
-    if name != DOCTOR:
-        _run_argument(parser, name)
-    _add(parser, options_of(LOOK_SETTINGS[name]))
+    return parser
 
 
-def _run_argument(parser: argparse.ArgumentParser, name: str) -> None:
-    said = "folder of a run, or its name in dsat_runs"
-    if name == COMPARE:
-        parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=said)
-    elif name == RUNS:
-        said = "folder with runs (default: dsat_runs)"
-        parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=said)
-    else:
-        said += " (default: the newest)"
-        parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help=said)
-
-
-def _native(subparsers: Any, name: str, what: str) -> None:
-    """Add a command with the arguments of `deepspeed --autotuning tune|run`."""
-    description = (
-        f"in place of `deepspeed --autotuning {name} SCRIPT ARGS`: {what}, as the autotuning "
-        "section of the script's DeepSpeed configuration says"
+def _add_target(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the arguments of a command that takes an experiment, or a command after `--`."""
+    parser.usage = (
+        f"dsat {name} [OPTIONS] CONFIG MODEL_DIR\n"
+        f"       dsat {name} [OPTIONS] [--ds-config FILE] -- COMMAND"
     )
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=description, description=description, formatter_class=_Help
-    )
+    said = {"config": "experiment configuration", "model_dir": "folder with the training script"}
+    for dest, text in said.items():
+        parser.add_argument(dest, type=Path, nargs="?", metavar=dest.upper(), help=text)
+
+
+def _add_native(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `deepspeed --autotuning tune|run`."""
     for flag in LAUNCHER_SWITCHES:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in LAUNCHER_OPTIONS:
@@ -130,28 +139,6 @@ def _native(subparsers: Any, name: str, what: str) -> None:
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
     )
-
-
-def _command(subparsers: Any, name: str, description: str) -> argparse.ArgumentParser:
-    """Add a command that takes an experiment, or a command after `--`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=description, description=description, formatter_class=_Help
-    )
-    parser.usage = (
-        f"dsat {name} [OPTIONS] CONFIG MODEL_DIR\n"
-        f"       dsat {name} [OPTIONS] [--ds-config FILE] -- COMMAND"
-    )
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG", help="experiment configuration"
-    )
-    parser.add_argument(
-        "model_dir",
-        type=Path,
-        nargs="?",
-        metavar="MODEL_DIR",
-        help="folder with the training script",
-    )
-    return parser
 
 
 def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:

@@ -1,0 +1,103 @@
+"""Observers of a run: what happens is logged, and result files are kept up to date."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dsat.app import run_folders, train_command
+from dsat.app.prepare import Prepared
+from dsat.memory.forecast import Forecast
+from dsat.report import autotuner_files, page, summary
+from dsat.report.log_lines import Narrator
+from dsat.report.progress import Status
+from dsat.tuning.loop import Observer
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.text import without_secrets
+from dsat.values.trial import Trial
+
+_log = logging.getLogger(__name__)
+TRIALS = "dsat.trials"
+_log_of_trials = logging.getLogger(TRIALS)
+_PAGE_EVERY_S = 30.0
+
+
+class Logger(Observer):
+    """Log what happens; single trials under a name of their own, since a table may show them."""
+
+    def __init__(self) -> None:
+        self._narrator = Narrator()
+
+    def started(self, run: Run, trial: Trial) -> None:
+        for line in self._narrator.started(trial):
+            _log_of_trials.info(line)
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        for line in self._narrator.new_warnings(trial, outcome):
+            _log.warning(line)
+        log = _log if outcome.profile is not None else _log_of_trials
+        for line in self._narrator.result(run, trial, outcome):
+            log.info(line)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        for line in self._narrator.search_began(run, forecast):
+            _log.info(line)
+
+
+class Everyone:
+    """Observers as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def started(self, run: Run, trial: Trial) -> None:
+        for observer in self._observers:
+            observer.started(run, trial)
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        for observer in self._observers:
+            observer.ended(run, trial, outcome)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        for observer in self._observers:
+            observer.began(run, forecast)
+
+    def waited(self, run: Run) -> None:
+        for observer in self._observers:
+            observer.waited(run)
+
+
+class FileKeeper(Observer):
+    """Keep result files up to date: at a new best, and the report at most every 30 s."""
+
+    def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
+        self._ready = ready
+        self._folder = folder
+        self._status = status
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best or is_due:
+            write_files(self._ready, run, self._folder, with_page=is_due)
+
+    def started(self, run: Run, trial: Trial) -> None:
+        self._status().write(self._folder)
+
+
+def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
+    """Write the results so far, for use and for people."""
+    line = without_secrets(train_command.line(ready, run, folder))
+    summary.write_files(run, folder, line)
+    train_command.write_accelerate_file(ready, run, folder)
+    if with_page:
+        page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
+    if ready.native is not None:
+        best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
+        command = train_command.text(ready, run, best) or ""
+        autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
