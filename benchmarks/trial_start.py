@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.common import run_trial
-from dsat.app.hosts import find_hosts
+from dsat.app import hosts
 from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import OutcomeKind
@@ -98,16 +98,18 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
     folder.mkdir()
     with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
         os.environ.update(variables)
-        yield find_hosts("slurm").hosts
+        with hosts.acquired("slurm") as nodes:
+            yield nodes
 
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[Sequence[Host]]:
     """Two nodes with a processor core each."""
-    with ray_cluster.running(2) as cluster:
-        hosts = find_hosts("ray", given={"ray_address": cluster.address})
-        yield hosts.hosts
-        hosts.release()
+    with (
+        ray_cluster.running(2) as cluster,
+        hosts.acquired("ray", given={"ray_address": cluster.address}) as nodes,
+    ):
+        yield nodes
 
 
 class DsatTrials:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsat.engines import places
@@ -19,57 +20,38 @@ _log = logging.getLogger(__name__)
 _EQUAL_WITHIN = 0.02
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run.
-
-    Attributes:
-        hosts: equal ones; this machine comes first if it is among them.
-        release: gives back everything that was reserved, after the last process there.
-    """
-
-    hosts: tuple[Host, ...]
-    release: Callable[[], None] = field(default=lambda: None, compare=False)
-
-    def only(self, wanted: Sequence[int], without: Sequence[int]) -> Hosts:
-        """Return the hosts with some of their devices alone; see `Machine.only`."""
-        if not (wanted or without):
-            return self
-        hosts = (replace(host, machine=host.machine.only(wanted, without)) for host in self.hosts)
-        return replace(self, hosts=tuple(hosts))
-
-
-def find_hosts(
+@contextlib.contextmanager
+def acquired(
     engine: str, program: Entrypoint | None = None, given: Mapping[str, Any] | None = None
-) -> Hosts:
-    """Acquire hosts where trials run; the caller releases them in the end.
+) -> Iterator[tuple[Host, ...]]:
+    """Acquire hosts where trials run, and release them afterwards.
 
     Args:
         engine: name of a place; auto for the first one that detects itself. Engines that are not
             places see this machine.
-        program: the command that is tuned.
+        program: the command that is tuned, which may name devices.
         given: options of the place, by keyword.
 
     Raises:
         UserInputError: dsat is not in the place, or hosts are not equal, or cannot be reached.
         EngineError: the accelerators of a host cannot be found, or the place gives no hosts.
     """
-    environment = Environment(os.environ)
-    if program is not None:
-        environment = Environment(os.environ, dict(program.hosts), program.ssh_port)
+    program = program or Entrypoint()
+    environment = Environment(os.environ, dict(program.hosts), program.ssh_port)
     name = engine if engine in PROVIDERS else "local"
     if engine == places.AUTO:
         name = places.detect(environment)
         if name != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", name)
-    provider = PROVIDERS[name]()
+    provider, named = PROVIDERS[name](), (program.devices, program.not_devices)
     try:
         hosts = provider.acquire(environment, given or {})
         check_equal(hosts)
-    except BaseException:
+        if any(named):
+            hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
+        yield tuple(hosts)
+    finally:
         provider.release()
-        raise
-    return Hosts(tuple(hosts), provider.release)
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
@@ -77,15 +59,9 @@ def check_equal(hosts: Sequence[Host]) -> None:
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
-        alike = min(one.memory_bytes, two.memory_bytes) >= (1 - _EQUAL_WITHIN) * max(
-            one.memory_bytes, two.memory_bytes
-        )
-        slots_differ = (one.accelerator, one.num_slots, one.device_name) != (
-            two.accelerator,
-            two.num_slots,
-            two.device_name,
-        )
-        if slots_differ or not alike:
+        sizes = sorted((one.memory_bytes, two.memory_bytes))
+        slots = [(each.accelerator, each.num_slots, each.device_name) for each in (one, two)]
+        if slots[0] != slots[1] or sizes[0] < (1 - _EQUAL_WITHIN) * sizes[1]:
             has, differs = one.describe(), two.describe()
         elif one.software != two.software:
             has, differs = ", ".join(one.software), ", ".join(two.software)
@@ -120,15 +96,12 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     most = each * len(hosts)
     if slots <= each or (slots <= most and slots % each == 0):
         return
-    if len(hosts) == 1:
-        raise UserInputError(
-            f"a trial needs {slots} slots, and this machine has {describe(hosts)}",
-            where=where,
-            hint=f"Use --slots {most} or another machine.",
+    hint = f"Use --slots {most} or another machine."
+    if len(hosts) > 1:
+        hint = (
+            f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "
+            f"to {most}."
         )
     raise UserInputError(
-        f"a trial needs {slots} slots, and there are {describe(hosts)}",
-        where=where,
-        hint=f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "
-        f"to {most}.",
+        f"a trial needs {slots} slots, and there are {describe(hosts)}", where=where, hint=hint
     )

@@ -12,8 +12,9 @@ from typing import Any
 
 from dsat import __version__
 from dsat.app import autotuning, installed_deepspeed, plans
+from dsat.app import hosts as hosts_of
 from dsat.app import source as sources
-from dsat.app.hosts import Hosts, all_slots, check_slots, describe, find_hosts
+from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
 from dsat.engines.local import Host, Machine
@@ -39,7 +40,7 @@ class Prepared:
 
     Attributes:
         argv: the command line; None if it was no command line that asked for it.
-        found: the hosts where trials run.
+        hosts: where trials run; this machine comes first if it is among them.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
         first: the user's own command, which runs already and is the first trial.
     """
@@ -48,15 +49,10 @@ class Prepared:
     settings: Settings
     experiment: Experiment
     program: Entrypoint
-    found: Hosts
+    hosts: tuple[Host, ...]
     plan: Plan
     native: Autotuning | None = None
     first: FirstRun | None = None
-
-    @property
-    def hosts(self) -> tuple[Host, ...]:
-        """Hosts of the run."""
-        return self.found.hosts
 
     @property
     def machine(self) -> Machine:
@@ -116,16 +112,21 @@ def _prepare(
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.told(_log, "looking at the accelerators"):
-        found = find_hosts(settings.engine, source.program, settings.place_options)
-    acquired.callback(found.release)
-    found = found.only(source.program.devices, source.program.not_devices)
-    _check_hosts(found.hosts, source)
+        place = hosts_of.acquired(settings.engine, source.program, settings.place_options)
+        hosts = acquired.enter_context(place)
+    if source.program.needs_command and len(hosts) > 1:
+        raise UserInputError(
+            "runs on one machine only: its ranks cannot be started by themselves, because "
+            f"{source.program.needs_command}",
+            where="command",
+            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
+        )
     section = None
     if settings.method in (TUNE, RUN):
         section = autotuning.read(source, settings.method)
         settings = autotuning.settings_of(settings, section, source.experiment)
-    source, slots = _with_slots(settings, source, section, found.hosts)
-    program, experiment, machine = source.program, source.experiment, found.hosts[0].machine
+    source, slots = _with_slots(settings, source, section, hosts)
+    program, experiment, machine = source.program, source.experiment, hosts[0].machine
     plan = plans.plan_of(
         settings,
         experiment,
@@ -138,7 +139,7 @@ def _prepare(
     )
     if section is not None:
         plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
-    return Prepared(argv, settings, experiment, program, found, plan, section, first)
+    return Prepared(argv, settings, experiment, program, hosts, plan, section, first)
 
 
 def _check_before_running(settings: Settings, source: Source) -> None:
@@ -168,16 +169,6 @@ def _may_run_first(settings: Settings, source: Source) -> bool:
     if here == places.AUTO:
         here = places.detect(places.Environment(os.environ))
     return here == "local" and settings.engine in (places.AUTO, "local")
-
-
-def _check_hosts(hosts: Sequence[Host], source: Source) -> None:
-    if source.program.needs_command and len(hosts) > 1:
-        raise UserInputError(
-            "runs on one machine only: its ranks cannot be started by themselves, because "
-            f"{source.program.needs_command}",
-            where="command",
-            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
-        )
 
 
 def _with_slots(

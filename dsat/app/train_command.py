@@ -37,7 +37,7 @@ def as_shown(ready: Prepared, run: Run) -> Prepared:
     if FRESH_PROCESSES_ONLY in shown:
         ready = replace(ready, settings=replace(ready.settings, cold=True))
     if NO_SEGMENTS in shown:
-        ready = replace(ready, found=replace(ready.found, hosts=without_segments(ready.hosts)))
+        ready = replace(ready, hosts=tuple(without_segments(ready.hosts)))
     if COMMAND_AGAIN in shown:
         why = "they failed, started by dsat, in an earlier trial"
         ready = replace(ready, program=replace(ready.program, needs_command=why))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.app.hosts import Hosts, find_hosts
+from dsat.app.hosts import acquired
 from dsat.engines.local import Host, heartbeats
 from dsat.engines.places import detect, given_options
 from dsat.engines.places.base import Environment
@@ -129,13 +129,13 @@ def test_ray_is_taken_only_where_that_is_wanted() -> None:
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserInputError, match=r"needs Ray, .*pip install 'dsat\[ray\]'"):
-        find_hosts("ray")
+        acquired("ray").__enter__()
 
 
 def test_dsat_runs_inside_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(UserInputError, match=r"ray://head:10001 is for Ray Client.*ray job submit"):
-        find_hosts("ray")
+        acquired("ray").__enter__()
 
 
 # -- a command on a node
@@ -237,13 +237,10 @@ def kept(cluster: RayCluster, nodes: int) -> Iterator[Reservation]:
 
 
 @contextlib.contextmanager
-def reserved(cluster: RayCluster, nodes: int) -> Iterator[Hosts]:
+def reserved(cluster: RayCluster, nodes: int) -> Iterator[Sequence[Host]]:
     """So many of its nodes, as dsat has them."""
-    hosts = find_hosts("ray", given={"nodes": nodes, "ray_address": cluster.address})
-    try:
+    with acquired("ray", given={"nodes": nodes, "ray_address": cluster.address}) as hosts:
         yield hosts
-    finally:
-        hosts.release()
 
 
 def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int = 2) -> list[str]:
@@ -277,7 +274,7 @@ class TestEngineOverRay(HostsContract):
     @classmethod
     def hosts(cls, three: RayCluster) -> Iterator[Sequence[Host]]:
         with reserved(three, 2) as hosts:
-            yield hosts.hosts
+            yield hosts
 
 
 @pytest.mark.slow
@@ -313,7 +310,7 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
             "behaviours",
             tmp_path,
             slots_per_trial=2,
-            hosts=hosts.hosts,
+            hosts=hosts,
         ) as bench,
     ):
         both = [bench.trial(stage=stage) for stage in (1, 2)]

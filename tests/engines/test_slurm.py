@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.app.hosts import Hosts, check_equal, check_slots, describe, find_hosts
+from dsat.app.hosts import acquired, check_equal, check_slots, describe
 from dsat.engines.local import Host
 from dsat.engines.places import local as this_machine
 from dsat.engines.places import slurm
@@ -70,14 +70,16 @@ def test_slurm_is_asked_for_only_where_there_is_an_allocation(
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UserInputError, match=r"SLURM_JOB_ID .* not set. .*sbatch"):
-        find_hosts("slurm")
+        acquired("slurm").__enter__()
 
 
 def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
-    assert find_hosts("auto") == find_hosts("slurm") == Hosts((Host(cpu_machine(2)),))
+    for engine in ("auto", "slurm"):
+        with acquired(engine) as hosts:
+            assert hosts == (Host(cpu_machine(2)),)
 
 
 def test_hosts_must_be_equal() -> None:
