@@ -250,15 +250,6 @@ KNOBS = (
         is_later=True,
     ),
     Knob(
-        "stage3_allgather_sequential",
-        _SWITCH_ON,
-        (3,),
-        "gathers that need no buffer, one for each parameter",
-        when=_several_slots,
-        unasked=_on_device,
-        is_later=True,
-    ),
-    Knob(
         "stage3_module_granularity_threshold",
         (0, 10**5, 10**6, 10**7),
         (3,),

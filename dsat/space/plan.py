@@ -14,7 +14,6 @@ from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import Strategy
 
 # Names in messages of the fields that no single option decides.
 _LABELS = {
@@ -32,7 +31,6 @@ _LABELS = {
     "measured.steps": "profile steps (start, end, most)",
 }
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
-WHOLE_STRATEGY = "stage"  # in `Plan.refused`: nothing of the strategy can be tried
 _ABSENT = "not given"
 # Fields that the first runs did not record; see `dsat.tuning.replay.as_begun`.
 _ASKED_SINCE = ("defaults", "slots_per_host")
@@ -66,8 +64,6 @@ class Plan(Recorded):
         nvme_path: where offloading to NVMe may write.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a knob that is not among them it has not got. Empty if it was not asked.
-        refused: in journals of earlier versions, values that DeepSpeed refuses, by the names of
-            strategies and of settings; the strategy as a whole by `WHOLE_STRATEGY`.
         max_seq_length: the longest sequence of the data, in tokens, if the user told it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
@@ -106,7 +102,6 @@ class Plan(Recorded):
     nvme_path: str | None = None
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_seq_length: int | None = None
     finals: int | None = 0
     indifference: float = 0.02
@@ -153,10 +148,6 @@ class Plan(Recorded):
             smallest=self.min_micro_batch,
             largest=largest,
         )
-
-    def takes(self, strategy: Strategy) -> bool:
-        """Tell whether DeepSpeed takes the user's configuration in a strategy."""
-        return WHOLE_STRATEGY not in self.refused.get(strategy.name, {})
 
     def admits(self, batch: BatchTriple) -> bool:
         """Tell whether batch sizes keep to the user's constraints."""

@@ -32,8 +32,7 @@ def allowed_micro_batches(
         divisible_by: micro batches must be multiples of this.
         slots: data-parallel slots of a trial.
         listed: if given, only these.
-        smallest: the lower bound, allowed.
-        largest: the upper bound, allowed.
+        smallest, largest: bounds, both allowed.
 
     Returns:
         An ascending sequence, empty when the constraints cannot be met together.
@@ -41,13 +40,13 @@ def allowed_micro_batches(
     if train_batch_size is None and not listed:
         first = -(-smallest // divisible_by) * divisible_by
         return range(first, largest + 1, divisible_by)
-    candidates: Collection[int] = listed
+    candidates = set(listed)
     if train_batch_size is not None:
         per_slot, rest = divmod(train_batch_size, slots)
-        most = min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
+        most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]
-        divisors = {*small, *(per_slot // d for d in small)} if not rest else set()
-        candidates = divisors & set(listed) if listed else divisors
+        divisors = {*small, *(per_slot // d for d in small)}
+        candidates = divisors & candidates if listed else divisors
     return tuple(
         size
         for size in sorted(candidates)
@@ -102,7 +101,6 @@ class Freedom:
         slots_per_host: of a trial over several hosts; 0 if it is on one.
         defaults: the installed DeepSpeed's, by the paths of the knobs that it has; empty if it was
             not asked.
-        refused: values that DeepSpeed refuses, by the names of strategies and of settings.
     """
 
     fixed: Collection[str] = ()
@@ -113,7 +111,6 @@ class Freedom:
     on_device: bool = False
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Space:
@@ -190,46 +187,43 @@ def _branch(
     num_params: int | None,
     roomy_bucket: int | None,
 ) -> Branch:
-    bf16 = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True
     situation = Situation(
         strategy,
         slots,
         cpu_adam=_makes_cpu_adam(config),
         on_device=freedom.on_device,
-        bf16=bf16,
+        bf16=(config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True,
         slots_per_host=freedom.slots_per_host,
     )
     knobs: list[tuple[str, tuple[Any, ...]]] = []
     for knob in KNOBS:
-        if strategy.stage not in knob.stages or not _is_free(knob.key, freedom):
+        if not _is_searched(knob, situation, freedom):
             continue
-        asked_for = knob.key in freedom.tune or knob.key in freedom.choices
-        known = knob.path in freedom.defaults if freedom.defaults else not knob.is_later
-        if not knob.when(situation):
-            continue
-        if not asked_for and not (known and knob.unasked(situation)):
-            continue
-        listed = freedom.choices.get(knob.key)
-        if listed:
-            values = tuple(listed)
-        else:
+        values = tuple(freedom.choices.get(knob.key, ()))
+        if not values:
             values = _useful_values(knob, situation, freedom.defaults, num_params, roomy_bucket)
             values = _with_first(_own_value(knob, config), values)
-        refused = freedom.refused.get(strategy.name, {}).get(knob.key, ())
-        values = tuple(value for value in values if value not in refused) or values
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
     names = {knob.key for knob in KNOBS}
     for key, listed in freedom.choices.items():
-        if key not in names and (strategy.stage > 0 or key == GAS):
-            if key == "offload_param" and strategy.stage != 3:
-                continue
+        has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
+        if key not in names and has_it:
             knobs.append((key, tuple(listed)))
     for switch, own in freedom.switches.items():
         if _is_free(switch, freedom):
             knobs.append((switch, (own, not own)))
-    base = strategy_settings(strategy, config, freedom.nvme_path)
-    return Branch(strategy, base, tuple(knobs))
+    return Branch(strategy, strategy_settings(strategy, config, freedom.nvme_path), tuple(knobs))
+
+
+def _is_searched(knob: Knob, situation: Situation, freedom: Freedom) -> bool:
+    in_stage = situation.strategy.stage in knob.stages and knob.when(situation)
+    if not in_stage or not _is_free(knob.key, freedom):
+        return False
+    if knob.key in freedom.tune or knob.key in freedom.choices:
+        return True
+    known = knob.path in freedom.defaults if freedom.defaults else not knob.is_later
+    return known and knob.unasked(situation)
 
 
 def _is_free(key: str, freedom: Freedom) -> bool:
@@ -274,32 +268,21 @@ def _useful_values(
 ) -> tuple[Any, ...]:
     """Return the values worth trying: of sizes beyond the model only the smallest."""
     values = _with_first(defaults.get(knob.path), knob.usable(situation))
-    if num_params is not None:
-        values = _within_model(knob, values, num_params)
+    if num_params is not None and knob.elements:
+        enough = min((value for value in values if value >= num_params), default=None)
+        if enough is not None and values[0] >= num_params:  # the default, by another name
+            values = _with_first(enough, values)
+        values = tuple(value for value in values if value < num_params or value == enough)
     if knob.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
-        first = max(roomy) if roomy else min(values)
-        values = (first, *(value for value in values if value != first))
+        values = _with_first(max(roomy) if roomy else min(values), values)
     return values
-
-
-def _within_model(knob: Knob, values: Sequence[Any], num_params: int) -> tuple[Any, ...]:
-    if not knob.elements:
-        return tuple(values)
-    enough = min((value for value in values if value >= num_params), default=None)
-    kept = [value for value in values if value < num_params or value == enough]
-    if values[0] not in kept and enough is not None:  # the default, by another name
-        kept.remove(enough)
-        kept.insert(0, enough)
-    return tuple(kept)
 
 
 def _short(values: Sequence[Any]) -> str:
     def text(value: Any) -> str:
-        if isinstance(value, (bool, str, float)):
-            return str(value).lower()
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             return f"{value:.0e}" if value >= 10**6 else str(value)
-        return str(dict(value)) if isinstance(value, Mapping) else str(value)
+        return str(dict(value)) if isinstance(value, Mapping) else str(value).lower()
 
     return "|".join(text(value) for value in values)

@@ -49,17 +49,14 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """Return a plan with the space of the run that it continues.
 
-    Earlier versions recorded what DeepSpeed refuses. A run has the knobs of its recorded defaults;
-    the first ones recorded none, and have no knobs that came later.
+    A run has the knobs of its recorded defaults; the first ones recorded none, and have no knobs
+    that came later.
     """
     first = events[0] if events else {}
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
     plan = replace(plan, own_first=bool(earlier.get("own_first")))
-    refused = earlier.get("refused")
-    if isinstance(refused, Mapping):
-        plan = replace(plan, refused=refused)
     defaults = earlier.get("defaults")
     if not isinstance(defaults, Mapping) or not defaults:
         return replace(plan, defaults={}, slots_per_host=0)

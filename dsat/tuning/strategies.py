@@ -53,7 +53,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     strategies = [of_config(plan.base_config, stage) for stage in plan.zero_stages]
     if any(_asked_for(plan, section) for section in _SECTIONS):
         strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
-    return tuple(s for s in dict.fromkeys(strategies) if plan.takes(s))
+    return tuple(dict.fromkeys(strategies))
 
 
 def rungs(plan: Plan) -> tuple[Strategy, ...]:
@@ -121,7 +121,6 @@ def make_space(
             on_device=plan.offload_helps,
             slots_per_host=plan.slots_per_host,
             defaults=plan.defaults,
-            refused=plan.refused,
         ),
         config=plan.base_config,
         num_params=None if profile is None else profile.num_params,
@@ -135,7 +134,7 @@ def _roomy_bucket(profile: ModelProfile) -> int:
 
 
 def _may_use(plan: Plan, strategy: Strategy) -> bool:
-    if strategy.stage not in plan.zero_stages or not plan.takes(strategy):
+    if strategy.stage not in plan.zero_stages:
         return False
     own = of_config(plan.base_config, strategy.stage)
     moves = (

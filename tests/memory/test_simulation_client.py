@@ -148,7 +148,6 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]
     "settings",
     [
         {"stage3_use_all_reduce_for_fetch_params": True},
-        pytest.param({"stage3_allgather_sequential": True}, marks=[newest, pytest.mark.nightly]),
         {"zero_hpz_partition_size": 2},
     ],
     ids=str,

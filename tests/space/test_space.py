@@ -312,10 +312,7 @@ def test_listed_values_are_the_only_ones() -> None:
 
 
 INSTALLED = {knob.path: knob.values[0] for knob in KNOBS}
-ON_DEVICE = {
-    "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential",
-}
+ON_DEVICE = {"stage3_use_all_reduce_for_fetch_params"}
 
 
 def test_what_spares_the_host_is_searched_on_several_devices_if_deepspeed_has_it() -> None:
