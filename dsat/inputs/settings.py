@@ -10,7 +10,7 @@ Python API (`dsat.api`), the comparison of a run with the journal it continues
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,13 @@ class Settings(Target):
         "of 4 and 30 %% of the search's time, 15 at most; 0: none)",
     )
     max_slots: int | None = option(
-        "-ms",
-        "--max-slots",
-        kind=at_least(1),
-        group=Group.RUNNING,
-        help="use at most N slots at once",
+        "-ms", "--max-slots", kind=at_least(1), help="use at most N slots at once"
     )
     max_concurrent_trials: int = option(
         "-mct",
         "--max-concurrent-trials",
         kind=at_least(1),
         default=16,
-        group=Group.RUNNING,
         help="run at most N trials at once",
     )
     metric: str = option(
@@ -249,7 +244,6 @@ class Settings(Target):
         "--engine",
         kind=WORD,
         default="auto",
-        group=Group.RUNNING,
         help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
         "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
         "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
@@ -310,7 +304,6 @@ class Settings(Target):
     cold: bool = option(
         "--cold",
         any_command=True,
-        group=Group.RUNNING,
         help="start every rank as a fresh Python process, for scripts that cannot be forked",
     )
     dry_run: bool = option(
@@ -353,18 +346,11 @@ class Settings(Target):
     )
 
     def __post_init__(self) -> None:
-        start, end = self.start_profile_step, self.end_profile_step
-        if end == TrialOptions.end_step and 0 < self.max_profile_steps <= end - start:
-            # Who wants fewer steps than are usual says so in one option.
-            end = start + self.max_profile_steps - 1
-            object.__setattr__(self, "end_profile_step", end)
+        start = self.start_profile_step
+        end = min(self.end_profile_step, start + self.max_profile_steps - 1)
         if end < start:
             raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
-        if self.max_profile_steps < end - start + 1:
-            raise UserInputError(
-                f"--max-profile-steps {self.max_profile_steps} is less than the {end - start + 1} "
-                "steps from --start-profile-step to --end-profile-step"
-            )
+        object.__setattr__(self, "end_profile_step", end)
         if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
             raise UserInputError(
                 f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
@@ -400,5 +386,5 @@ def plan_values(settings: Settings) -> dict[str, Any]:
 
 def option_of_plan_field(name: str) -> Option | None:
     """Return the one option that decides a field of `Plan`, or None."""
-    found: Sequence[Option] = [own for own in options_of(Settings) if own.plan_field == name]
+    found = [own for own in options_of(Settings) if own.plan_field == name]
     return found[0] if len(found) == 1 else None

@@ -42,23 +42,23 @@ _SAID = {
 }
 
 _MOST_WARNINGS = 50
-_BEYOND_MEASURE = 1e50  # no trial measures that, or its inverse: sums of squares of it are floats
+_BEYOND_MEASURE = 1e50  # a value or inverse that no trial measures; its square is still a float
 
 
 @dataclass(frozen=True)
 class Metrics(Recorded):
-    """Measurements of a trial. Times are per optimizer step, the slowest rank's.
+    """Measurements of a trial. Times are per optimizer step, of the slowest rank.
 
     Attributes:
         throughput: samples/s over all slots.
         latency, forward, backward, step: ms per optimizer step, all its micro steps included.
-        FLOPS_per_gpu: model FLOP/s per slot, recomputation not counted; None if never counted.
+        FLOPS_per_gpu: model FLOP/s per slot without recomputation; None if not counted.
         num_steps: optimizer steps measured.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
-        accidents: rare steps that took far longer by the host's doing; not in what is above.
-        lost_to_accidents: what they took in excess, as a fraction of the time of all others.
-        tokens_per_second: over all slots, padding that a mask tells not counted; None where the
-            script's inputs have no sequences of tokens.
+        accidents: outliers, left out above: steps that the host made far longer.
+        lost_to_accidents: their excess time, as a fraction of the time of all others.
+        tokens_per_second: over all slots, without masked padding; None if the script's inputs have
+            no sequences of tokens.
     """
 
     throughput: float
@@ -100,13 +100,13 @@ class MemoryUse:
     """Peaks over all ranks, in bytes.
 
     Attributes:
-        allocated_bytes, reserved_bytes: by phase (`init`, `forward`, `backward`, `step`); the
-            device allocator's, or empty on a CPU, which has none.
+        allocated_bytes, reserved_bytes: of the device's allocator, by phase (`init`, `forward`,
+            `backward`, `step`); empty on a CPU.
         host_rss_bytes: the largest resident set of one rank, by phase.
-        context_bytes: what a rank holds besides its tensors: on a device the context and its
-            libraries, on a CPU the resident set when there was no model yet.
-        data_bytes: on a CPU whose slot is limited, the most that counted against the limit since
-            there was no model yet, in whatever phase; 0 elsewhere.
+        context_bytes: of a rank besides its tensors: on a device the context and its libraries, on
+            a CPU the resident set before the model was built.
+        data_bytes: on a CPU with a limited slot, the peak that counted against the limit since the
+            model was built; 0 elsewhere.
     """
 
     allocated_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -143,12 +143,12 @@ class ModelProfile(Recorded):
         activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
         flops_per_sample: forward and backward, without recomputation.
         slot_memory_bytes: what a slot may use.
-        host_memory_bytes: what the host has for each rank of a trial that runs there alone; 0 if a
-            slot's memory is the host's, or nobody looked.
-        batch_dimensions: which dimension of the model's inputs is that of the samples, by the place
-            of the tensor among them (`1.input_ids`), where that is certain.
-        fed_instead: the `micro_batch` of this trial and the `rows` that all of the model's inputs
-            had instead; empty if they had as many as they should, or not all the same.
+        host_memory_bytes: of the host for each rank of a trial that runs there alone; 0 if a slot's
+            memory is the host's, or it is not known.
+        batch_dimensions: the dimension of the samples in the model's inputs, by the place of the
+            tensor among them (`1.input_ids`), where that is certain.
+        fed_instead: `micro_batch` of this trial and `rows` that all of the model's inputs had
+            instead; empty if they had as many as expected, or differed.
     """
 
     num_params: int
@@ -171,13 +171,12 @@ class TrainingCurve:
 
     Attributes:
         steps: optimizer steps, counted from 1.
-        losses: of each: the mean over its micro steps and over all ranks, as the script gave it to
-            its backward pass; None where there was none to be seen.
-        grad_norms: of each, as DeepSpeed knows it: the 2-norm of all gradients before clipping;
-            None where it computes none (stage 0 in fp32).
-        skipped: those that fp16 skipped because of an overflow.
-        precision: the coarsest numbers that were computed in, one of `PRECISIONS`; empty if that is
-            not known.
+        losses: mean over the micro steps and ranks of each step, as given to the backward pass;
+            None if there was none.
+        grad_norms: DeepSpeed's 2-norm of all gradients before clipping, for each step; None where
+            it computes none (stage 0 in fp32).
+        skipped: steps that fp16 skipped because of an overflow.
+        precision: the coarsest type that was computed in, one of `PRECISIONS`; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -209,15 +208,14 @@ class Outcome(Recorded):
         message: one line for people; empty when all went well.
         detail: the user's traceback or the end of their log. All texts are made `printable`.
         duration_s: from the launch to the outcome, wall time.
-        warnings: what a person should know although the trial ran.
-        smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
-        most_samples: the largest micro batch that there are data for, where that is known: one was
-            too large, or the data loader tells.
-        step_ms: the latency of each step that was measured, in ms, the slowest rank's.
-        training: the losses that were seen; None of a trial that measured nothing.
-        sequences: None where the script's inputs have no sequences of tokens.
-        before_engine: it failed before its script called `deepspeed.initialize`: no configuration
-            has to do with it.
+        warnings: for people, although the trial ran.
+        smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
+        most_samples: the largest micro batch that there are data for, if known.
+        step_ms: latency of each measured step, in ms, of the slowest rank.
+        training: None for a trial that measured nothing.
+        sequences: None if the script's inputs have no sequences of tokens.
+        before_engine: it failed before its script called `deepspeed.initialize`, whatever the
+            configuration.
     """
 
     kind: OutcomeKind

@@ -341,7 +341,6 @@ USAGE_ERRORS = [
     ["asha", "deepspeed.yaml", ".", "--slot-memory", "0GiB"],
     ["asha", "deepspeed.yaml", ".", "--trial-timeout", "soon"],
     ["asha", "deepspeed.yaml", ".", "--end-profile-step", "2"],
-    ["asha", "deepspeed.yaml", ".", "--end-profile-step", "9", "--max-profile-steps", "2"],
     ["asha", "deepspeed.yaml", ".", "--search-range-factor", "-1"],
     ["binary", "deepspeed.yaml", ".", "--divisor", "2"],
     ["random", "deepspeed.yaml", ".", "--early-stopping", "0"],
