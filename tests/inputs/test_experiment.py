@@ -153,65 +153,64 @@ def test_a_trials_hyperparameters() -> None:
 HPARAMS = "exp.yaml: hyperparameters"
 
 
-@pytest.mark.parametrize("value", [None, "", [], 5, {"a": 1}])
-def test_no_entrypoint(value: Any) -> None:
-    assert "deepspeed train.py" in refused(
-        "exp.yaml: entrypoint", "no entrypoint", entrypoint=value
-    )
+DS_CONFIG, STAGE = "hyperparameters.deepspeed_config", "zero_optimization.stage"
+SLOTS, VARIABLES = "resources.slots_per_trial", "environment.environment_variables"
+WRONG: list[tuple[str, Any, str, str]] = [
+    *(("entrypoint", bad, "entrypoint", "there is no entrypoint") for bad in (None, [], 5)),
+    *(
+        ("hyperparameters", bad, "hyperparameters", f"there is no {DS_CONFIG}")
+        for bad in (None, [], "x")
+    ),
+    *((DS_CONFIG, bad, DS_CONFIG, "must be a path") for bad in (None, "", ["ds.json"])),
+    *((DS_CONFIG, bad, DS_CONFIG, f"there is no file {bad!r}") for bad in ("other.json", ".")),
+    *(
+        (
+            f"hyperparameters.{key}",
+            {"type": "log", "minval": 1},
+            f"hyperparameters.{key}",
+            "a range",
+        )
+        for key in ("lr", "deepspeed_config")
+    ),
+    *((SLOTS, bad, SLOTS, "must be a positive integer") for bad in (0, "two", 1.5, True, None)),
+    *(
+        (f"{DS_CONFIG}.{STAGE}", bad, f"{DS_CONFIG}: {STAGE}", "must be 0, 1, 2, 3")
+        for bad in (4, "2", None, True)
+    ),
+    *(
+        (f"{DS_CONFIG}.zero_optimization", bad, f"{DS_CONFIG}: zero_optimization", "a mapping")
+        for bad in ("most", [1], True)
+    ),
+    *(("searcher", bad, "searcher", "must be a mapping") for bad in ("single", [1])),
+    *(
+        ("searcher.max_length", bad, "searcher.max_length", "must be a whole number")
+        for bad in ("ten", 1.5, {}, {"batches": "x"}, {"batches": 1, "epochs": 2})
+    ),
+    *((VARIABLES, bad, VARIABLES, "must be a list") for bad in ("A=1", {"cuda": "A=1"})),
+    *((VARIABLES, ["B=1", bad], VARIABLES, "not of the form NAME=VALUE") for bad in ("A", "=1")),
+]
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x", {"lr": 1}])
-def test_no_configuration(value: Any) -> None:
-    refused(HPARAMS, "there is no hyperparameters.deepspeed_config", hyperparameters=value)
+@pytest.mark.parametrize(("path", "value", "where", "problem"), WRONG, ids=str)
+def test_what_is_wrong_is_named_with_its_place(
+    path: str, value: Any, where: str, problem: str
+) -> None:
+    first, *keys = path.split(".")
+    for key in reversed(keys):
+        value = {key: value}
+    own = DATA.get(first)
+    if isinstance(own, dict) and isinstance(value, dict) and keys != ["deepspeed_config"]:
+        value = {**own, **value}
+    refused(f"exp.yaml: {where}", problem, **{first: value})
 
 
-@pytest.mark.parametrize("value", [None, "", 3, ["ds.json"]])
-def test_a_configuration_that_is_no_path(value: Any) -> None:
-    hparams = {"deepspeed_config": value}
-    refused(f"{HPARAMS}.deepspeed_config", "must be a path", hyperparameters=hparams)
-
-
-@pytest.mark.parametrize("value", ["other.json", ".", "exp.yaml"])
-def test_a_configuration_that_is_not_there(value: str) -> None:
-    hparams = {"deepspeed_config": value}
-    text = refused(f"{HPARAMS}.deepspeed_config", "there is no file", hyperparameters=hparams)
-    assert repr(value) in text and "relative to the model folder" in text
-
-
-@pytest.mark.parametrize("kind", ["int", "double", "log", "categorical"])
-def test_ranges_are_for_another_search(kind: str) -> None:
-    hparams = {**DATA["hyperparameters"], "lr": {"type": kind, "minval": 1, "maxval": 2}}
-    refused(f"{HPARAMS}.lr", f"is a range ({kind})", hyperparameters=hparams)
-
-
-@pytest.mark.parametrize("value", [0, -1, "two", 1.5, True, None, [1]])
-def test_slots(value: Any) -> None:
-    where = "exp.yaml: resources.slots_per_trial"
-    refused(where, "must be a positive integer", resources={"slots_per_trial": value})
-
-
-@pytest.mark.parametrize("stage", [4, -1, "2", None, {"a": 1}, True])
-def test_zero_stages(stage: Any) -> None:
-    """In the configuration's own file, inline, and in the overrides."""
-    problem = f'must be 0, 1, 2, 3 or "all", or a list of them, not {stage!r}'
-    bad = {"zero_optimization": {"stage": stage}}
+def test_overrides_and_files_are_checked_as_the_experiment() -> None:
+    bad = {"zero_optimization": {"stage": 4}}
     hparams = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": bad}
-    overwrite = f"{HPARAMS}.overwrite_deepspeed_args: zero_optimization.stage"
-    refused(overwrite, problem, hyperparameters=hparams)
-    inline = {"deepspeed_config": bad}
-    where = f"{HPARAMS}.deepspeed_config: zero_optimization.stage"
-    refused(where, problem, hyperparameters=inline)
+    problem = "must be 0, 1, 2, 3"
+    refused(f"{HPARAMS}.overwrite_deepspeed_args: {STAGE}", problem, hyperparameters=hparams)
     Path("model/ds.json").write_text(json.dumps(bad))
-    refused("model/ds.json: zero_optimization.stage", problem)
-
-
-@pytest.mark.parametrize("zero", ["most", 2, [1], True])
-def test_zero_sections(zero: Any) -> None:
-    bad = {"zero_optimization": zero}
-    where = f"{HPARAMS}.deepspeed_config: zero_optimization"
-    refused(where, "must be a mapping", hyperparameters={"deepspeed_config": bad})
-    Path("model/ds.json").write_text(json.dumps(bad))
-    refused("model/ds.json: zero_optimization", "must be a mapping")
+    refused(f"model/ds.json: {STAGE}", problem)
 
 
 def test_lists_are_what_may_be_searched() -> None:
@@ -244,33 +243,6 @@ def test_lists_are_what_may_be_searched() -> None:
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 0, "overlap_comm": True},
     }
-
-
-@pytest.mark.parametrize("value", ["single", [1], 3])
-def test_searchers(value: Any) -> None:
-    refused("exp.yaml: searcher", "must be a mapping", searcher=value)
-
-
-@pytest.mark.parametrize(
-    "value", ["ten", 1.5, [1], {}, {"batches": "x"}, {"batches": 1, "epochs": 2}, None]
-)
-def test_lengths(value: Any) -> None:
-    """Found now, and not when the best configuration is to be trained with."""
-    searcher = {"name": "single", "max_length": value}
-    refused("exp.yaml: searcher.max_length", "whole number", searcher=searcher)
-
-
-@pytest.mark.parametrize("value", ["A=1", 5, {"cpu": 5}, {"cuda": "A=1"}])
-def test_environments(value: Any) -> None:
-    where = "exp.yaml: environment.environment_variables"
-    refused(where, "must be a list", environment={"environment_variables": value})
-
-
-@pytest.mark.parametrize("entry", ["A", "=1", 5])
-def test_environment_entries(entry: Any) -> None:
-    where = "exp.yaml: environment.environment_variables"
-    problem = "is not of the form NAME=VALUE"
-    refused(where, problem, environment={"environment_variables": ["B=1", entry]})
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config
 from dsat.inputs.value_lists import split
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -210,93 +205,3 @@ def test_every_mistake_is_one_line(config: dict[str, Any], line: str) -> None:
     with pytest.raises(UserInputError) as caught:
         split(config, where="ds.json")
     assert str(caught.value) == line
-
-
-# -- whatever is listed
-
-POOL: dict[str, list[Any]] = {
-    "stage": [0, 1, 2, 3],
-    "overlap_comm": [True, False, None],
-    "reduce_bucket_size": [1, 5e7, 5e8, 1e9],
-    "stage3_max_live_parameters": [0, 1e9],
-    "round_robin_gradients": [True, False],
-}
-OFFLOAD_POOL: dict[str, list[Any]] = {
-    "device": ["cpu", "nvme", "none"],
-    "pin_memory": [True, False],
-    "buffer_count": [4, 5.0],
-    "ratio": [0.5, 1.0],
-}
-
-
-def _random_section(rng: np.random.Generator, pool: dict[str, list[Any]]) -> dict[str, Any]:
-    section: dict[str, Any] = {}
-    for key, values in pool.items():
-        some = [values[i] for i in rng.permutation(len(values))[: rng.integers(1, len(values) + 1)]]
-        kind = rng.integers(4)
-        if kind == 0:
-            section[key] = some[0]
-        elif kind == 1:
-            section[key] = some
-        elif kind == 2:
-            section[key] = {"type": "categorical", "vals": some}
-    return section
-
-
-def _random_config(rng: np.random.Generator) -> dict[str, Any]:
-    config = _random_section(rng, {MICRO: [1, 2, 4, 8], GAS: [1, 2.0, 3]})
-    section = _random_section(rng, POOL)
-    if rng.integers(2):
-        section["offload_optimizer"] = _random_section(rng, OFFLOAD_POOL)
-    if rng.integers(2):
-        section["offload_param"] = [_random_section(rng, OFFLOAD_POOL) for _ in range(2)]
-    return {**config, "zero_optimization": section, "optimizer": {"params": {"betas": [0.9, 1]}}}
-
-
-def _count(value: Any) -> int:
-    """How many values something written in a configuration stands for."""
-    if isinstance(value, dict) and value.get("type") == "categorical":
-        value = value["vals"]
-    if isinstance(value, list):
-        return sum(_count(item) for item in value)
-    if isinstance(value, dict):
-        return math.prod(_count(item) for item in value.values())
-    return 1
-
-
-def _lists(value: Any) -> Iterator[list[Any]]:
-    if isinstance(value, list):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _lists(item)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_splitting_loses_and_invents_nothing(seed: int) -> None:
-    config = _random_config(np.random.default_rng(seed))
-    before = copy.deepcopy(config)
-    base, listed = split(config, where="ds.json")
-    assert config == before, "the argument is not changed"
-    # No list is left where one is a choice, and what was none is as it was.
-    assert list(_lists({**base, "optimizer": None})) == []
-    assert base["optimizer"] == config["optimizer"]
-    assert list(base) == list(config)
-    flat = {**config, **config["zero_optimization"]}
-    flat_base = {**base, **base["zero_optimization"]}
-    for key, values in listed.items():
-        assert flat_base[key] == values[0]
-        assert len({json.dumps(value) for value in values}) == len(values)
-        if key != "offload_param":  # its two sections may have some in common
-            assert len(values) == _count(flat[key])
-    for key in flat.keys() - listed.keys() - {"zero_optimization"}:
-        assert flat_base[key] == flat[key]
-    # The base has nothing more to split, and laying a choice over it gives that choice.
-    assert split(base, where="ds.json") == (base, {})
-    for key, values in listed.items():
-        for value in values:
-            overlay = {key: value} if key in (MICRO, GAS) else {"zero_optimization": {key: value}}
-            merged = ds_config.merge(base, overlay)
-            assert {**merged, **merged["zero_optimization"]}[key] == value or isinstance(
-                value, dict
-            )
