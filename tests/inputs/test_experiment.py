@@ -156,12 +156,12 @@ HPARAMS = "exp.yaml: hyperparameters"
 DS_CONFIG, STAGE = "hyperparameters.deepspeed_config", "zero_optimization.stage"
 SLOTS, VARIABLES = "resources.slots_per_trial", "environment.environment_variables"
 WRONG: list[tuple[str, Any, str, str]] = [
-    *(("entrypoint", bad, "entrypoint", "there is no entrypoint") for bad in (None, [], 5)),
+    *(("entrypoint", bad, "entrypoint", "there is no entrypoint") for bad in (None, "", 5)),
     *(
         ("hyperparameters", bad, "hyperparameters", f"there is no {DS_CONFIG}")
-        for bad in (None, [], "x")
+        for bad in (None, "x", 5)
     ),
-    *((DS_CONFIG, bad, DS_CONFIG, "must be a path") for bad in (None, "", ["ds.json"])),
+    *((DS_CONFIG, bad, DS_CONFIG, "must be a path") for bad in (None, "", 3)),
     *((DS_CONFIG, bad, DS_CONFIG, f"there is no file {bad!r}") for bad in ("other.json", ".")),
     *(
         (
@@ -179,9 +179,9 @@ WRONG: list[tuple[str, Any, str, str]] = [
     ),
     *(
         (f"{DS_CONFIG}.zero_optimization", bad, f"{DS_CONFIG}: zero_optimization", "a mapping")
-        for bad in ("most", [1], True)
+        for bad in ("most", 2, True)
     ),
-    *(("searcher", bad, "searcher", "must be a mapping") for bad in ("single", [1])),
+    *(("searcher", bad, "searcher", "must be a mapping") for bad in ("single", 3)),
     *(
         ("searcher.max_length", bad, "searcher.max_length", "must be a whole number")
         for bad in ("ten", 1.5, {}, {"batches": "x"}, {"batches": 1, "epochs": 2})
