@@ -86,8 +86,11 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     if origin is tuple:
         return _tuple(inner, _checked(list, data, where), where)
     if origin is not None and issubclass(origin, Mapping):
-        items = _checked(dict, data, where).items()
-        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in items}
+        named = _checked(dict, data, where).items()
+        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in named}
+    if origin is not None and issubclass(origin, Sequence):
+        items = enumerate(_checked(list, data, where))
+        return [decode(inner[0], value, f"{where}[{i}]") for i, value in items]
     if issubclass(kind, enum.Enum):
         known = {member.value: member for member in kind}
         if _checked(str, data, where) not in known:
