@@ -11,7 +11,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel, Variant
 from dsat.report import format as fmt
-from dsat.report.summary import markdown_table
+from dsat.report.table import Table
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.values.zero_strategy import NONE, Strategy
 
@@ -105,4 +105,4 @@ def table(choices: Sequence[Choice]) -> list[str]:
     ]
     if not rows:
         return [f"{_COUNTS[-1]} cards of {fmt.memory(SIZES[-1])} do not hold it."]
-    return markdown_table(heads, rows, numbers=[*heads[:2], *heads[3:]])
+    return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

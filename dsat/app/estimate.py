@@ -30,7 +30,7 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.remembered_script import start_of
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from dsat.report import format as fmt
-from dsat.report.summary import markdown_table
+from dsat.report.table import Table
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
@@ -361,7 +361,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
     }
     fits = ", ".join(f"{fmt.memory(size)}: {label}" for size, label in first.items())
     return [
-        *markdown_table(heads, rows, numbers=heads[1:]),
+        *Table(heads, rows, numbers=heads[1:]).markdown(),
         "",
         f"First strategy that fits: {fits}",
     ]

@@ -26,6 +26,7 @@ from dsat.inputs import accelerate_env
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.report import summary
+from dsat.report.run_view import best_config
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
 from dsat.values.text import without_secrets
@@ -57,7 +58,7 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     is_told = program.config_path is not None or accelerate is not None
     if not is_told or needs_task or over_hosts or run.best is None:
         return None
-    best = summary.best_config(run) or {}
+    best = best_config(run) or {}
     found = program.for_config(
         str(config.resolve()), best, run.best.script_args, ready.experiment.arg_mappings
     )
@@ -73,7 +74,7 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
         launcher += ["--num_gpus", str(slots)]
         if program.binds_cores:
-            config_of_best = summary.best_config(run) or {}
+            config_of_best = best_config(run) or {}
             launcher += binding_options(ready.machine, program, config_of_best, slots)
     script = ["--module", program.module] if program.module else [program.script]
     if program.python_options:
@@ -168,7 +169,7 @@ def _variables(ready: Prepared, run: Run) -> dict[str, str]:
         is_open = without_secrets(shown) == shown
         words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origins[name]}}}"'
     if not machine.is_cpu:  # on a CPU see `conditions`
-        config, slots = summary.best_config(run) or {}, ready.plan.slots_per_trial
+        config, slots = best_config(run) or {}, ready.plan.slots_per_trial
         given = {**os.environ, **ready.experiment.env, **ready.program.env}
         words |= settings_of_ranks(machine, ready.program, config, slots, given)
     return words

@@ -23,9 +23,9 @@ from dsat.inputs.look_settings import (
     WatchSettings,
 )
 from dsat.report import exports, terminal
-from dsat.report import format as fmt
 from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
+from dsat.values.text import printable
 from dsat.values.trial import Trial
 
 
@@ -71,10 +71,10 @@ def _compare(settings: CompareSettings) -> None:
     loaded = {str(path): past_runs.load(path) for path in settings.runs}
     if len(loaded) < len(settings.runs):
         raise UserInputError("is named twice", where=str(settings.runs[-1]))
-    runs = {name: past.run for name, past in loaded.items()}
+    views = {name: RunView.of(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
-    told = terminal.comparison_to_json(runs, folders) if settings.json else None
-    _print(told, terminal.of_comparison(runs))
+    told = terminal.comparison_to_json(views, folders) if settings.json else None
+    _print(told, terminal.of_comparison(views))
 
 
 def _list(settings: RunsSettings) -> None:
@@ -120,9 +120,9 @@ def _doctor(settings: DoctorSettings) -> int:
         output.print_json({"state": doctor.worst(findings), "findings": found})
     else:
         for each in findings:
-            print(fmt.printable(f"{each.state:<8} {each.part:<13} {each.found}"))
+            print(printable(f"{each.state:<8} {each.part:<13} {each.found}"))
             for line in filter(None, (each.problem, each.remedy and f"-> {each.remedy}")):
-                print(fmt.printable(f"{'':<22} {line}"))
+                print(printable(f"{'':<22} {line}"))
     return EXIT_FAILED if doctor.worst(findings) == doctor.FAILS else EXIT_OK
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from dsat.report import format as fmt
 from dsat.report import summary
-from dsat.report.run_view import RunView
+from dsat.report.run_view import RunView, best_config
 from dsat.report.verdict import gain, say_gain, verdict
 from dsat.tuning.run import Run
 from dsat.values.text import printable, values_without_secrets
@@ -43,14 +42,11 @@ def of_run(run: Run, *, over: bool) -> dict[str, Any]:
 
 def files(run: Run) -> dict[str, str]:
     """Return the texts of the result files, without secrets, by their names."""
-    with tempfile.TemporaryDirectory() as folder:
-        summary.write_files(run, Path(folder), TRAIN_LINE)
-        found = {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
     return {
         name: json.dumps(values_without_secrets(json.loads(text)), indent=2) + "\n"
         if name.endswith(".json")
         else text
-        for name, text in found.items()
+        for name, text in summary.texts(run, TRAIN_LINE).items()
     }
 
 
@@ -93,7 +89,7 @@ def for_people(run: Run) -> list[str]:
     if run.best is None:
         details = [outcome.detail for outcome in run.outcomes.values() if outcome.detail]
         told = [*(details[-1].splitlines() if details else []), *told]
-    best = summary.best_config(run)
+    best = best_config(run)
     if best is not None:
         told.append(f"best_ds_config.json: {json.dumps(values_without_secrets(best))}")
     return told

@@ -131,6 +131,17 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings of nested sections by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{above}{key}.")
+        else:
+            found[above + key] = value
+    return found
+
+
 def same_setting(one: str, other: str) -> bool:
     """Compare two keys of `zero_optimization`.
 

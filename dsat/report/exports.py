@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import UserInputError
-from dsat.report.page_rows import flat
-from dsat.report.run_view import RunView
+from dsat.inputs.ds_config import flat
+from dsat.report.run_view import RunView, TrialView
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.text import values_without_secrets
+from dsat.values.trial import TrialKind
 
 if TYPE_CHECKING:
     import optuna
@@ -22,49 +23,48 @@ if TYPE_CHECKING:
 _MOST_TEXT = 2000  # of a message: databases have limits
 
 
-def rows(run: Run) -> list[dict[str, Any]]:
+def rows(view: RunView) -> list[dict[str, Any]]:
     """Return a flat row of text, numbers and None for each trial.
 
     Settings are `config.KEY`, measurements `metrics.KEY`.
     """
     found = []
-    for view in RunView.of(run).trials:
-        trial, outcome, told = view.trial, view.outcome, view.to_json()
-        row = {key: told[key] for key in told if key not in ("overrides", "script_args", "metrics")}
-        row["took_s"] = None if outcome is None else outcome.duration_s
-        row["ended_s"] = view.ended_s
-        row["message"] = row["message"][:_MOST_TEXT]
-        row |= {f"config.{key}": _plain(value) for key, value in flat(trial.overrides).items()}
-        row |= {f"script.{key}": _plain(value) for key, value in trial.script_args.items()}
-        row |= {f"metrics.{key}": value for key, value in (told["metrics"] or {}).items()}
+    for each in view.trials:
+        row = each.to_json()
+        config, script = values_without_secrets([row.pop("overrides"), row.pop("script_args")])
+        metrics = row.pop("metrics") or {}
+        row |= {"message": row["message"][:_MOST_TEXT], "took_s": each.took_s}
+        row["ended_s"] = each.ended_s
+        row |= {f"config.{key}": _plain(value) for key, value in flat(config).items()}
+        row |= {f"script.{key}": _plain(value) for key, value in script.items()}
+        row |= {f"metrics.{key}": value for key, value in metrics.items()}
         found.append(row)
     return found
 
 
-def to_csv(run: Run, output: Path, name: str, ended_at_s: float) -> None:
-    """A table with a line for each trial."""
-    table = rows(run)
+def to_csv(view: RunView, output: Path, name: str, began_s: float) -> None:
+    """Write a table with a line for each trial."""
+    table = rows(view)
     with open(output, "x", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _columns(table))
         writer.writeheader()
         writer.writerows({key: _harmless(value) for key, value in row.items()} for row in table)
 
 
-def to_parquet(run: Run, output: Path, name: str, ended_at_s: float) -> None:
-    """The same table in columns; settings whose values are of several types as text."""
+def to_parquet(view: RunView, output: Path, name: str, began_s: float) -> None:
+    """Write the same table in columns; settings whose values are of several types as text."""
     import pyarrow
     import pyarrow.parquet
 
-    table = rows(run)
-    columns = {key: [row.get(key) for row in table] for key in _columns(table)}
-    arrays = {
-        key: values if len({type(v) for v in values if v is not None}) <= 1 else _as_text(values)
-        for key, values in columns.items()
-    }
-    pyarrow.parquet.write_table(pyarrow.table(arrays), output)
+    table, columns = rows(view), {}
+    for key in _columns(table):
+        values = [row.get(key) for row in table]
+        mixed = len({type(value) for value in values if value is not None}) > 1
+        columns[key] = [str(v) if mixed and v is not None else v for v in values]
+    pyarrow.parquet.write_table(pyarrow.table(columns), output)
 
 
-def to_optuna(run: Run, output: Path, name: str, ended_at_s: float) -> None:
+def to_optuna(view: RunView, output: Path, name: str, began_s: float) -> None:
     """Write one study into a SQLite storage.
 
     A trial that did not run is a failed one; a setting that a strategy does not have is no
@@ -72,56 +72,52 @@ def to_optuna(run: Run, output: Path, name: str, ended_at_s: float) -> None:
     """
     import optuna
 
-    assert run.plan is not None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    smaller = run.plan.objective.smaller_is_better
     study = optuna.create_study(
         storage=f"sqlite:///{output}",
         study_name=name,
-        direction="minimize" if smaller else "maximize",
+        direction="minimize" if view.plan.objective.smaller_is_better else "maximize",
     )
-    study.set_user_attr("metric", run.plan.metric)
-    for key, value in run.info.items():
+    study.set_user_attr("metric", view.plan.metric)
+    for key, value in view.info.items():
         study.set_user_attr(str(key), str(value)[:_MOST_TEXT])
-    distributions = _distributions(run)
-    for trial, outcome in _ended(run):
-        params = {key: value for key, value in _params(trial).items() if key in distributions}
-        value = run.value(trial)
+    states, distributions = optuna.trial.TrialState, _distributions(view)
+    for each, outcome in _compared(view):
+        params = _params(each)
         frozen = optuna.trial.create_trial(
-            state=_state(value),
-            value=value,
+            state=states.FAIL if each.value is None else states.COMPLETE,
+            value=each.value,
             params=params,
             distributions={key: distributions[key] for key in params},
             user_attrs={
-                "name": trial.name,
-                "kind": trial.kind.value,
+                "name": each.trial.name,
+                "kind": each.trial.kind.value,
                 "outcome": outcome.kind.value,
                 "message": outcome.message[:_MOST_TEXT],
                 **({} if outcome.metrics is None else outcome.metrics.to_json()),
             },
         )
-        ended = ended_at_s - run.running_s + run.ended_s[trial.id]
-        frozen.datetime_complete = datetime.datetime.fromtimestamp(ended)
+        ended_s = began_s + (each.ended_s or 0.0)
+        frozen.datetime_complete = datetime.datetime.fromtimestamp(ended_s)
         begin = datetime.timedelta(seconds=outcome.duration_s)
         frozen.datetime_start = frozen.datetime_complete - begin
         study.add_trial(frozen)
 
 
-def to_mlflow(run: Run, output: Path, name: str, ended_at_s: float) -> None:
-    """A tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
+def to_mlflow(view: RunView, output: Path, name: str, began_s: float) -> None:
+    """Write a tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{output}")
     experiment = client.create_experiment(name, artifact_location=output.parent.as_uri())
-    for trial, outcome in _ended(run):
-        ended = ended_at_s - run.running_s + run.ended_s[trial.id]
-        ended_ms = round(1000 * ended)
+    for each, outcome in _compared(view):
+        ended_ms = round(1000 * (began_s + (each.ended_s or 0.0)))
         created = client.create_run(
             experiment,
             start_time=ended_ms - round(1000 * outcome.duration_s),
-            run_name=trial.name,
-            tags={"kind": trial.kind.value, "outcome": outcome.kind.value},
+            run_name=each.trial.name,
+            tags={"kind": each.trial.kind.value, "outcome": outcome.kind.value},
         ).info.run_id
         metrics = {} if outcome.metrics is None else outcome.metrics.to_json()
         client.log_batch(
@@ -131,34 +127,32 @@ def to_mlflow(run: Run, output: Path, name: str, ended_at_s: float) -> None:
                 for key, value in metrics.items()
                 if value is not None
             ],
-            params=[Param(key, str(value)) for key, value in _params(trial).items()],
+            params=[Param(key, str(value)) for key, value in _params(each).items()],
             tags=[RunTag("message", outcome.message[:_MOST_TEXT])] if outcome.message else [],
         )
         status = "FINISHED" if outcome.ok else "FAILED"
         client.set_terminated(created, status=status, end_time=ended_ms)
 
 
-def to_tensorboard(run: Run, output: Path, name: str, ended_at_s: float) -> None:
+def to_tensorboard(view: RunView, output: Path, name: str, began_s: float) -> None:
     """Write a folder of event files, a run for each trial.
 
     It has the trial's settings (the HPARAMS tab) and the times of its steps.
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    assert run.plan is not None
-    for trial, outcome in _ended(run):
-        ended = ended_at_s - run.running_s + run.ended_s[trial.id]
-        value = run.value(trial)
-        measured = {} if value is None else {run.plan.metric: value}
-        params = {**_params(trial), "outcome": outcome.kind.value}
-        with SummaryWriter(str(output / trial.name)) as writer:
+    for each, outcome in _compared(view):
+        ended_s = began_s + (each.ended_s or 0.0)
+        measured = {} if each.value is None else {view.plan.metric: each.value}
+        params = {**_params(each), "outcome": outcome.kind.value}
+        with SummaryWriter(str(output / each.trial.name)) as writer:
             writer.add_hparams(params, measured, run_name=".", global_step=0)
             for number, step_ms in enumerate(outcome.step_ms, start=1):
-                writer.add_scalar("step_ms", step_ms, number, walltime=ended)
+                writer.add_scalar("step_ms", step_ms, number, walltime=ended_s)
 
 
-Exporter = Callable[[Run, Path, str, float], None]
-# By the words of `--to`: what writes it, how a file or folder of it ends, and what to install.
+Exporter = Callable[[RunView, Path, str, float], None]
+# By the words of `--to`: writer, ending of the file or folder, and package to install.
 EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
     "optuna": (to_optuna, ".optuna.db", "optuna"),
     "mlflow": (to_mlflow, ".mlflow.db", "mlflow"),
@@ -169,14 +163,14 @@ EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
 
 
 def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> None:
-    """Writes a run for another tool.
+    """Write a run for another tool.
 
     Args:
-        run: what to write.
+        run: to write.
         to: a name of `EXPORTERS`.
         output: file or folder to make.
         name: of the study or experiment.
-        ended_at_s: when something last happened in the run, in seconds since the epoch.
+        ended_at_s: time of the run's last event, in seconds since the epoch.
 
     Raises:
         UserInputError: `output` exists, or the tool is not installed.
@@ -187,38 +181,37 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
             "exists already", where=str(output), hint="Name another one with --output."
         )
     try:
-        write(run, output.resolve(), name, ended_at_s)
+        write(RunView.of(run), output.resolve(), name, ended_at_s - run.running_s)
     except ImportError as error:
         raise UserInputError(
             f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"
         ) from None
 
 
-def _ended(run: Run) -> Iterator[tuple[Trial, Outcome]]:
-    """The trials that are over, the profile left out, which is not for comparing."""
-    for trial_id, outcome in run.outcomes.items():
-        trial = run.trials[trial_id]
-        if trial.kind is not TrialKind.PROFILE:
-            yield trial, outcome
+def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
+    """Yield the trials that ended, without the profile, which is not comparable."""
+    for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
+        if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
+            yield each, each.outcome
 
 
-def _params(trial: Trial) -> dict[str, Any]:
-    """Settings of a trial; the global batch, which follows, is left out."""
+def _params(each: TrialView) -> dict[str, Any]:
+    """Return the settings of a trial; the global batch, which follows, is left out."""
     found = {
         key.removeprefix("zero_optimization."): _plain(value)
-        for key, value in {**flat(trial.overrides), **trial.script_args}.items()
+        for key, value in each.settings.items()
         if key != "train_batch_size"
     }
-    return {"strategy": trial.strategy, **found}
+    return {"strategy": each.trial.strategy, **found}
 
 
-def _distributions(run: Run) -> dict[str, optuna.distributions.BaseDistribution]:
-    """All values tried of each setting; numbers of samples and of steps are ranges."""
+def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
+    """Return all values tried of each setting; numbers of samples and of steps are ranges."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}
-    for trial, _ in _ended(run):
-        for key, value in _params(trial).items():
+    for each, _ in _compared(view):
+        for key, value in _params(each).items():
             values.setdefault(key, []).append(value)
     found: dict[str, optuna.distributions.BaseDistribution] = {}
     for key, tried in values.items():
@@ -227,12 +220,6 @@ def _distributions(run: Run) -> dict[str, optuna.distributions.BaseDistribution]
         else:
             found[key] = CategoricalDistribution(tuple(dict.fromkeys(tried)))
     return found
-
-
-def _state(value: float | None) -> optuna.trial.TrialState:
-    from optuna.trial import TrialState
-
-    return TrialState.FAIL if value is None else TrialState.COMPLETE
 
 
 def _columns(table: list[dict[str, Any]]) -> list[str]:
@@ -244,11 +231,7 @@ def _plain(value: Any) -> Any:
     return value if is_plain else json.dumps(value)
 
 
-def _as_text(values: list[Any]) -> list[str | None]:
-    return [None if value is None else str(value) for value in values]
-
-
 def _harmless(value: Any) -> Any:
-    """Text that a spreadsheet would take for a formula is marked as text (OWASP, CSV injection)."""
+    """Mark text that a spreadsheet would take for a formula as text (OWASP, CSV injection)."""
     is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
     return f"'{value}" if is_formula else value

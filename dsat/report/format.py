@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dsat.values import memory_size
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Outcome
+from dsat.values.text import printable
 
 _UNITS = {
     "throughput": "samples/s",
     "tokens_per_second": "tokens/s",
     "FLOPS_per_gpu": "FLOP/s per slot",
 }
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0.0, ""))
+_MOST_OF_A_MESSAGE = 400
 
 
 def unit(name: str) -> str:
@@ -25,10 +29,8 @@ def metric(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name == "FLOPS_per_gpu":
-        for size, prefix in _PREFIXES:
-            if value >= size:
-                return f"{value / size:.4g} {prefix}{_UNITS[name]}"
-        return f"{value:.4g} {_UNITS[name]}"
+        size, prefix = next(pair for pair in _PREFIXES if value >= pair[0])
+        return f"{value / (size or 1):.4g} {prefix}{_UNITS[name]}"
     number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return f"{number} {unit(name)}"
 
@@ -43,6 +45,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def count(number: int, what: str) -> str:
+    """`1 trial`, `2 trials`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """`42 s`, `3 min 10 s`, `2 h 05 min`."""
     whole = round(seconds)
@@ -53,24 +60,27 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def strategy(name: str) -> str:
+    """`2 offload` for `z2_offload`."""
+    return name.removeprefix("z").replace("_", " ")
+
+
+def setting(value: Any) -> str:
+    """Value of a setting; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value >= 10_000:
+        return f"{value:,}"
+    return str(value)
+
+
 def outcome(result: Outcome, metric_name: str) -> str:
-    """One line on what came of a trial; the profile trial is not for comparing."""
+    """One line on the end of a trial; the profile trial is not for comparing."""
     if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
-        message = shortened(result.message)
+        message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))
     spread = f"±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps"
     return f"{value} ({spread})"
-
-
-def printable(text: str) -> str:
-    """Return a text that is safe for a terminal.
-
-    Characters that would move its cursor or change its colours are shown as escapes.
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def shortened(text: str, most: int = 400) -> str:
-    """A text for one line or cell: its beginning, if it is longer than `most` characters."""
-    return text if len(text) <= most else f"{text[:most]} ..."

@@ -7,22 +7,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from dsat.memory.forecast import Forecast
-from dsat.report import format as fmt
-from dsat.report import progress
-from dsat.report.run_view import STAGE_HEADINGS, RunView
+from dsat.report import progress, terminal
+from dsat.report.run_view import RunView
+from dsat.report.table import Table
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 _LAST_TRIALS = 12
-_PLAIN_WIDTH = 140
 
 
 class LiveView:
@@ -33,13 +32,9 @@ class LiveView:
     """
 
     def __init__(self, stream: TextIO = sys.stderr) -> None:
-        width = None if stream.isatty() else _PLAIN_WIDTH
-        self._console = Console(
-            file=stream, highlight=False, soft_wrap=width is not None, width=width
-        )
+        self._console = terminal.console(stream)
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
-        self._trials: Path | None = None
-        self._folder: Path | None = None
+        self._trials, self._folder = Path(), Path()
 
     def follow(self, folder: Path, trials: Path) -> None:
         """Show a run that begins.
@@ -70,7 +65,7 @@ class LiveView:
             self._live.stop()
 
     def say(self, *lines: str) -> None:
-        """Prints lines above the table."""
+        """Print lines above the table."""
         for line in lines:
             self._console.print(Text(line))
 
@@ -88,42 +83,23 @@ class LiveView:
             self._live.update(self._view(run), refresh=True)
 
     def show_result(self, run: Run) -> None:
-        """Print the final table and the verdict."""
-        if run.plan is None or not run.outcomes:
-            return
-        view = RunView.of(run)
-        table = Table(*STAGE_HEADINGS, title=f"{view.method}: {view.metric}")
-        for row in view.stage_cells():
-            table.add_row(*row)
-        self._console.print(table)
-        self.say(*view.facts, *view.verdict)
+        """Print the verdict and the final table."""
+        if run.plan is not None and run.outcomes:
+            for each in terminal.result(RunView.of(run)):
+                self._console.print(each)
 
     def _view(self, run: Run) -> Group:
-        assert run.plan is not None
-        table = Table("trial", "result", "took", expand=False)
-        for trial in list(run.trials.values())[-_LAST_TRIALS:]:
-            outcome = run.outcomes.get(trial.id)
-            style = "bold" if trial is run.best else ""
-            if outcome is None:
-                table.add_row(trial.name, self._running(trial), "")
-            else:
-                took = fmt.duration(outcome.duration_s)
-                line = Text(fmt.printable(fmt.outcome(outcome, run.plan.metric)))
-                table.add_row(trial.name, line, took, style=style)
-        done, total = len(run.outcomes), run.plan.max_trials
-        status = None if self._folder is None else progress.Status.of_run(self._folder)
-        head = f"{done} of at most {total} trials"
-        if status is not None and self._trials is not None:
-            head += f"; {progress.slots_line(run, status.num_slots, self._trials)}"
-        lines = [head, progress.best_line(run)]
-        if status is not None and status.outlook is not None:
-            lines.append(progress.outlook_line(run, status.outlook))
-        left = progress.time_left(run, 1 if status is None else status.at_once)
-        if left is not None:
-            lines.append(str(left))
-        bar = Table.grid()  # a bar by itself does not end its line
+        view = RunView.of(run)
+        cells = [
+            (each.label, self._doing(each.trial) if each.took_s is None else each.result)
+            for each in view.trials[-_LAST_TRIALS:]
+        ]
+        bar = RichTable.grid()  # a bar by itself does not end its line
+        total, done = view.plan.max_trials, len(view.ended)
         bar.add_row(ProgressBar(total=total, completed=done, width=60))
-        return Group(table, bar, *map(Text, lines))
+        status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
+        lines = map(Text, (progress.best_line(run), *status))
+        return Group(terminal.rich_table(Table(("trial", "result"), cells)), bar, *lines)
 
-    def _running(self, trial: Trial) -> str:
-        return "runs" if self._trials is None else progress.doing(self._trials / trial.name)
+    def _doing(self, trial: Trial) -> str:
+        return progress.doing(self._trials / trial.name)

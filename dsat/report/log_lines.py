@@ -11,13 +11,13 @@ from dsat.values.trial import Trial, TrialKind
 
 
 class Narrator:
-    """Log lines of what happens in a run; every warning once."""
+    """Log lines of the events of a run; each warning once."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def started(self, trial: Trial) -> list[str]:
-        """As a trial begins; the first ones take their time."""
+        """Announce the profile, which takes its time."""
         if not trial.profiles:
             return []
         return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
@@ -28,22 +28,17 @@ class Narrator:
         return [*warnings, *self.result(run, trial, outcome)]
 
     def new_warnings(self, trial: Trial, outcome: Outcome) -> list[str]:
-        """The outcome's warnings that no earlier outcome had."""
+        """Return the outcome's warnings that no earlier outcome had."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         return [f"{trial.name}: {text}" for text in new]
 
     def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
         """Return the result of a trial; of a profile trial, the model's facts."""
-        found = [] if outcome.profile is None else _of_profile(outcome.profile)
-        return (
-            found
-            if trial.kind is TrialKind.PROFILE and found
-            else [
-                *found,
-                _of_trial(run, trial, outcome),
-            ]
-        )
+        facts = [] if outcome.profile is None else _of_profile(outcome.profile)
+        if facts and trial.kind is TrialKind.PROFILE:
+            return facts
+        return [*facts, _of_trial(run, trial, outcome)]
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """Return the memory that each strategy needs."""
@@ -67,19 +62,11 @@ def _of_profile(profile: ModelProfile) -> list[str]:
 
 def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     assert run.plan is not None
-    count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
-    line = fmt.outcome(outcome, run.plan.metric)
-    took = fmt.duration(outcome.duration_s)
+    parts = [fmt.outcome(outcome, run.plan.metric)]
+    if trial.predicted_bytes is not None:
+        predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", run.used_bytes(outcome)
+        parts.append(predicted if used is None else f"{fmt.memory(used)} used of {predicted}")
+    parts.append(f"took {fmt.duration(outcome.duration_s)}")
     best = "" if run.best is None else f"; best {run.best.name}"
-    return f"{count} {trial.name}: {line}{_memory(run, trial, outcome)}, took {took}{best}"
-
-
-def _memory(run: Run, trial: Trial, outcome: Outcome) -> str:
-    """Predicted against measured."""
-    if trial.predicted_bytes is None:
-        return ""
-    predicted = fmt.memory(trial.predicted_bytes)
-    used = run.used_bytes(outcome)
-    if used is None:
-        return f", {predicted} predicted"
-    return f", {fmt.memory(used)} used of {predicted} predicted"
+    count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
+    return f"{count} {trial.name}: {', '.join(parts)}{best}"

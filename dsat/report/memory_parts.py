@@ -24,41 +24,30 @@ _IN_PHASE = {
 _DEFAULT_BUCKET = 5 * 10**8  # deepspeed 0.19.8, runtime/zero/config.py: reduce_bucket_size
 
 
-def rows(run: Run, trial: Trial) -> list[dict[str, Any]]:
-    """Rows with `phase`, `part`, `gib` and `order`.
+def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the memory of the best trial, by part and as measured.
 
     The rest is what was measured beyond the other parts: workspaces, fragments of the allocator,
     what the formula does not know. Where less was measured than the formula says, there is none.
+
+    Returns:
+        Rows with `phase`, `part`, `gib` and `order`; and rows with `phase`, `gib` and `what`.
     """
-    outcome, profile = run.outcomes.get(trial.id), run.profile
-    if profile is None or outcome is None or outcome.memory is None:
-        return []
-    by_phase, parts = outcome.memory.by_phase, _parts(run, trial)
-    found = []
-    for phase, names in _IN_PHASE.items():
-        if phase not in by_phase:
+    outcome = run.best_outcome
+    if run.best is None or run.profile is None or outcome is None or outcome.memory is None:
+        return [], []
+    parts, rows, measured = _parts(run, run.best), [], []
+    for phase, used in outcome.memory.by_phase.items():
+        if phase not in _IN_PHASE:
             continue
-        known = {name: parts[name] for name in names}
-        rest = max(0.0, by_phase[phase] - sum(known.values()))
-        for name, size in {**known, "rest": rest}.items():
-            order = PARTS.index(name)
-            found.append(
-                {"phase": phase, "part": name, "gib": round(size / 2**30, 4), "order": order}
-            )
-    return found
-
-
-def measured(run: Run, trial: Trial) -> list[dict[str, Any]]:
-    """Rows with `phase` and `gib`: what was measured."""
-    outcome = run.outcomes.get(trial.id)
-    if outcome is None or outcome.memory is None:
-        return []
-    used = outcome.memory.by_phase
-    return [
-        {"phase": phase, "gib": round(used[phase] / 2**30, 4), "what": "measured"}
-        for phase in _IN_PHASE
-        if phase in used
-    ]
+        known = {name: parts[name] for name in _IN_PHASE[phase]}
+        rest = max(0.0, used - sum(known.values()))
+        rows += [
+            {"phase": phase, "part": name, "gib": size / 2**30, "order": PARTS.index(name)}
+            for name, size in {**known, "rest": rest}.items()
+        ]
+        measured.append({"phase": phase, "gib": used / 2**30, "what": "measured"})
+    return rows, measured
 
 
 def _parts(run: Run, trial: Trial) -> dict[str, float]:

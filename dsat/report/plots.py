@@ -6,243 +6,251 @@ text of a run reaches a plot as data, never as part of an expression.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dsat.report import format as fmt
+from dsat.report import memory_parts
+from dsat.report.changes import importances
+from dsat.report.run_view import RunView, TrialView
+from dsat.report.speed_model import SpeedModel
+from dsat.tuning.run import Run
+from dsat.values.trial import TrialKind
 
 Rows = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
-_TIMES = ("forward", "backward", "step", "other")
-_OUT_OF_MEMORY = ("OOM", "HOST_OOM")
-_RUNS = "OK"
-_SHORT = {"format": "~s"}  # 15G instead of 15,000,000,000
+_TIMES = ("forward", "backward", "step", "data and rest")
+_BEST = "#e00000"
+_MOST_BARS = 24
+_GIB = 2**30
 
 
-def throughput(rows: Rows, metric: str, unit: str, band: Rows = ()) -> Spec:
-    """The metric over the micro batch: a line for each strategy, out of memory marked.
+def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
+    """Return title, text for those who cannot see it, and specification of each plot with data."""
+    found = [
+        _finals(run, view),
+        _throughput(view, model),
+        *best_so_far({"": view}),
+        _memory(run, view),
+        _memory_by_part(run),
+        _step_times(view),
+        _importances(view),
+    ]
+    return [plot for plot in found if plot is not None]
 
-    Args:
-        rows: of trials.
-        metric: its name.
-        unit: of its values.
-        band: predictions, each with `strategy`, `micro_batch`, `low` and `high`.
-    """
-    shown = [row for row in rows if row["kind"] != "profile"]
-    ran = [row for row in shown if row["result"] == _RUNS and row.get("value") is not None]
-    lost = [row for row in shown if row["result"] in _OUT_OF_MEMORY]
-    x = {
-        "field": "micro_batch",
-        "type": "quantitative",
-        "title": "micro batch (samples per slot)",
-        "scale": {"type": "log", "base": 2},
-    }
-    y = {
-        "field": "value",
-        "type": "quantitative",
-        "title": f"{metric} ({unit})",
-        "axis": _SHORT,
-    }
-    colour = _by_strategy([*ran, *lost, *band])
-    upper: list[Spec] = [
-        _layer(
-            _upper_envelope(ran),
-            {"type": "line", "opacity": 0.5},
-            {"x": x, "y": y, "color": colour},
-        ),
-        _layer(ran, "rule", {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}),
+
+def best_so_far(views: Mapping[str, RunView]) -> list[Spec]:
+    """Return the best value so far of runs with the same metric, over trials and over minutes."""
+    plan = next(iter(views.values())).plan
+    rows: list[dict[str, Any]] = []
+    for run, view in views.items():
+        ended = sorted(view.ended, key=lambda each: each.ended_s or 0.0)
+        best: float | None = None
+        for number, each in enumerate(ended, start=1):
+            admitted = each.value is not None and plan.admits(each.trial.batch)
+            if admitted and each.value is not None and plan.objective.is_better(each.value, best):
+                best = each.value
+            minutes = (each.ended_s or 0.0) / 60
+            row = {"trials": number, "minutes": minutes, "best": best, "name": each.trial.name}
+            rows += [] if best is None else [{**row, "run": run}]
+    line: Spec = {"type": "line", "interpolate": "step-after", "point": True, "color": COLOURS[0]}
+    value = _metric(view, "best", f"best {plan.metric} ({fmt.unit(plan.metric)})")
+    several: Spec = {}
+    if len(views) > 1:
+        del line["color"]
+        several = {
+            "color": _nominal("run", list(views)),
+            "strokeDash": {"field": "run", "type": "nominal"},
+        }
+    plots = []
+    for over in ("trials", "minutes") if rows else ():
+        x = _number(over, "trials that ended" if over == "trials" else over)
+        encoding = {"x": x, "y": value, "tooltip": _tips("name", over, "best"), **several}
+        title = f"best {plan.metric} over {over}"
+        text = f"The best {plan.metric} that was known after so many {over}."
+        plots.append(_plot(title, text, 200, _layer(rows, line, encoding)))
+    return plots
+
+
+def _finals(run: Run, view: RunView) -> Spec | None:
+    """Pairs of runs in turns; a line joins each pair."""
+    if run.finals is None or run.finals.pick is None or not run.finals.pairs:
+        return None
+    sign = -1 if view.plan.objective.smaller_is_better else 1
+    names = ("yours", run.trials[run.finals.pick.trial_id].name)
+    rows = [
+        {"pair": number, "which": which, "value": math.exp(sign * log_value)}
+        for number, pair in enumerate(run.finals.pairs, start=1)
+        for which, log_value in zip(names, pair, strict=True)
+    ]
+    x = {"field": "pair", "type": "ordinal", "title": "pair of runs", "axis": {"labelAngle": 0}}
+    at = {"x": x, "y": {**_metric(view), "scale": {"zero": False}}}
+    point = {**at, **_coloured("which", names), "tooltip": _tips("pair", "which", "value")}
+    return _plot(
+        "the finals",
+        "Runs in turns, yours and the best; a line joins the two of a pair.",
+        220,
+        _layer(rows, "line", {**at, "detail": {"field": "pair"}}),
+        _layer(rows, {"type": "point", "filled": True, "size": 90}, point, name="finals"),
+    )
+
+
+def _throughput(view: RunView, model: SpeedModel | None) -> Spec | None:
+    """The metric over the micro batch: a line for each strategy, out of memory marked."""
+    shown = [_row(each) for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
+    if not shown:
+        return None
+    ran = [row for row in shown if row["value"] is not None]
+    lost = [row for row in shown if row["out_of_memory"]]
+    band = [] if model is None else model.band()
+    upper: dict[Any, Spec] = {}
+    for row in map(_row, view.ranked):  # the best of each strategy and micro batch
+        upper.setdefault((row["strategy"], row["micro_batch"]), row)
+    x = _number("micro_batch", "micro batch (samples per slot)", scale={"type": "log", "base": 2})
+    y = _metric(view)
+    interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    names = sorted({str(row["strategy"]) for row in (*ran, *lost, *band)})
+    look = _coloured("strategy", names)
+    colour = {"color": look["color"]}
+    tips = {"tooltip": _tips("name", "shown", "changes")}
+    best = {"condition": {"test": "datum.best", "value": _BEST}, "value": None}
+    area = {"type": "area", "opacity": 0.15, "clip": True}
+    cross = {"type": "text", "text": "✕", "size": 14, "baseline": "middle"}
+    at_the_foot = {"value": {"expr": "height - 8"}}
+    return _plot(
+        f"{view.plan.metric} over the micro batch",
+        "One point for each trial with its 95 % interval, a line through the best of each "
+        "strategy; ✕ marks trials that ran out of memory. The band is the 95 % interval of the "
+        "model of speed, fitted to all of them.",
+        320,
+        *([_layer(band, area, {**interval, **colour}, name="band")] if band else []),
+        _layer(list(upper.values()), {"type": "line", "opacity": 0.5}, {"x": x, "y": y, **colour}),
+        _layer(ran, "rule", interval),
         _layer(
             ran,
             {"type": "point", "filled": True, "size": 70},
-            {
-                "x": x,
-                "y": y,
-                "color": colour,
-                "shape": _shape_by(colour),
-                "stroke": {
-                    "condition": {"test": "datum.best", "value": "#e00000"},
-                    "value": None,
-                },
-                "strokeWidth": {"value": 3},
-                "tooltip": _tips("name", "shown", "changes"),
-            },
+            {"x": x, "y": y, **look, "stroke": best, "strokeWidth": {"value": 3}, **tips},
             name="ran",
         ),
-        _layer(
-            lost,
-            {"type": "text", "text": "✕", "size": 14, "baseline": "middle"},
-            {
-                "x": x,
-                "y": {"value": {"expr": "height - 8"}},
-                "color": colour,
-                "tooltip": _tips("name", "shown", "changes"),
-            },
-            name="oom",
-        ),
+        _layer(lost, cross, {"x": x, "y": at_the_foot, **colour, **tips}, name="oom"),
+    )
+
+
+def _memory(run: Run, view: RunView) -> Spec | None:
+    """Used and predicted memory of the trials that have both, against the limit."""
+    known = [each for each in view.ranked if each.used_bytes and each.trial.predicted_bytes]
+    rows = [
+        {"name": each.trial.name, "which": which, "gib": _gib(size)}
+        for each in known[:_MOST_BARS]
+        for which, size in (("predicted", each.trial.predicted_bytes), ("used", each.used_bytes))
     ]
-    if band:
-        area = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}
-        mark = {"type": "area", "opacity": 0.15, "clip": True}
-        upper.insert(0, _layer(band, mark, area, name="band"))
-    return _plot({"layer": upper, "height": 320})
-
-
-def best_so_far(rows: Rows, metric: str, unit: str, over: str) -> Spec:
-    """The best value so far `over` "trials" or "minutes"."""
-    titles = {"trials": "trials that ended", "minutes": "minutes"}
     encoding = {
-        "x": {
-            "field": over,
-            "type": "quantitative",
-            "title": titles[over],
-            "axis": {"tickMinStep": 1},
-        },
-        "y": {
-            "field": "best",
-            "type": "quantitative",
-            "title": f"best {metric} ({unit})",
-            "axis": _SHORT,
-        },
-        "tooltip": _tips("name", over, "best"),
+        "y": _bars("name"),
+        "yOffset": {"field": "which"},
+        "x": _number("gib", "GiB per slot"),
+        "color": _nominal("which", ["predicted", "used"]),
+        "tooltip": _tips("name", "which", "gib"),
     }
-    mark = {"type": "line", "interpolate": "step-after", "point": True, "color": COLOURS[0]}
-    return _plot({**_layer(rows, mark, encoding), "height": 200})
+    title, text = "memory: predicted and used", "The peak of a slot; the dashed line is its limit."
+    layers = [_layer(rows, "bar", encoding), *_limit(run)]
+    return _plot(title, text, {"step": 9}, *layers) if rows else None
 
 
-def best_of_runs(rows: Rows, metric: str, unit: str, over: str) -> Spec:
-    """The best value so far of several runs, as `best_so_far`; rows have `run` besides."""
-    spec = best_so_far(rows, metric, unit, over)
-    colour = _nominal("run", list(dict.fromkeys(str(row["run"]) for row in rows)))
-    spec["encoding"] |= {"color": colour, "strokeDash": {"field": "run", "type": "nominal"}}
-    del spec["mark"]["color"]
-    return {**spec, "height": 260}
-
-
-def memory(rows: Rows, limit_gib: float | None) -> Spec:
-    """Used and predicted memory of the trials that tell both, against the limit."""
-    kept = [row for row in rows if row.get("used_gib") and row.get("predicted_gib")]
-    longest = [
-        {"name": row["name"], "which": which, "gib": row[field]}
-        for row in kept
-        for which, field in (("predicted", "predicted_gib"), ("used", "used_gib"))
-    ]
-    layers = [
-        _layer(
-            longest,
-            "bar",
-            {
-                "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
-                "yOffset": {"field": "which"},
-                "x": {"field": "gib", "type": "quantitative", "title": "GiB per slot"},
-                "color": _nominal("which", ["predicted", "used"]),
-                "tooltip": _tips("name", "which", "gib"),
-            },
-        )
-    ]
-    return _plot({"layer": [*layers, *_limit(limit_gib)], "height": {"step": 9}})
-
-
-def memory_by_part(
-    rows: Rows, parts: Sequence[str], measured: Rows, limit_gib: float | None
-) -> Spec:
-    """Memory of a slot in each phase, by part.
-
-    Args:
-        rows: with `phase`, `part`, `gib` and `order`.
-        parts: all of them, in their order.
-        measured: with `phase`, `gib` and `what`; a mark across the phase's bar.
-        limit_gib: what a slot has.
-    """
-    layer = _layer(
-        rows,
-        "bar",
-        {
-            "y": {"field": "phase", "type": "nominal", "sort": None, "title": None},
-            "x": {"field": "gib", "type": "quantitative", "title": "GiB per slot", "stack": True},
-            "color": _nominal("part", parts),
-            "order": {"field": "order", "type": "quantitative"},
-            "tooltip": _tips("phase", "part", "gib"),
-        },
-        name="parts",
-    )
-    mark = _layer(
-        measured,
-        {"type": "tick", "thickness": 3, "size": 24, "color": "#e00000"},
-        {
-            "y": {"field": "phase", "type": "nominal", "sort": None, "title": None},
-            "x": {"field": "gib", "type": "quantitative"},
-            "tooltip": _tips("phase", "what", "gib"),
-        },
-        name="measured",
-    )
-    return _plot({"layer": [layer, mark, *_limit(limit_gib)], "height": {"step": 30}})
-
-
-def finals(rows: Rows, metric: str, unit: str) -> Spec:
-    """Pairs of runs in turns: rows have `pair`, `which` and `value`; a line joins each pair."""
-    x = {"field": "pair", "type": "ordinal", "title": "pair of runs", "axis": {"labelAngle": 0}}
-    y = {
-        "field": "value",
-        "type": "quantitative",
-        "title": f"{metric} ({unit})",
-        "axis": _SHORT,
-        "scale": {"zero": False},
+def _memory_by_part(run: Run) -> Spec | None:
+    """Memory of a slot in each phase by part, and a mark at the measured peak."""
+    rows, measured = memory_parts.of_best(run)
+    if not rows:
+        return None
+    phase = _bars("phase")
+    parts = {
+        "y": phase,
+        "x": _number("gib", "GiB per slot", stack=True),
+        "color": _nominal("part", memory_parts.PARTS),
+        "order": _number("order"),
+        "tooltip": _tips("phase", "part", "gib"),
     }
-    names = list(dict.fromkeys(str(row["which"]) for row in rows))
-    colour = _nominal("which", names)
-    layers = [
-        _layer(rows, "line", {"x": x, "y": y, "detail": {"field": "pair"}}),
-        _layer(
-            rows,
-            {"type": "point", "filled": True, "size": 90},
-            {
-                "x": x,
-                "y": y,
-                "color": colour,
-                "shape": _shape_by(colour),
-                "tooltip": _tips("pair", "which", "value"),
-            },
-            name="finals",
-        ),
-    ]
-    return _plot({"layer": layers, "height": 220})
+    mark = {"y": phase, "x": _number("gib"), "tooltip": _tips("phase", "what", "gib")}
+    tick = {"type": "tick", "thickness": 3, "size": 24, "color": _BEST}
+    return _plot(
+        "what fills the memory of a slot",
+        "The best trial in each phase of a step: the parts by ZeRO's formula, the rest of the "
+        "measured peak, and a mark at that peak.",
+        {"step": 30},
+        _layer(rows, "bar", parts, name="parts"),
+        _layer(measured, tick, mark, name="measured"),
+        *_limit(run),
+    )
 
 
-def step_times(rows: Rows) -> Spec:
+def _step_times(view: RunView) -> Spec | None:
     """Time of an optimizer step by part, per sample, so that batches compare."""
-    long = [
-        {
-            "name": row["name"],
-            "part": "data and rest" if part == "other" else part,
-            "ms": row[f"{part}_ms"] / row["global_batch"],
-            "order": number,
-        }
-        for row in rows
-        if row.get("forward_ms") is not None
-        for number, part in enumerate(_TIMES)
-    ]
+    rows = []
+    for each in view.ranked[:_MOST_BARS]:
+        metrics = each.outcome and each.outcome.metrics
+        if metrics:
+            parts = (metrics.forward, metrics.backward, metrics.step)
+            times = (*parts, max(0.0, metrics.latency - sum(parts)))
+            name, size = each.trial.name, each.trial.batch.train_batch_size
+            rows += [
+                {"name": name, "part": part, "ms": time / size, "order": order}
+                for order, (part, time) in enumerate(zip(_TIMES, times, strict=True))
+            ]
     encoding = {
-        "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
-        "x": {"field": "ms", "type": "quantitative", "title": "ms per sample", "stack": True},
-        "color": _nominal("part", [*_TIMES[:-1], "data and rest"]),
-        "order": {"field": "order", "type": "quantitative"},
+        "y": _bars("name"),
+        "x": _number("ms", "ms per sample", stack=True),
+        "color": _nominal("part", _TIMES),
+        "order": _number("order"),
         "tooltip": _tips("name", "part", "ms"),
     }
-    return _plot({**_layer(long, "bar", encoding), "height": {"step": 16}})
+    title = "where the time of a step goes"
+    text = "Milliseconds per sample of the fastest trials, the best first."
+    return _plot(title, text, {"step": 16}, _layer(rows, "bar", encoding)) if rows else None
 
 
-def importances(rows: Rows) -> Spec:
+def _importances(view: RunView) -> Spec | None:
     """Effect of each setting, by trials that differ in nothing else."""
-    percent = [{**row, "percent": 100 * (row["factor"] - 1)} for row in rows]
-    title = "difference between trials that differ in it alone, median (%)"
+    rows = importances(view)[:_MOST_BARS]
     encoding = {
-        "y": {"field": "setting", "type": "nominal", "sort": None, "title": None},
-        "x": {"field": "percent", "type": "quantitative", "title": title},
+        "y": _bars("setting"),
+        "x": _number("percent", "difference between trials that differ in it alone, median (%)"),
         "tooltip": _tips("setting", "percent", "pairs"),
     }
-    mark = {"type": "bar", "color": COLOURS[0]}
-    return _plot({**_layer(percent, mark, encoding), "height": {"step": 18}})
+    bar = {"type": "bar", "color": COLOURS[0]}
+    text = "By pairs of trials that differ in one setting alone; few pairs say little."
+    layer = _layer(rows, bar, encoding)
+    return _plot("what each setting changed", text, {"step": 18}, layer) if rows else None
+
+
+def _row(each: TrialView) -> dict[str, Any]:
+    outcome, batch = each.outcome, each.trial.batch
+    ci95 = outcome.metrics.ci95 if outcome and outcome.metrics else 0.0
+    return {
+        "name": each.trial.name,
+        "strategy": fmt.strategy(each.trial.strategy),
+        "micro_batch": batch.micro_batch,
+        "value": each.value,
+        "low": each.value and each.value * (1 - ci95),
+        "high": each.value and each.value * (1 + ci95),
+        "best": each.is_best,
+        "out_of_memory": outcome is not None and outcome.kind.is_out_of_memory,
+        "shown": each.result,
+        "changes": each.changes,
+    }
+
+
+def _plot(title: str, text: str, height: int | Spec, *layers: Spec) -> Spec:
+    spec = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "layer": layers,
+    }
+    return {"title": title, "text": text, "spec": spec}
 
 
 def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None) -> Spec:
@@ -250,32 +258,27 @@ def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None
     return layer if name is None else {"name": name, **layer}
 
 
-def _plot(body: Spec) -> Spec:
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "width": "container",
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        **body,
-    }
-
-
-def _limit(limit_gib: float | None) -> list[Spec]:
-    if limit_gib is None:
+def _limit(run: Run) -> list[Spec]:
+    if run.profile is None:
         return []
-    mark = {"type": "rule", "strokeDash": [6, 4], "color": "#e00000", "strokeWidth": 2}
-    encoding = {"x": {"field": "gib", "type": "quantitative"}, "tooltip": _tips("what", "gib")}
-    return [_layer([{"gib": limit_gib, "what": "a slot has"}], mark, encoding)]
+    mark = {"type": "rule", "strokeDash": [6, 4], "color": _BEST, "strokeWidth": 2}
+    encoding = {"x": _number("gib"), "tooltip": _tips("what", "gib")}
+    return [_layer([{"gib": _gib(run.profile.slot_memory_bytes), "what": "limit"}], mark, encoding)]
 
 
-def _by_strategy(rows: Rows) -> Spec:
-    return _nominal("strategy", sorted({str(row["strategy"]) for row in rows}))
+def _number(field: str, title: str | None = None, **more: Any) -> Spec:
+    found = {"field": field, "type": "quantitative", **more}
+    return found if title is None else {**found, "title": title}
 
 
-def _shape_by(colour: Spec) -> Spec:
-    """Shapes for what has colours, under one legend."""
-    domain = colour["scale"]["domain"]
-    shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(domain))]
-    return {**colour, "scale": {"domain": domain, "range": shapes}}
+def _metric(view: RunView, field: str = "value", title: str = "") -> Spec:
+    """The axis of the metric, with 15G instead of 15,000,000,000."""
+    metric = view.plan.metric
+    return _number(field, title or f"{metric} ({fmt.unit(metric)})", axis={"format": "~s"})
+
+
+def _bars(field: str) -> Spec:
+    return {"field": field, "type": "nominal", "sort": None, "title": None}
 
 
 def _nominal(field: str, domain: Sequence[str]) -> Spec:
@@ -285,15 +288,19 @@ def _nominal(field: str, domain: Sequence[str]) -> Spec:
     return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
 
 
+def _coloured(field: str, domain: Sequence[str]) -> Spec:
+    """Colours and shapes under one legend."""
+    colour = _nominal(field, domain)
+    shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(domain))]
+    return {
+        "color": colour,
+        "shape": {**colour, "scale": {"domain": list(domain), "range": shapes}},
+    }
+
+
 def _tips(*fields: str) -> list[Spec]:
     return [{"field": field} for field in fields]
 
 
-def _upper_envelope(rows: Rows) -> list[dict[str, Any]]:
-    """Best trial of each strategy and micro batch, for the lines."""
-    best: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for row in rows:
-        key = row["strategy"], row["micro_batch"]
-        if key not in best or row["rank"] < best[key]["rank"]:
-            best[key] = dict(row)
-    return list(best.values())
+def _gib(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else round(size_bytes / _GIB, 4)

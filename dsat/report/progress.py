@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.in_trial.rank import STEPS_FILE
 from dsat.report import format as fmt
-from dsat.report.page_rows import best_so_far
 from dsat.report.verdict import search_gain
 from dsat.search.base import Outlook
 from dsat.tuning import finals
@@ -20,7 +18,6 @@ from dsat.values.files import write_atomically
 from dsat.values.trial import TrialKind
 
 STATUS_FILE = "status.json"
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _LEAST_TRIALS = 3  # before anything is said of the time
 _RECENT = 20
 
@@ -39,7 +36,7 @@ class TimeLeft:
     high_s: float
 
     def __str__(self) -> str:
-        few = f"at most {self.trials} more trial{'' if self.trials == 1 else 's'}"
+        few = f"at most {fmt.count(self.trials, 'more trial')}"
         low, high = fmt.duration(self.low_s), fmt.duration(self.high_s)
         return f"{few}: {low if low == high else f'{low} to {high}'} if all are run"
 
@@ -51,7 +48,7 @@ class Status(Recorded):
     Attributes:
         num_slots: slots that trials may use at once.
         at_once: trials of the search that may run at a time.
-        outlook: what the search thinks of what it would try next.
+        outlook: what the search expects of its next trial.
     """
 
     num_slots: int
@@ -59,7 +56,7 @@ class Status(Recorded):
     outlook: Outlook | None = None
 
     def write(self, folder: Path) -> None:
-        """Into a run's folder."""
+        """Write it into a run's folder."""
         write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
 
     @classmethod
@@ -71,45 +68,47 @@ class Status(Recorded):
             return None
 
 
-def slots_line(run: Run, num_slots: int, trials: Path) -> str:
-    """Return the numbers of busy and of all slots.
+def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
+    """Return the state of a run that goes on: trials, slots, expectation, time left.
 
     Args:
-        run: that goes on.
-        num_slots: that trials may use at once.
-        trials: where trials get their folders.
+        trials: where its trials have their folders.
     """
     assert run.plan is not None
-    begun = sum(not _is_queued(trials / trial.name) for trial in run.running)
-    return f"{begun * run.plan.slots_per_trial} of {num_slots} slots busy"
+    found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
+    if status is not None:
+        begun = sum((trials / trial.name).exists() for trial in run.running)
+        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} slots busy")
+        if status.outlook is not None:
+            found.append(_outlook_line(run, status.outlook))
+    left = time_left(run, 1 if status is None else status.at_once)
+    return found if left is None else [*found, str(left)]
 
 
 def doing(trial_folder: Path) -> str:
-    """Return the state of a running trial."""
-    if _is_queued(trial_folder):
+    """Return the state of a running trial, which gets its folder together with its slots."""
+    if not trial_folder.exists():
         return "waits for slots"
-    step = step_of(trial_folder)
-    return "starts" if step is None else f"step {step}"
+    try:
+        return f"step {int((trial_folder / STEPS_FILE).read_text(encoding='ascii'))}"
+    except (OSError, ValueError):  # no step was made, or its number is being written
+        return "starts"
 
 
-def _is_queued(trial_folder: Path) -> bool:
-    """A trial gets its folder together with its slots."""
-    return not trial_folder.exists()
-
-
-def outlook_line(run: Run, outlook: Outlook) -> str:
-    """Return the search's expectation of its next trial."""
+def best_line(run: Run) -> str:
+    """Return the best so far, and its gain over the user's own configuration."""
     assert run.plan is not None
-    strategy = outlook.strategy.removeprefix("z").replace("_", " ")
-    value = fmt.metric(run.plan.metric, outlook.value)
-    return (
-        f"the search expects {value} of stage {strategy} at micro batch {outlook.micro_batch}, "
-        f"with a chance of {fmt.percent(outlook.chance)} to be 1 % better than the best so far"
-    )
+    if run.best is None or run.best_value is None:
+        return "best: none yet"
+    line = f"best: {run.best.name}, {fmt.metric(run.plan.metric, run.best_value)}"
+    ratio = search_gain(run)
+    if ratio is None or run.best is run.baseline:
+        return line
+    return f"{line}, {ratio:.2f}x your own as measured once"
 
 
 def time_left(run: Run, at_once: int) -> TimeLeft | None:
-    """An estimate from the trials so far; None before there are enough of them.
+    """Estimate the time left from the trials so far; None before there are enough of them.
 
     Args:
         run: that goes on.
@@ -133,34 +132,11 @@ def time_left(run: Run, at_once: int) -> TimeLeft | None:
     return TimeLeft(left, rounds * low, rounds * high)
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Values as a row of blocks, the newest `width` of them."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    if high == low:
-        return _BLOCKS[0] * len(shown)
-    top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round((value - low) / (high - low) * top)] for value in shown)
-
-
-def best_line(run: Run) -> str:
-    """The best so far, its gain over the user's own configuration, and how it came to it."""
+def _outlook_line(run: Run, outlook: Outlook) -> str:
     assert run.plan is not None
-    if run.best is None or run.best_value is None:
-        return "best: none yet"
-    line = f"best: {run.best.name}, {fmt.metric(run.plan.metric, run.best_value)}"
-    ratio = search_gain(run)
-    if ratio is not None and run.best is not run.baseline:
-        line += f", {ratio:.2f}x your own as measured once"
-    values = [row["best"] for row in best_so_far(run)]
-    return f"{line}\n{sparkline(values, 60)}" if len(values) > 1 else line
-
-
-def step_of(trial_folder: Path) -> int | None:
-    """The optimizer steps that a running trial has made; None if it has not come so far."""
-    try:
-        return int((trial_folder / STEPS_FILE).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+    value = fmt.metric(run.plan.metric, outlook.value)
+    return (
+        f"the search expects {value} of stage {fmt.strategy(outlook.strategy)} at micro batch "
+        f"{outlook.micro_batch}, with a chance of {fmt.percent(outlook.chance)} to be 1 % better "
+        "than the best so far"
+    )

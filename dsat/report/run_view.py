@@ -1,20 +1,22 @@
-"""One view of a run: the figures and texts that tables, pages, files and JSON show of it."""
+"""One view of a run, made from its journal: what terminal, pages, files and JSON lay out."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
-from dsat.report.verdict import gain, gains, headline, say_gain, search_gain, verdict
+from dsat.report.table import Table
+from dsat.report.verdict import GainView, verdict
+from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
-
-STAGE_HEADINGS = ("stage", "trials", "out of memory", "failed", "best of the search", "best trial")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ class TrialView:
 
     Attributes:
         result: one line on how it ended, or `running`.
-        value: the objective's; None unless it was measured.
+        value: the objective's; None unless it was measured, and of the profile trial.
         used_bytes: peak of a slot, comparable with the prediction.
+        settings: its own settings by dotted path, batch sizes included, without secrets.
         ended_s: time since the run's start.
     """
 
@@ -33,6 +36,7 @@ class TrialView:
     result: str
     value: float | None
     used_bytes: int | None
+    settings: Mapping[str, Any]
     is_best: bool
     ended_s: float | None
 
@@ -45,8 +49,9 @@ class TrialView:
             trial=trial,
             outcome=outcome,
             result="running" if outcome is None else fmt.outcome(outcome, run.plan.metric),
-            value=run.value(trial),
+            value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
             used_bytes=None if outcome is None else run.used_bytes(outcome),
+            settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
             is_best=trial is run.best,
             ended_s=run.ended_s.get(trial.id),
         )
@@ -56,17 +61,25 @@ class TrialView:
         """Check for the user's own configuration."""
         return self.trial.kind is TrialKind.BASELINE
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table under `TRIAL_HEADINGS`."""
-        return (
-            self.trial.name,
-            str(self.trial.batch.micro_batch),
-            str(self.trial.batch.gas),
-            self.result,
-            fmt.memory(self.trial.predicted_bytes),
-            fmt.memory(self.used_bytes),
-            "" if self.outcome is None else fmt.duration(self.outcome.duration_s),
+    @property
+    def label(self) -> str:
+        """Name, marked if it is the best or the user's own."""
+        return f"{self.trial.name}{' (best)' * self.is_best}{' (yours)' * self.is_own}"
+
+    @property
+    def changes(self) -> str:
+        """Its settings besides stage and batch sizes, as one line."""
+        left_out = {*BATCH_KEYS, "zero_optimization.stage"}
+        return ", ".join(
+            f"{key.removeprefix('zero_optimization.')}={fmt.setting(value)}"
+            for key, value in self.settings.items()
+            if key not in left_out
         )
+
+    @property
+    def took_s(self) -> float | None:
+        """Time from the launch to the outcome."""
+        return None if self.outcome is None else self.outcome.duration_s
 
     def to_json(self) -> dict[str, Any]:
         """Return the trial for programs."""
@@ -86,27 +99,15 @@ class TrialView:
         }
 
 
-TRIAL_HEADINGS = (
-    "trial",
-    "micro batch",
-    "gas",
-    "result",
-    "memory predicted",
-    "memory used",
-    "took",
-)
-
-
 @dataclass(frozen=True)
-class StageRow:
+class StageView:
     """Results of the search with one ZeRO stage and offloading (`z2_offload`)."""
 
     strategy: str
     trials: int
     out_of_memory: int
     failed: int
-    best: Trial | None
-    best_value: float | None
+    best: TrialView | None
 
 
 @dataclass(frozen=True)
@@ -114,83 +115,100 @@ class RunView:
     """Frozen view of a run, which renderers lay out without computing anything.
 
     Attributes:
-        gain: best over the user's own configuration: confirmed by the finals, or else as the
-            search measured both once. None where one of them was not measured.
-        gain_text: the same with its interval, or with `unconfirmed`.
-        gains: label and text of the gain at each global batch size, by the finals.
+        info: what the journal's first line says for people (name, versions, machine).
+        best_value: of the objective; the median of its runs in the finals, if there were any.
+        verdict: sentences, the gain first.
         facts: what was tuned, where, for how long, and why the run stopped.
-        finals: comparison of the finals for programs; None without one.
+        warnings: of all trials, each once.
     """
 
-    name: str
-    method: str
-    metric: str
+    info: Mapping[str, Any]
+    plan: Plan
     stop_reason: str | None
     running_s: float
-    max_trials: int
     trials: tuple[TrialView, ...]
-    stages: tuple[StageRow, ...]
+    stages: tuple[StageView, ...]
     best: TrialView | None
     best_value: float | None
     best_config: dict[str, Any] | None
     baseline: TrialView | None
-    gain: float | None
-    gain_text: str
-    gains: tuple[tuple[str, str], ...]
-    headline: str
+    gain: GainView
     verdict: tuple[str, ...]
     facts: tuple[str, ...]
     warnings: tuple[str, ...]
-    finals: dict[str, Any] | None
 
     @classmethod
     def of(cls, run: Run) -> RunView:
         """Return the view of a run as it is now."""
         assert run.plan is not None
         best, own = run.best, run.baseline
-        ratio, text = _gain(run)
         warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
+        trials = {trial.id: TrialView.of(run, trial) for trial in run.trials.values()}
         return cls(
-            name=str(run.info.get("name", "dsat")),
-            method=run.plan.method,
-            metric=run.plan.metric,
+            info=run.info,
+            plan=run.plan,
             stop_reason=run.stop_reason,
             running_s=run.running_s,
-            max_trials=run.plan.max_trials,
-            trials=tuple(TrialView.of(run, trial) for trial in run.trials.values()),
-            stages=tuple(_stages(run)),
-            best=None if best is None else TrialView.of(run, best),
+            trials=tuple(trials.values()),
+            stages=tuple(_stages(run.plan, list(trials.values()))),
+            best=None if best is None else trials[best.id],
             best_value=run.best_value,
-            best_config=None if best is None else run.plan.config(best.overrides),
-            baseline=None if own is None else TrialView.of(run, own),
-            gain=ratio,
-            gain_text=text,
-            gains=tuple(gains(run)),
-            headline=headline(run),
-            verdict=tuple(verdict(run)) if run.outcomes else ("No trial has ended.",),
+            best_config=best_config(run),
+            baseline=None if own is None else trials[own.id],
+            gain=GainView.of(run),
+            verdict=tuple(verdict(run)),
             facts=tuple(_facts(run)),
             warnings=tuple(warnings),
-            finals=_finals(run),
         )
 
     @property
+    def title(self) -> str:
+        """`my-model: asha search`."""
+        return f"{self.info.get('name', 'dsat')}: {self.plan.method} search"
+
+    @property
     def ended(self) -> list[TrialView]:
-        """Return the trials that have ended."""
+        """Trials that have ended."""
         return [view for view in self.trials if view.outcome is not None]
 
-    def stage_cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table under `STAGE_HEADINGS`."""
-        return [
+    @property
+    def ranked(self) -> list[TrialView]:
+        """Trials that were measured, the best first."""
+        loss, ran = self.plan.objective.loss, [t for t in self.trials if t.value is not None]
+        return sorted(ran, key=lambda view: loss(view.value or 0.0))
+
+    def stage_table(self) -> Table:
+        """Return the results by stage."""
+        headings = ("stage", "trials", "out of memory", "failed", "best of the search")
+        rows = [
             (
-                row.strategy.removeprefix("z").replace("_", " "),
+                fmt.strategy(row.strategy),
                 str(row.trials),
                 str(row.out_of_memory),
                 str(row.failed),
-                fmt.metric(self.metric, row.best_value),
-                row.best.name if row.best else "-",
+                fmt.metric(self.plan.metric, row.best.value if row.best else None),
+                row.best.trial.name if row.best else "-",
             )
             for row in self.stages
         ]
+        return Table((*headings, "best trial"), rows)
+
+    def trial_table(self) -> Table:
+        """Return all trials that have begun."""
+        headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
+        rows = [
+            (
+                view.label,
+                str(view.trial.batch.micro_batch),
+                str(view.trial.batch.gas),
+                view.result,
+                fmt.memory(view.trial.predicted_bytes),
+                fmt.memory(view.used_bytes),
+                "" if view.took_s is None else fmt.duration(view.took_s),
+            )
+            for view in self.trials
+        ]
+        return Table((*headings, "took"), rows)
 
     def to_json(self, folder: Path) -> dict[str, Any]:
         """Return the result for programs.
@@ -200,46 +218,41 @@ class RunView:
         """
         return {
             "run_dir": str(folder),
-            "metric": self.metric,
+            "metric": self.plan.metric,
             "stop_reason": self.stop_reason,
             "wall_s": round(self.running_s, 3),
             "best": self.best and self.best.to_json(),
             "best_ds_config": self.best_config,
             "baseline": self.baseline and self.baseline.to_json(),
-            "gain": self.gain,
-            "finals": self.finals,
+            "gain": self.gain.ratio,
+            "finals": self.gain.finals,
             "trials": [view.to_json() for view in self.trials],
             "warnings": list(self.warnings),
         }
 
 
-def _gain(run: Run) -> tuple[float | None, str]:
-    if run.best is not None and run.best is run.baseline:
-        return 1.0, "1.00x, your own"
-    confirmed = gain(run)
-    if confirmed is not None:
-        return confirmed.ratio, say_gain(confirmed)
-    measured = search_gain(run)
-    return measured, "-" if measured is None else f"{measured:.2f}x, unconfirmed"
+def best_config(run: Run) -> dict[str, Any] | None:
+    """Return the best configuration, as `deepspeed.initialize` takes it."""
+    if run.best is None or run.plan is None:
+        return None
+    return run.plan.config(run.best.overrides)
 
 
-def _stages(run: Run) -> Iterator[StageRow]:
+def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
     """Yield a row per stage; the profile and the finals do not count."""
-    assert run.plan is not None
-    objective = run.plan.objective
     tried = [
-        trial
-        for trial in run.trials.values()
-        if trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and trial.id in run.outcomes
+        view
+        for view in views
+        if view.trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and view.outcome is not None
     ]
-    for strategy in sorted({trial.strategy for trial in tried}):
-        trials = [trial for trial in tried if trial.strategy == strategy]
-        kinds = [run.outcomes[trial.id].kind for trial in trials]
-        ran = [(value, trial) for trial in trials if (value := run.value(trial)) is not None]
-        value, best = min(ran, key=lambda pair: objective.loss(pair[0]), default=(None, None))
+    for strategy in sorted({view.trial.strategy for view in tried}):
+        trials = [view for view in tried if view.trial.strategy == strategy]
+        kinds = [view.outcome.kind for view in trials if view.outcome is not None]
+        ran = [view for view in trials if view.value is not None]
+        best = min(ran, key=lambda view: plan.objective.loss(view.value or 0.0), default=None)
         lost = sum(kind.is_out_of_memory for kind in kinds)
         other = sum(not kind.is_out_of_memory and kind is not OutcomeKind.OK for kind in kinds)
-        yield StageRow(strategy, len(trials), lost, other, best, value)
+        yield StageView(strategy, len(trials), lost, other, best)
 
 
 def _facts(run: Run) -> Iterator[str]:
@@ -257,13 +270,12 @@ def _facts(run: Run) -> Iterator[str]:
         if errors:
             line += (
                 f", median error {fmt.percent(statistics.median(errors))}, largest "
-                f"{fmt.percent(errors[-1])} over {len(errors)} trials that ran"
+                f"{fmt.percent(errors[-1])} over {fmt.count(len(errors), 'trial')} that ran"
             )
         yield line
     if run.skipped:
-        count = len(run.skipped)
-        plural = "" if count == 1 else "s"
-        yield f"skipped: {count} configuration{plural} predicted to run out of memory"
+        skipped = fmt.count(len(run.skipped), "configuration")
+        yield f"skipped: {skipped} predicted to run out of memory"
 
 
 def _memory_errors(run: Run) -> Iterator[float]:
@@ -275,19 +287,3 @@ def _memory_errors(run: Run) -> Iterator[float]:
         used = run.used_bytes(outcome)
         if used is not None and outcome.memory is not None and outcome.memory.is_exact:
             yield abs(trial.predicted_bytes / used - 1)
-
-
-def _finals(run: Run) -> dict[str, Any] | None:
-    finals = run.finals
-    if gain(run) is None or finals is None or finals.comparison is None or finals.pick is None:
-        return None
-    same = finals.same_batch_gain
-    return {
-        "compared": run.trials[finals.pick.trial_id].name,
-        "gain": asdict(finals.comparison.gain),
-        "pairs": len(finals.pairs),
-        "significant": finals.is_better,
-        "recommended": finals.is_worth_it,
-        "noise": finals.comparison.noise,
-        "gain_at_own_global_batch": None if same is None else asdict(same),
-    }

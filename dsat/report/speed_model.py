@@ -7,86 +7,64 @@ that ran. Settings besides strategy and batch sizes each have an effect of their
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dsat.inputs.ds_config import BATCH_KEYS
-from dsat.report.page_rows import flat
+from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.report import format as fmt
+from dsat.report.run_view import RunView, TrialView
 from dsat.search import step_time
 from dsat.search.normal import Array
-from dsat.tuning.run import Run
-from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _LEAST = 4  # trials that ran, before anything is said
 _SETTING_SD = 0.03  # of what a setting does to the time of a step, as a fraction
 _GRID = 24
-_STRATEGY_KEYS = ("zero_optimization.stage", "zero_optimization.offload_")
+_STAGE = "zero_optimization.stage"
+_STRATEGY_KEYS = (_STAGE, "zero_optimization.offload_")
 _CERTAIN = 1.96
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Predicted gain and its 95 % interval."""
-
-    ratio: float
-    low: float
-    high: float
 
 
 class SpeedModel:
     """The fitted model.
 
     Args:
-        run: whose trials; see `of_run`.
-        trials: that ran and measured the objective.
+        view: of a run with trials that were measured; see `of`.
     """
 
-    def __init__(self, run: Run, trials: list[Trial]) -> None:
-        assert run.plan is not None
-        self._plan = run.plan
-        self._objective = run.plan.objective
-        configs = [_settings(run, trial) for trial in trials]
-        self._strategies = list(dict.fromkeys(_strategy(run, trial) for trial in trials))
-        self._columns = _columns(configs)
-        self._trials = trials
+    def __init__(self, view: RunView) -> None:
+        self._plan, self._trials = view.plan, view.ranked
+        settings = [self._settings(each) for each in self._trials]
+        own = [self._strategy(each) for each in self._trials]
+        self._strategies, self._columns = list(dict.fromkeys(own)), _columns(settings)
         count = len(self._columns)
         layout = step_time.Layout(
             strategies=self._strategies,
-            slots=run.plan.slots_per_trial,
-            reference_micro_batch=max(trial.batch.micro_batch for trial in trials),
+            slots=view.plan.slots_per_trial,
+            reference_micro_batch=max(each.trial.batch.micro_batch for each in self._trials),
             knobs=step_time.KnobPrior(
                 np.zeros(count),
                 np.full(count, _SETTING_SD),
                 np.full(count, -1),
                 np.zeros(count, bool),
             ),
-            over_hosts=run.plan.slots_per_host > 0,
+            over_hosts=view.plan.slots_per_host > 0,
         )
-        points = step_time.Points(
-            strategy=np.array([self._strategies.index(_strategy(run, t)) for t in trials]),
-            micro_batch=np.array([t.batch.micro_batch for t in trials], float),
-            gas=np.array([t.batch.gas for t in trials], float),
-            knobs=np.array([self._row(config) for config in configs]).reshape(len(trials), count),
-        )
-        values = np.array([run.value(trial) for trial in trials], float)
-        errors = [run.outcomes[trial.id].metrics for trial in trials]
-        ci95 = np.array([1.96 * m.standard_error if m else 0.0 for m in errors])
-        log_s = self._log_work(points) - self._sign * np.log(values)
-        self._fit = step_time.fit(layout, points, log_s, ci95)
+        batches = [each.trial.batch for each in self._trials]
+        micro_batches, gas = [b.micro_batch for b in batches], [b.gas for b in batches]
+        points = self._points(own, micro_batches, gas, settings)
+        values = np.array([each.value for each in self._trials], float)
+        metrics = [each.outcome and each.outcome.metrics for each in self._trials]
+        ci95 = np.array([_CERTAIN * m.standard_error if m else 0.0 for m in metrics])
+        self._fit = step_time.fit(layout, points, self._log_rate(points, np.log(values)), ci95)
 
     @classmethod
-    def of_run(cls, run: Run) -> SpeedModel | None:
-        """The model of a run; None with too few trials that ran."""
-        ran = [
-            trial
-            for trial in run.trials.values()
-            if trial.kind is not TrialKind.PROFILE and (run.value(trial) or 0) > 0
-        ]
-        return cls(run, ran) if len(ran) >= _LEAST else None
+    def of(cls, view: RunView) -> SpeedModel | None:
+        """Return the model of a run; None with too few trials, or with values that are zero."""
+        ran = view.ranked
+        return cls(view) if len(ran) >= _LEAST and all(each.value for each in ran) else None
 
     def band(self) -> list[dict[str, Any]]:
         """Return rows `strategy`, `micro_batch`, `low`, `high` of the metric's 95 % interval.
@@ -94,102 +72,98 @@ class SpeedModel:
         They cover the micro batches between those that ran, with the usual other settings.
         """
         rows = []
-        for number, strategy in enumerate(self._strategies):
-            own = [t for t in self._trials if t.strategy == strategy.name]
-            sizes = [trial.batch.micro_batch for trial in own]
-            if len(set(sizes)) < 2:
+        for strategy in self._strategies:
+            batches = [t.trial.batch for t in self._trials if t.trial.strategy == strategy.name]
+            gas = {float(batch.micro_batch): float(batch.gas) for batch in batches}
+            sizes = sorted(gas)
+            if len(sizes) < 2:
                 continue
-            at = np.geomspace(min(sizes), max(sizes), _GRID)
-            gas = np.interp(at, *_by_size(own))
-            knobs = np.zeros((_GRID, len(self._columns)))
-            points = step_time.Points(np.full(_GRID, number), at, gas, knobs)
+            at = np.geomspace(sizes[0], sizes[-1], _GRID)
+            steps = np.interp(at, sizes, [gas[size] for size in sizes])
+            points = self._points([strategy] * _GRID, at, steps, [{}] * _GRID)
             mean, sd = self._fit.predict(points)
-            middle = self._sign * (self._log_work(points) - mean)
-            label = strategy.name.removeprefix("z").replace("_", " ")
+            middle = self._log_rate(points, mean)
+            low, high = np.exp(middle - _CERTAIN * sd), np.exp(middle + _CERTAIN * sd)
+            columns = zip(at.tolist(), low.tolist(), high.tolist(), strict=True)
+            label = fmt.strategy(strategy.name)
             rows += [
-                {"strategy": label, "micro_batch": float(size), "low": low, "high": high}
-                for size, low, high in zip(
-                    at,
-                    np.exp(middle - _CERTAIN * sd).tolist(),
-                    np.exp(middle + _CERTAIN * sd).tolist(),
-                    strict=True,
-                )
+                {"strategy": label, "micro_batch": size, "low": least, "high": most}
+                for size, least, most in columns
             ]
         return rows
 
-    def gain(self, run: Run, best: Trial, key: str, own: Any) -> Predicted | None:
+    def gain(self, best: TrialView, key: str, own: Any) -> tuple[float, float, float] | None:
         """Return the gain of the best configuration over the user's own value of one setting.
 
         Args:
-            run: the model's.
             best: the recommended trial.
             key: dotted name of the setting.
             own: the user's value.
 
         Returns:
-            None if nothing that ran tells.
+            The gain and the ends of its 95 % interval; None if nothing that ran tells.
         """
-        settings, batch, strategy = _settings(run, best), best.batch, _strategy(run, best)
-        micro_batch, gas = batch.micro_batch, batch.gas
-        if own is None and key != "zero_optimization.stage":
+        settings, batch, strategy = self._settings(best), best.trial.batch, self._strategy(best)
+        before = strategy
+        if own is None and key != _STAGE:
             return None
-        if key == BATCH_KEYS[1]:
-            micro_batch = int(own)
-        elif key == BATCH_KEYS[2]:
-            gas = int(own)
-        elif key == "zero_optimization.stage":
-            strategy = Strategy(int(own or 0))
-        elif not any((key, value) in self._columns for value in (own, settings.get(key))):
+        if key == _STAGE:
+            before = Strategy(int(own or 0))
+        elif key not in BATCH_KEYS and not any(
+            (key, value) in self._columns for value in (own, settings.get(key))
+        ):
             return None
-        if strategy not in self._strategies:
+        if before not in self._strategies:
             return None
-        changed = {**settings, key: own}
-        both = step_time.Points(
-            strategy=np.array(
-                [self._strategies.index(s) for s in (strategy, _strategy(run, best))]
-            ),
-            micro_batch=np.array([micro_batch, batch.micro_batch], float),
-            gas=np.array([gas, batch.gas], float),
-            knobs=np.array([self._row(changed), self._row(settings)]),
+        both = self._points(
+            [before, strategy],
+            [own if key == BATCH_KEYS[1] else batch.micro_batch, batch.micro_batch],
+            [own if key == BATCH_KEYS[2] else batch.gas, batch.gas],
+            [{**settings, key: own}, settings],
         )
         mean, gradient = self._fit.layout.predict(self._fit.theta, both)
         away = gradient[1] - gradient[0]
         sd = math.sqrt(max(0.0, float(away @ self._fit.covariance @ away)))
-        before, after = (self._log_work(both) - mean).tolist()
-        log = after - before
-        return Predicted(
-            math.exp(log), math.exp(log - _CERTAIN * sd), math.exp(log + _CERTAIN * sd)
+        slower, faster = self._log_rate(both, mean)
+        if self._plan.objective.smaller_is_better:
+            slower, faster = -slower, -faster
+        log = float(faster - slower)
+        return math.exp(log), math.exp(log - _CERTAIN * sd), math.exp(log + _CERTAIN * sd)
+
+    def _log_rate(self, points: step_time.Points, log: Array) -> Array:
+        """Turn log times of a step into logs of the metric, and the other way round."""
+        if self._plan.objective.smaller_is_better:
+            return log
+        work: Array = np.log(points.micro_batch * points.gas)
+        return work - log
+
+    def _points(
+        self,
+        strategies: Sequence[Strategy],
+        micro_batches: Sequence[float] | Array,
+        gas: Sequence[float] | Array,
+        settings: Sequence[Mapping[str, Any]],
+    ) -> step_time.Points:
+        knobs = [[float(s.get(key) == value) for key, value in self._columns] for s in settings]
+        return step_time.Points(
+            strategy=np.array([self._strategies.index(strategy) for strategy in strategies]),
+            micro_batch=np.array(micro_batches, float),
+            gas=np.array(gas, float),
+            knobs=np.array(knobs).reshape(len(settings), len(self._columns)),
         )
 
-    @property
-    def _sign(self) -> int:
-        return -1 if self._objective.smaller_is_better else 1
+    def _strategy(self, each: TrialView) -> Strategy:
+        return of_config(self._plan.config(each.trial.overrides))
 
-    def _log_work(self, points: step_time.Points) -> Array:
-        """Return the log of samples per step, which turns log rates into log times."""
-        if self._objective.smaller_is_better:
-            return np.zeros(len(points))
-        work: Array = np.log(points.micro_batch * points.gas)
-        return work
-
-    def _row(self, settings: Mapping[str, Any]) -> list[float]:
-        return [float(settings.get(key) == value) for key, value in self._columns]
-
-
-def _strategy(run: Run, trial: Trial) -> Strategy:
-    assert run.plan is not None
-    return of_config(run.plan.config(trial.overrides))
-
-
-def _settings(run: Run, trial: Trial) -> dict[str, Any]:
-    """Settings besides strategy and batch sizes; lists and the like as text."""
-    assert run.plan is not None
-    found = {**flat(run.plan.config(trial.overrides)), **run.plan.switches, **trial.script_args}
-    return {
-        key: value if isinstance(value, (bool, int, float, str)) else repr(value)
-        for key, value in found.items()
-        if key not in BATCH_KEYS and not key.startswith(_STRATEGY_KEYS)
-    }
+    def _settings(self, each: TrialView) -> dict[str, Any]:
+        """Return settings besides strategy and batch sizes; lists and the like as text."""
+        config = flat(self._plan.config(each.trial.overrides))
+        found = {**config, **self._plan.switches, **each.trial.script_args}
+        return {
+            key: value if isinstance(value, (bool, int, float, str)) else repr(value)
+            for key, value in found.items()
+            if key not in BATCH_KEYS and not key.startswith(_STRATEGY_KEYS)
+        }
 
 
 def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -203,9 +177,3 @@ def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:
         usual = max(dict.fromkeys(values), key=values.count)
         found += [(key, value) for value in dict.fromkeys(values) if value != usual]
     return found
-
-
-def _by_size(trials: list[Trial]) -> tuple[list[float], list[float]]:
-    """Micro batches in their order, and the accumulation steps with each."""
-    gas = {float(t.batch.micro_batch): float(t.batch.gas) for t in trials}
-    return sorted(gas), [gas[size] for size in sorted(gas)]

@@ -5,58 +5,75 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from dsat.inputs.ds_config import flat
 from dsat.report import format as fmt
-from dsat.report import page_rows, summary
-from dsat.report.run_view import STAGE_HEADINGS, TRIAL_HEADINGS, RunView, TrialView
+from dsat.report import summary
+from dsat.report.run_view import RunView, TrialView
+from dsat.report.table import Table
 from dsat.tuning.run import Run
 from dsat.values.objective import METRIC_NAMES
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.outcome import Metrics, Outcome
+from dsat.values.text import printable, values_without_secrets
+from dsat.values.trial import Trial
 
 _LAST_LINES, _LAST_BYTES = 12, 64 * 1024
 _LOGS = ("stdout.log", "stderr.log")
 _PLAIN_WIDTH = 140
 
+Views = Mapping[str, RunView]  # by the names of their folders
+
 
 def console(stream: Any) -> Console:
-    """A console that writes plain and wide lines where there is no terminal."""
+    """Return a console that writes plain and wide lines where there is no terminal."""
     wide = None if stream.isatty() else _PLAIN_WIDTH
     return Console(file=stream, highlight=False, soft_wrap=wide is not None, width=wide)
 
 
-def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
-    """The summary of a run."""
-    view = RunView.of(run)
-    title = f"{view.name}: {view.method} search in {folder}"
-    found: list[RenderableType] = [*map(_line, [title, f"state: {state}", *view.facts])]
-    if view.stages:
-        found.append(_table(STAGE_HEADINGS, view.stage_cells()))
-    found += map(_line, view.verdict)
-    files = [name for name in (summary.BEST_CONFIG_FILE, "report.html") if (folder / name).exists()]
-    found += [_line(f"{folder / name}") for name in files]
+def rich_table(table: Table) -> RichTable:
+    """Return a table of texts for the terminal."""
+    found = RichTable()
+    for heading in table.headings:
+        found.add_column(Text(heading))
+    for row in table.rows:
+        found.add_row(*map(Text, row))
     return found
 
 
+def result(view: RunView) -> list[RenderableType]:
+    """Return the verdict of a run, its facts and its stages."""
+    stages: list[RenderableType] = [rich_table(view.stage_table())] if view.stages else []
+    return [*map(Text, view.verdict), *stages, *map(Text, view.facts)]
+
+
+def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
+    """Return the summary of a run."""
+    view = RunView.of(run)
+    files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
+    return [
+        Text(f"{view.title} in {folder}"),
+        Text(f"state: {state}"),
+        *result(view),
+        *(Text(str(path)) for path in files if path.exists()),
+    ]
+
+
 def of_trials(run: Run) -> list[RenderableType]:
-    """The table of all trials."""
-    rows = []
-    for view in RunView.of(run).trials:
-        marks = ["(best)"] * view.is_best + ["(yours)"] * view.is_own
-        name, *cells = view.cells()
-        rows.append((" ".join([name, *marks]), *cells))
-    return [_table(TRIAL_HEADINGS, rows)] if rows else [_line("No trial has begun.")]
+    """Return the table of all trials."""
+    view = RunView.of(run)
+    return [rich_table(view.trial_table()) if view.trials else Text("No trial has begun.")]
 
 
 def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
-    """Everything of one trial.
+    """Return everything about one trial.
 
     Args:
         run: that it belongs to.
@@ -64,256 +81,204 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
         folder: the trial's.
     """
     assert run.plan is not None
-    outcome = run.outcomes.get(trial.id)
-    batch = trial.batch
-    found: list[RenderableType] = [
-        _line(
-            f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO stage "
-            f"{trial.strategy[1:].replace('_', ' ')}"
-        ),
-        _line(
-            f"micro batch {batch.micro_batch} x accumulation {batch.gas} x "
-            f"{run.plan.slots_per_trial} slots = global batch {batch.train_batch_size}"
-        ),
+    view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
+    stage = fmt.strategy(trial.strategy)
+    lines = [
+        f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO stage {stage}",
+        f"micro batch {batch.micro_batch} x accumulation {batch.gas} x {slots} slots = global "
+        f"batch {batch.train_batch_size}",
+        f"result: {view.result}",
     ]
-    if outcome is None:
-        return [*found, _line("running"), *_tails(folder)]
-    found.append(_line(f"result: {fmt.outcome(outcome, run.plan.metric)}"))
-    found.append(_line(f"took {fmt.duration(outcome.duration_s)}"))
-    found += [_line(f"warning: {text}") for text in outcome.warnings]
-    if outcome.metrics is not None:
-        measured = outcome.metrics
-        cells = [
-            (name.replace("_", " "), fmt.metric(name, measured.value(name)))
-            for name in METRIC_NAMES
-            if measured.value(name) is not None
-        ]
-        cells += [
-            ("measured steps", str(measured.num_steps)),
-            ("95 % interval of the latency", f"±{fmt.percent(measured.ci95)}"),
-        ]
-        if measured.accidents:
-            lost = fmt.percent(measured.lost_to_accidents)
-            cells.append(("rare long steps, left out", f"{measured.accidents}, {lost} of the time"))
-        found.append(_table(("measured", "value"), cells))
-    found.append(_line("configuration, where it differs from yours:"))
-    found.append(_table(("setting", "yours", "here"), _changes(run, trial)))
-    found += _memory(trial, outcome.memory)
-    if outcome.detail:
-        found += [_line("what it said:"), _line(outcome.detail.rstrip())]
+    found: list[RenderableType] = [*map(Text, lines)]
+    if view.outcome is not None:
+        found += _of_outcome(run, view, view.outcome)
     return [*found, *_tails(folder)]
 
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
-    """Everything of one trial, for programs."""
-    outcome = run.outcomes.get(trial.id)
-    memory = None if outcome is None else outcome.memory
+    """Return everything about one trial for programs."""
+    view = TrialView.of(run, trial)
+    memory = None if view.outcome is None else view.outcome.memory
     return {
-        **TrialView.of(run, trial).to_json(),
+        **view.to_json(),
         "folder": str(folder),
         "changes": {key: {"own": own, "here": here} for key, own, here in _changes(run, trial)},
         "memory": None if memory is None else asdict(memory),
-        "detail": "" if outcome is None else outcome.detail,
-        "warnings": [] if outcome is None else list(outcome.warnings),
+        "detail": "" if view.outcome is None else view.outcome.detail,
+        "warnings": [] if view.outcome is None else list(view.outcome.warnings),
     }
 
 
-def of_comparison(runs: Mapping[str, Run]) -> list[RenderableType]:
-    """Runs side by side.
-
-    Args:
-        runs: two or more, by the names of their folders.
-    """
-    told = [_told(run) for run in runs.values()]
-    rows = [(key, *(each[key] for each in told)) for key in told[0]]
-    found: list[RenderableType] = [_table(("", *runs), rows)]
-    settings = [_best_settings(run) for run in runs.values()]
-    keys = sorted({key for each in settings for key in each})
-    differing = [
-        (key, *(_setting(each.get(key)) for each in settings))
-        for key in keys
-        if len({repr(each.get(key)) for each in settings}) > 1
-    ]
+def of_comparison(views: Views) -> list[RenderableType]:
+    """Return two or more runs side by side."""
+    columns = [_column(view) for view in views.values()]
+    rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
+    found: list[RenderableType] = [rich_table(Table(("", *views), rows))]
+    settings = [_best_settings(view) for view in views.values()]
     if all(settings):
-        title = "the best configurations are the same"
-        found.append(_line("where the best configurations differ:" if differing else title))
+        differing = [
+            (key, *(fmt.setting(each.get(key)) or "(not set)" for each in settings))
+            for key in sorted({key for each in settings for key in each})
+            if len({repr(each.get(key)) for each in settings}) > 1
+        ]
         if differing:
-            found.append(_table(("setting", *runs), differing))
-    found += map(_line, _caveats(runs))
-    found += map(_line, _in_both(runs))
-    return found
+            found.append(Text("where the best configurations differ:"))
+            found.append(rich_table(Table(("setting", *views), differing)))
+        else:
+            found.append(Text("the best configurations are the same"))
+    return [*found, *map(Text, _caveats(views))]
 
 
-def comparison_to_json(runs: Mapping[str, Run], folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Runs side by side, for programs."""
+def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Return runs side by side for programs."""
     return {
-        "runs": {name: RunView.of(run).to_json(folders[name]) for name, run in runs.items()},
-        "caveats": [*_caveats(runs), *_in_both(runs)],
+        "runs": {name: view.to_json(folders[name]) for name, view in views.items()},
+        "caveats": _caveats(views),
     }
 
 
 def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[RenderableType]:
-    """A list of runs.
+    """Return a list of runs.
 
     Args:
-        rows: name, state, when something last happened (seconds since the epoch), and the run.
+        rows: name, state, time of the last change (seconds since the epoch), and the run.
     """
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
     for name, state, changed_s, run in rows:
         view = RunView.of(run)
+        trials = f"{len(view.ended)} of {view.plan.max_trials}"
+        best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
-        cells.append(
-            (
-                name,
-                state,
-                view.method,
-                f"{len(view.ended)} of {view.max_trials}",
-                fmt.metric(view.metric, view.best_value),
-                view.gain_text,
-                when,
-            )
-        )
-    return [_table(headings, cells)]
+        cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))
+    return [rich_table(Table(headings, cells))]
+
+
+def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[RenderableType]:
+    found: list[RenderableType] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
+    found += [Text(f"warning: {text}") for text in outcome.warnings]
+    if outcome.metrics is not None:
+        found.append(rich_table(Table(("measured", "value"), _measured(outcome.metrics))))
+    found.append(Text("configuration, where it differs from yours:"))
+    found.append(rich_table(Table(("setting", "yours", "here"), _changes(run, view.trial))))
+    predicted = fmt.memory(view.trial.predicted_bytes)
+    found.append(Text(f"memory of a slot, predicted: {predicted}"))
+    memory = outcome.memory
+    if memory is not None and memory.by_phase:
+        columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
+        rows = [
+            (phase, *(fmt.memory(column.get(phase)) for column in columns))
+            for phase in dict.fromkeys([*memory.allocated_bytes, *memory.host_rss_bytes])
+        ]
+        headings = ("phase", "tensors", "reserved by the allocator", "resident set of the process")
+        found.append(rich_table(Table(headings, rows)))
+    if outcome.detail:
+        found += [Text("output of the script:"), Text(outcome.detail.rstrip())]
+    return found
+
+
+def _measured(metrics: Metrics) -> list[tuple[str, str]]:
+    cells = [
+        (name.replace("_", " "), fmt.metric(name, metrics.value(name)))
+        for name in METRIC_NAMES
+        if metrics.value(name) is not None
+    ]
+    cells.append(("measured steps", str(metrics.num_steps)))
+    cells.append(("95 % interval of the latency", f"±{fmt.percent(metrics.ci95)}"))
+    if metrics.accidents:
+        lost = fmt.percent(metrics.lost_to_accidents)
+        cells.append(("rare long steps, left out", f"{metrics.accidents}, {lost} of the time"))
+    return cells
 
 
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
-    """Settings with the user's own value and the trial's, as text."""
+    """Return settings with the user's own value and the trial's, as text."""
     assert run.plan is not None
     own, its = run.plan.own_batch.config(), trial.batch.config()
     batch = {key: (own[key], its[key]) for key in own if own[key] != its[key]}
-    both = {**batch, **run.changes(trial)}
-    return [(key, _setting(pair[0]), _setting(pair[1])) for key, pair in both.items()]
+    pairs = {**batch, **run.changes(trial)}
+    return [(key, _shown(key, one), _shown(key, other)) for key, (one, other) in pairs.items()]
 
 
-def _setting(value: Any) -> str:
-    return page_rows.text_of(value) or "(not set)"
+def _shown(key: str, value: Any) -> str:
+    return fmt.setting(values_without_secrets({key: value})[key]) or "(not set)"
 
 
-def _memory(trial: Trial, memory: Any) -> list[RenderableType]:
-    found: list[RenderableType] = [
-        _line(f"memory of a slot, predicted: {fmt.memory(trial.predicted_bytes)}")
-    ]
-    if memory is None or not memory.by_phase:
-        return found
-    phases = dict.fromkeys([*memory.allocated_bytes, *memory.host_rss_bytes])
-    rows = [
-        (
-            phase,
-            fmt.memory(memory.allocated_bytes.get(phase)),
-            fmt.memory(memory.reserved_bytes.get(phase)),
-            fmt.memory(memory.host_rss_bytes.get(phase)),
-        )
-        for phase in phases
-    ]
-    headings = ("phase", "tensors", "reserved by the allocator", "resident set of the process")
-    return [*found, _table(headings, rows)]
-
-
-def _tails(folder: Path) -> list[RenderableType]:
-    """The last lines of a trial's logs."""
-    found: list[RenderableType] = []
-    for name in _LOGS:
-        lines = _last_lines(folder / name)
+def _tails(folder: Path) -> Iterator[RenderableType]:
+    """Yield the last lines of a trial's logs."""
+    for path in (folder / name for name in _LOGS):
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        except OSError:
+            continue
         if lines:
-            found.append(_line(f"the last lines of {folder / name}:"))
-            found += [_line(f"  {line}") for line in lines]
-    return found
+            yield Text(f"the last lines of {path}:")
+            yield from (Text(f"  {printable(line, 400)}") for line in lines)
 
 
-def _last_lines(path: Path) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [fmt.shortened(line) for line in text.splitlines()[-_LAST_LINES:]]
-
-
-def _told(run: Run) -> dict[str, str]:
-    """One column of a comparison."""
-    assert run.plan is not None
-    view = RunView.of(run)
-    best = run.best
+def _column(view: RunView) -> dict[str, str]:
+    """Return one column of a comparison."""
+    best = view.best
     return {
-        "method": run.plan.method,
-        "metric": run.plan.metric,
-        "machine": str(run.info.get("machine", "-")),
-        "slots of a trial": str(run.plan.slots_per_trial),
-        "trials": str(len(run.outcomes)),
-        "out of memory": str(sum(o.kind.is_out_of_memory for o in run.outcomes.values())),
-        "wall time": fmt.duration(run.running_s),
-        "best trial": "-" if best is None else best.name,
-        "best": fmt.metric(view.metric, view.best_value),
-        "its global batch": "-" if best is None else str(best.batch.train_batch_size),
-        "gain over your own": view.gain_text,
+        "method": view.plan.method,
+        "metric": view.plan.metric,
+        "machine": str(view.info.get("machine", "-")),
+        "slots of a trial": str(view.plan.slots_per_trial),
+        "trials": str(len(view.ended)),
+        "out of memory": str(
+            sum(v.outcome is not None and v.outcome.kind.is_out_of_memory for v in view.trials)
+        ),
+        "wall time": fmt.duration(view.running_s),
+        "best trial": "-" if best is None else best.trial.name,
+        "best": fmt.metric(view.plan.metric, view.best_value),
+        "its global batch": "-" if best is None else str(best.trial.batch.train_batch_size),
+        "gain over your own": view.gain.text,
     }
 
 
-def _best_settings(run: Run) -> dict[str, Any]:
-    config = summary.best_config(run)
-    if config is None or run.best is None:
-        return {}
-    return {**page_rows.flat(config), **run.best.script_args}
+def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
+    config = values_without_secrets(view.plan.config(each.trial.overrides))
+    return {**flat(config), **each.trial.script_args}
 
 
-def _caveats(runs: Mapping[str, Run]) -> list[str]:
-    """Return reasons why the runs may not be comparable."""
-    found = []
-    plans = [run.plan for run in runs.values() if run.plan is not None]
-    if len({plan.metric for plan in plans}) > 1:
-        found.append("They optimised different metrics: their best values cannot be compared.")
-    if len({str(run.info.get("machine")) for run in runs.values()}) > 1:
-        found.append("They ran on different machines.")
-    if len({plan.slots_per_trial for plan in plans}) > 1:
-        found.append("Their trials had different numbers of slots.")
-    if len({repr(sorted(page_rows.flat(plan.base_config).items())) for plan in plans}) > 1:
-        found.append("They started from different configurations.")
+def _best_settings(view: RunView) -> dict[str, Any]:
+    return {} if view.best is None else _settings(view, view.best)
+
+
+def _caveats(views: Views) -> list[str]:
+    """Return reasons why the runs may not be comparable, and how the machines compare."""
+    plans = [view.plan for view in views.values()]
+    differing: dict[str, set[Any]] = {
+        "They optimised different metrics: their best values cannot be compared.": {
+            plan.metric for plan in plans
+        },
+        "They ran on different machines.": {str(v.info.get("machine")) for v in views.values()},
+        "Their trials had different numbers of slots.": {plan.slots_per_trial for plan in plans},
+        "They started from different configurations.": {
+            repr(sorted(flat(plan.base_config).items())) for plan in plans
+        },
+    }
+    found = [text for text, values in differing.items() if len(values) > 1]
+    (first, view), *others = views.items()
+    for name, other in others:
+        found += _same_configurations(first, view, name, other)
     return found
 
 
-def _in_both(runs: Mapping[str, Run]) -> list[str]:
-    """Compare configurations that were measured in several runs."""
-    names = list(runs)
-    first = _values(runs[names[0]])
-    found = []
-    for name in names[1:]:
-        other = _values(runs[name])
-        same = first.keys() & other.keys()
-        plan, against = runs[names[0]].plan, runs[name].plan
-        assert plan is not None and against is not None
-        if not same or plan.metric != against.metric:
-            continue
-        ratios = [plan.objective.gain(other[key], first[key]) for key in same]
-        middle = math.exp(statistics.median(map(math.log, ratios)))
-        found.append(
-            f"{len(same)} configurations were measured in {names[0]} and in {name}; there they "
-            f"were {middle:.3f} times as good (median, {min(ratios):.3f} to {max(ratios):.3f})."
-        )
-    return found
-
-
-def _values(run: Run) -> dict[str, float]:
-    """Return the measured value of each configuration."""
-    assert run.plan is not None
-    found = {}
-    for trial in run.trials.values():
-        value = run.value(trial)
-        if trial.kind is not TrialKind.PROFILE and value is not None and value > 0:
-            settings = {**page_rows.flat(run.plan.config(trial.overrides)), **trial.script_args}
-            found[repr(sorted(settings.items()))] = value
-    return found
-
-
-def _line(text: str) -> Text:
-    return Text(fmt.printable(text))
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table()
-    for heading in headings:
-        table.add_column(_line(heading))
-    for row in rows:
-        table.add_row(*map(_line, row))
-    return table
+def _same_configurations(first: str, view: RunView, name: str, other: RunView) -> list[str]:
+    """Compare the configurations that were measured in both of two runs."""
+    ours, theirs = (
+        {repr(sorted(_settings(each, t).items())): t.value for t in each.ranked if t.value}
+        for each in (view, other)
+    )
+    same = ours.keys() & theirs.keys()
+    if not same or view.plan.metric != other.plan.metric:
+        return []
+    ratios = [view.plan.objective.gain(theirs[key], ours[key]) for key in same]
+    middle = math.exp(statistics.median(map(math.log, ratios)))
+    return [
+        f"{len(same)} configurations were measured in {first} and in {name}; there they were "
+        f"{middle:.3f} times as good (median, {min(ratios):.3f} to {max(ratios):.3f})."
+    ]

@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from dsat.report import format as fmt
-from dsat.report import page, page_rows, plots, progress
+from dsat.report import page, plots, progress
 from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
+
+_IS = {
+    "goes on": "goes on",
+    "interrupted": "was interrupted",
+    "over": "is over",
+    "failed": "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Watched:
 
     Attributes:
         folder: of the run.
-        state: `goes on`, `interrupted` or `over`.
+        state: `goes on`, `interrupted`, `over` or `failed`.
         trials: where its trials have their folders.
     """
 
@@ -29,31 +36,18 @@ class Watched:
     trials: Path
 
     @property
-    def name(self) -> str:
-        """Name of its folder."""
-        return self.folder.name
-
-    @property
     def goes_on(self) -> bool:
         return self.state == "goes on"
 
 
 def shell(watched: Watched) -> str:
-    """The page around a run, which fetches all that changes."""
-    plan = watched.run.plan
-    assert plan is not None
-    return page.render(
-        "watch.html",
-        name=str(watched.run.info.get("name", "dsat")),
-        method=plan.method,
-        folder=str(watched.folder),
-        max_trials=plan.max_trials,
-        watch=page.template("watch.js"),
-    )
+    """Return the page around a run, which fetches all that changes."""
+    view, script = RunView.of(watched.run), page.template("watch.js")
+    return page.render("watch.html", view=view, folder=str(watched.folder), watch=script)
 
 
 def state(watched: Watched, query: str) -> dict[str, Any]:
-    """The parts of the page: `html`, and `specs` of the plots in it.
+    """Return the parts of the page: `html`, and `specs` of the plots in it.
 
     Args:
         watched: what to show.
@@ -73,40 +67,23 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
         watched: the run.
         version: of what `state` returns.
     """
-    run = watched.run
-    assert run.plan is not None
-    lines = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
-    lines.append(f"the run {_IS[watched.state]}")
-    running = run.running if watched.goes_on else []
-    if watched.goes_on:
-        status = progress.Status.of_run(watched.folder)
-        if status is not None:
-            lines.append(progress.slots_line(run, status.num_slots, watched.trials))
-            if status.outlook is not None:
-                lines.append(progress.outlook_line(run, status.outlook))
-        left = progress.time_left(run, 1 if status is None else status.at_once)
-        lines += [] if left is None else [str(left)]
+    run, trials = watched.run, watched.trials
+    status = progress.Status.of_run(watched.folder)
+    first, *others = progress.lines(run, status, trials)
+    lines = [first, f"the run {_IS[watched.state]}", *(others if watched.goes_on else ())]
     return {
         "version": version,
         "goes_on": watched.goes_on,
         "status": "; ".join(lines),
         "running": [
-            {"id": t.id, "name": t.name, "doing": progress.doing(watched.trials / t.name)}
-            for t in running
+            {"id": trial.id, "name": trial.name, "doing": progress.doing(trials / trial.name)}
+            for trial in (run.running if watched.goes_on else ())
         ],
     }
 
 
-_IS = {
-    "goes on": "goes on",
-    "interrupted": "was interrupted",
-    "over": "is over",
-    "failed": "failed",
-}
-
-
 def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: str) -> str:
-    """The page that compares runs.
+    """Return the page that compares runs.
 
     Args:
         found: the runs.
@@ -114,47 +91,26 @@ def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: s
         folder: whose runs they are.
         query: ends addresses.
     """
-    rows = []
+    rows, by_metric = [], dict[str, dict[str, RunView]]()
     for watched in found:
-        plan, view = watched.run.plan, RunView.of(watched.run)
-        assert plan is not None
+        name, view = watched.folder.name, RunView.of(watched.run)
         rows.append(
             {
-                "name": watched.name,
+                "name": name,
                 "state": watched.state,
-                "method": plan.method,
-                "metric": plan.metric,
-                "trials": len(watched.run.outcomes),
-                "best": fmt.metric(plan.metric, watched.run.best_value),
-                "gain": view.gain_text,
-                "ratio": view.gain,
+                "method": view.plan.method,
+                "metric": view.plan.metric,
+                "trials": len(view.ended),
+                "best": fmt.metric(view.plan.metric, view.best_value),
+                "gain": view.gain,
             }
         )
+        by_metric.setdefault(view.plan.metric, {})[name] = view
     return page.render(
         "runs.html",
         folder=str(folder),
         runs=rows,
         notes=list(unread),
         query=query,
-        plots=_comparisons(found),
+        plots=[plot for views in by_metric.values() for plot in plots.best_so_far(views)],
     )
-
-
-def _comparisons(found: Sequence[Watched]) -> list[dict[str, Any]]:
-    """Best so far of all runs with the same metric, over trials and over minutes."""
-    by_metric: dict[str, list[dict[str, Any]]] = {}
-    for watched in found:
-        plan = watched.run.plan
-        assert plan is not None
-        rows = [{**row, "run": watched.name} for row in page_rows.best_so_far(watched.run)]
-        by_metric.setdefault(plan.metric, []).extend(rows)
-    return [
-        {
-            "title": f"best {metric} over {over}",
-            "told": f"A line for each run: the best {metric} that was known after so many {over}.",
-            "spec": plots.best_of_runs(rows, metric, fmt.unit(metric), over),
-        }
-        for metric, rows in by_metric.items()
-        if rows
-        for over in ("trials", "minutes")
-    ]

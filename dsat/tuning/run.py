@@ -282,8 +282,8 @@ class Run:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
         assert self.plan is not None
-        own = _flat({**self.plan.config({}), **self.plan.switches})
-        its = _flat(
+        own = ds_config.flat({**self.plan.config({}), **self.plan.switches})
+        its = ds_config.flat(
             {**self.plan.config(trial.overrides), **self.plan.switches, **trial.script_args}
         )
         return {
@@ -407,14 +407,3 @@ class Run:
     def count(self, kind: OutcomeKind) -> int:
         """Return the number of trials with an outcome of this kind."""
         return sum(outcome.kind is kind for outcome in self.outcomes.values())
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings of nested sections by their path, with a dot between."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -56,7 +56,7 @@ def _use(path: Path, method: str) -> tuple[str, str]:
 def _show(path: Path, method: str) -> None:
     run = Run(read_events(path))
     if run.plan is not None:
-        summary.markdown(run, "train").encode("utf-8", "surrogateescape")
+        summary.markdown(RunView.of(run), "train").encode("utf-8", "surrogateescape")
         json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)

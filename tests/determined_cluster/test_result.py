@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.determined_cluster import hyperparameters, result
-from dsat.report import summary
-from dsat.report.run_view import RunView
+from dsat.report.run_view import RunView, best_config
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from testing.cluster import FakeMaster, search_of
@@ -38,7 +37,7 @@ def test_the_whole_result_goes_through_the_log() -> None:
     local = RunView.of(run).to_json(Path())
     for key in ("best", "best_ds_config", "baseline", "gain", "stop_reason", "trials"):
         assert found[key] == json.loads(json.dumps(local[key]))
-    assert found["over"] and found["verdict"][0].startswith("Best: ")
+    assert found["over"] and found["verdict"][1].startswith("Best: ")
 
 
 def test_the_last_whole_result_counts() -> None:
@@ -57,7 +56,7 @@ def test_no_secret_is_told() -> None:
     run = finished(base_config=base)
     told = json.dumps(result.of_run(run, over=True)) + "\n".join(result.for_people(run))
     assert SECRET not in told and "pw9" not in told
-    config = summary.best_config(run)
+    config = best_config(run)
     assert config is not None and config["monitor"]["wandb_token"] == SECRET, "for use, it is"
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from dsat.errors import UserInputError
 from dsat.report import autotuner_files
-from dsat.report.summary import markdown_table
+from dsat.report.run_view import RunView
+from dsat.report.table import Table
 from dsat.tuning.run import Run
-from dsat.values.trial import Trial
 from testing.helpers import failed, plan_of, ran
 from tests.report.test_summary import run_of
 
@@ -39,7 +39,7 @@ def test_the_summary_is_laid_out_as_natively() -> None:
         baseline=ran(60),
     )
     # What tabulate 0.10 makes of it in its "pipe" format, but that numbers end together.
-    assert autotuner_files.summary_text(named(run, t7="z2_offload")) == (
+    assert autotuner_files.summary_text(RunView.of(named(run, t7="z2_offload"))) == (
         "| tuning_space   |   num_experiments |   best_metric_val | best_exp_name   |\n"
         "|:---------------|------------------:|------------------:|:----------------|\n"
         "| z0             |                 2 |           90.1269 | t5              |\n"
@@ -57,7 +57,7 @@ def test_the_best_latency_is_the_smallest() -> None:
     run = run_of(
         (1, 3, ran(30, "latency")), (1, 4, ran(20, "latency")), plan=plan_of(metric="latency")
     )
-    rows = autotuner_files.summary_text(run).splitlines()[2:4]
+    rows = autotuner_files.summary_text(RunView.of(run)).splitlines()[2:4]
     assert [re.split(r"[ |]+", row)[1:5] for row in rows] == [
         ["z1", "2", "20", "t2"],
         ["global", "2", "20", "t2"],
@@ -65,14 +65,8 @@ def test_the_best_latency_is_the_smallest() -> None:
 
 
 def test_nothing_tried_is_a_table_too() -> None:
-    rows = autotuner_files.summary_text(run_of()).splitlines()[2:]
+    rows = autotuner_files.summary_text(RunView.of(run_of())).splitlines()[2:]
     assert [re.split(r"[ |]+", row)[1:5] for row in rows[:1]] == [["global", "0", "-", "-"]]
-
-
-def test_a_trial_that_still_runs_is_no_experiment_yet() -> None:
-    run = run_of((1, 3, ran(30)))
-    del run.outcomes[1]
-    assert "Total number of experiments: 0." in autotuner_files.summary_text(run)
 
 
 def test_all_files(tmp_path: Path) -> None:
@@ -93,7 +87,7 @@ def test_all_files(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 1,
     }
     assert (results / "cmd_optimal.txt").read_text() == COMMAND + "\n"
-    assert (results / "summary.txt").read_text() == autotuner_files.summary_text(run)
+    assert (results / "summary.txt").read_text() == autotuner_files.summary_text(RunView.of(run))
     assert sorted(path.name for path in exps.iterdir()) == ["t0.json", "t1.json", "t2.json"]
     description = json.loads((exps / "t2.json").read_text())
     assert list(description) == ["name", "ds_config", "num_gpus", "num_nodes"]
@@ -111,7 +105,7 @@ def test_earlier_files_stay_and_ours_are_renewed(tmp_path: Path) -> None:
     autotuner_files.write_files(run, tmp_path, tmp_path, "new")
     assert earlier.read_text() == "earlier"
     assert (tmp_path / "cmd_optimal.txt").read_text() == "new\n"
-    assert (tmp_path / "summary.txt").read_text() == autotuner_files.summary_text(run)
+    assert (tmp_path / "summary.txt").read_text() == autotuner_files.summary_text(RunView.of(run))
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -142,18 +136,9 @@ def test_a_file_that_cannot_be_is_one_line(tmp_path: Path) -> None:
         autotuner_files.write_files(run_of(), tmp_path / "r", tmp_path / "e", COMMAND)
 
 
-def test_offloading_is_part_of_the_description() -> None:
-    run = run_of((2, 8, ran(120)))
-    trial: Trial = run.trials[1]
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    described = autotuner_files.experiment(
-        run, replace(trial, overrides={"zero_optimization": zero})
-    )
-    assert described["ds_config"]["zero_optimization"] == zero
-
-
 def test_tables_are_aligned_and_escaped() -> None:
-    assert markdown_table(("a", "b"), [("x|y", "1"), ("long one", "22")], numbers=("b",)) == [
+    table = Table(("a", "b"), [("x|y", "1"), ("long one", "22")], numbers=("b",))
+    assert table.markdown() == [
         "| a        |   b |",
         "|:---------|----:|",
         "| x\\|y     |   1 |",

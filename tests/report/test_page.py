@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
@@ -10,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsat.report import memory_parts, page, page_rows
+from dsat.report import memory_parts, page
+from dsat.report.changes import changes, paired_gain, pairs
+from dsat.report.run_view import RunView
 from dsat.report.speed_model import SpeedModel
-from dsat.report.verdict import gains
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -125,24 +125,24 @@ def test_a_run_of_which_nothing_ran_has_a_page_too() -> None:
     assert "No configuration ran." in page.html(run_of_world(Broken()), "trials", "")
 
 
-def test_changes_name_the_gain_of_pairs_of_trials() -> None:
+def test_changes_name_both_values_and_what_the_setting_does() -> None:
     run = run_of_world()
-    changes = {change.key: change for change in page_rows.changes(run)}
+    found = {change.key: change for change in changes(RunView.of(run), None)}
     assert run.best is not None
-    micro_batch = changes["train_micro_batch_size_per_gpu"]
+    micro_batch = found["train_micro_batch_size_per_gpu"]
     assert (micro_batch.own, micro_batch.best) == ("4", str(run.best.batch.micro_batch))
-    assert changes["zero_optimization.stage"].reason
+    assert found["zero_optimization.stage"].reason
 
 
 def test_a_paired_gain_is_of_trials_that_differ_in_nothing_else() -> None:
     run = run_of_world(method="gridsearch", trials=60)
-    key = "train_micro_batch_size_per_gpu"
+    key, found = "train_micro_batch_size_per_gpu", list(pairs(RunView.of(run)))
     sizes = sorted({t.batch.micro_batch for t in run.trials.values() if run.value(t)})
-    gain, pairs = page_rows.paired_gain(run, key, sizes[0], sizes[-1])
-    back, same = page_rows.paired_gain(run, key, sizes[-1], sizes[0])
-    assert pairs == same > 0
+    gain, count = paired_gain(found, key, sizes[0], sizes[-1])
+    back, same = paired_gain(found, key, sizes[-1], sizes[0])
+    assert count == same > 0
     assert gain is not None and back == pytest.approx(1 / gain)
-    assert page_rows.paired_gain(run, key, sizes[0], 10**6) == (None, 0)
+    assert paired_gain(found, key, sizes[0], 10**6) == (None, 0)
 
 
 def test_the_finals_are_told_as_pairs_beside_the_gain_at_the_own_batch() -> None:
@@ -155,7 +155,7 @@ def test_the_finals_are_told_as_pairs_beside_the_gain_at_the_own_batch() -> None
     by_pair = [[r["value"] for r in rows if r["pair"] == n + 1] for n in range(len(rows) // 2)]
     assert by_pair == [pytest.approx([math.exp(x) for x in pair]) for pair in run.finals.pairs]
     assert {row["which"] for row in rows} == {"yours", run.best.name}
-    told = dict(gains(run))
+    told = dict(RunView.of(run).gain.by_batch)
     assert len(told) == 2 and all(key in text and value in text for key, value in told.items())
     comparison = run.finals.comparison
     assert comparison is not None and f"{comparison.gain.ratio:.2f}" in next(iter(told.values()))
@@ -165,7 +165,7 @@ def test_the_memory_of_the_best_is_told_in_parts() -> None:
     run = run_of_world(Steady())
     best, profile = run.best, run.profile
     assert best is not None and profile is not None and best.stage > 0
-    rows = {(r["phase"], r["part"]): r["gib"] * 2**30 for r in memory_parts.rows(run, best)}
+    rows = {(r["phase"], r["part"]): r["gib"] * 2**30 for r in memory_parts.of_best(run)[0]}
     # In fp32 on one slot: 4 bytes of parameter, 8 of Adam's moments, 4 of gradient.
     assert rows["forward", "parameters"] == pytest.approx(4 * profile.num_params, rel=1e-3)
     assert rows["backward", "optimizer"] == pytest.approx(8 * profile.num_params, rel=1e-3)
@@ -179,30 +179,29 @@ def test_the_memory_of_the_best_is_told_in_parts() -> None:
 
 def test_the_model_of_speed_finds_what_the_machine_does() -> None:
     run = run_of_world(Lawful(), trials=60, method="random")
-    model, best = SpeedModel.of_run(run), run.best
-    assert model is not None and best is not None
+    view = RunView.of(run)
+    model, best = SpeedModel.of(view), run.best
+    assert view.best is not None and model is not None and best is not None
     band = {(r["strategy"], r["micro_batch"]): (r["low"], r["high"]) for r in model.band()}
     assert len({strategy for strategy, _ in band}) >= 2
     size = best.batch.micro_batch
-    predicted = model.gain(run, best, "train_micro_batch_size_per_gpu", 4)
+    predicted = model.gain(view.best, "train_micro_batch_size_per_gpu", 4)
     assert predicted is not None
     truth = (size / (20 + 2 * size)) / (4 / (20 + 2 * 4))
-    assert predicted.low < truth < predicted.high and predicted.ratio == pytest.approx(truth, 0.1)
-    stage = model.gain(run, best, "zero_optimization.stage", 2 if best.stage != 2 else 1)
-    assert stage is not None and stage.low < stage.ratio < stage.high
+    ratio, low, high = predicted
+    assert low < truth < high and ratio == pytest.approx(truth, 0.1)
+    stage = model.gain(view.best, "zero_optimization.stage", 2 if best.stage != 2 else 1)
+    assert stage is not None
     expected = 1.05 if best.stage != 2 else 1 / 1.05
-    assert stage.low < expected < stage.high
-    assert model.gain(run, best, "zero_optimization.sub_group_size", 5) is None
+    assert stage[1] < expected < stage[2]
+    assert model.gain(view.best, "zero_optimization.sub_group_size", 5) is None
 
 
 def test_a_gain_says_whether_trials_or_the_model_tell_it() -> None:
-    run = run_of_world(Steady())
-    model = SpeedModel.of_run(run)
-    assert model is not None
-    told = {c.key: c for c in page_rows.changes(run, functools.partial(page._by_model, model, run))}
-    alone = {c.key: c for c in page_rows.changes(run)}
-    by_model = [key for key, change in told.items() if change.low is not None]
-    assert by_model and all(alone[key].gain is None for key in by_model)
-    assert all("by the model of speed" in told[key].told for key in by_model)
-    assert all(told[key] == alone[key] for key in told if key not in by_model)
-    assert told["train_batch_size"].told == "that of micro batch and accumulation"
+    view = RunView.of(run_of_world(Steady()))
+    with_model = {change.key: change.effect for change in changes(view, SpeedModel.of(view))}
+    alone = {change.key: change.effect for change in changes(view, None)}
+    by_model = {key for key, effect in with_model.items() if "by the model of speed" in effect}
+    assert by_model and all(alone[key] == "not measured" for key in by_model)
+    assert all(with_model[key] == alone[key] for key in with_model.keys() - by_model)
+    assert with_model["train_batch_size"] == "that of micro batch and accumulation"

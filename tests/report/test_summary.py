@@ -84,7 +84,7 @@ def test_a_row_per_stage_without_the_profile() -> None:
         ("z1", 3, 1, 0),
         ("z3", 2, 1, 1),
     ]
-    assert [r.best.name if r.best else None for r in rows] == ["t1", "t4", None]
+    assert [r.best.trial.name if r.best else None for r in rows] == ["t1", "t4", None]
     assert run.running_s == 70.0
 
 
@@ -170,12 +170,12 @@ def test_a_warning_is_told_once() -> None:
         (
             True,
             MemoryUse(allocated_bytes={"step": 100}, context_bytes=50),
-            ", median error 2.0 %, largest 2.0 % over 1 trials that ran",
+            ", median error 2.0 %, largest 2.0 % over 1 trial that ran",
         ),
         (
             False,
             MemoryUse(allocated_bytes={"step": 70}, context_bytes=30),
-            ", median error 2.0 %, largest 2.0 % over 1 trials that ran",
+            ", median error 2.0 %, largest 2.0 % over 1 trial that ran",
         ),
         # A CPU's resident set is a lower bound.
         (True, MemoryUse(host_rss_bytes={"step": 60}, context_bytes=50), ""),

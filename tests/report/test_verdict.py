@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dsat.in_trial.samples import OF_ITS_OWN, UNCOUNTED, UNSEEN
-from dsat.report import summary
 from dsat.report.longest_sequence import memory_warning
-from dsat.report.verdict import gain, knee, knee_row, learning_rate_advice, say_gain, verdict
+from dsat.report.run_view import best_config
+from dsat.report.verdict import gain, learning_rate_advice, say_gain, verdict
 from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
@@ -58,7 +58,7 @@ def test_smaller_is_better_for_latency() -> None:
 
 def test_the_users_own_may_be_the_best() -> None:
     said = verdict(run_of((1, 8, ran(50)), baseline=ran(100)))
-    assert "This is your own configuration: nothing faster was found." in said
+    assert said[0] == "Keep your own configuration: nothing faster was found."
 
 
 def test_the_users_own_may_not_run_or_not_be_measured() -> None:
@@ -127,7 +127,7 @@ def test_a_gain_that_is_luck_leaves_the_users_own() -> None:
     assert "No significant difference: keep your own configuration." in said
     assert run.best is not None
     own = run.plan.config({}) if run.plan else {}
-    config = summary.best_config(run) or {}
+    config = best_config(run) or {}
     assert config["zero_optimization"] == own["zero_optimization"]
 
 
@@ -141,7 +141,7 @@ def test_the_gain_at_the_same_global_batch_is_told() -> None:
 def test_a_batch_alone_is_no_gain_at_the_same_batch() -> None:
     run = ran_to_the_end(speeds={}, batches=True)
     said = " ".join(verdict(run))
-    assert "At your global batch size of 8 nothing faster was found" in said
+    assert "nothing faster was found: the whole gain comes from the larger batch." in said
 
 
 # -- sequences
@@ -207,24 +207,8 @@ def test_tokens_are_told_beside_the_metric() -> None:
     measured = ran(150).metrics
     assert measured is not None
     outcome = replace(ran(150), metrics=replace(measured, tokens_per_second=76_800.0))
-    assert verdict(run_of((1, 8, outcome)))[0].endswith("steps), 76,800 tokens/s.")
-    assert "tokens/s" not in verdict(run_of((1, 8, ran(150))))[0]
-
-
-# -- the knee
-
-
-def test_the_knee_is_where_larger_batches_gain_no_more() -> None:
-    values = {1: 10, 2: 19, 4: 33, 8: 40, 16: 40.4}
-    run = run_of(*((1, size, ran(value)) for size, value in values.items()))
-    rows = knee(run)
-    assert [(size, value) for size, value, _ in rows] == list(values.items())
-    assert rows[-1][2] == 1.0 and rows[0][2] == pytest.approx(10 / 40.4)
-    assert knee_row(rows, 0.02) == 8
-    assert knee_row(rows, 0.0) == 16
-    assert knee_row(rows[:2], 0.02) is None
-    assert knee_row([(1, 1e-300, 0.0), *rows], 0.02) == 8
-    assert "99.0 % (knee)" in summary.markdown(run, "train")
+    assert verdict(run_of((1, 8, outcome)))[1].endswith("steps), 76,800 tokens/s.")
+    assert "tokens/s" not in verdict(run_of((1, 8, ran(150))))[1]
 
 
 def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
@@ -254,8 +238,6 @@ def test_an_interrupted_run_does_not_claim_to_have_searched() -> None:
     tuner.record(1, ran(3.0))
     before_s = tuner.run.running_s
     tuner.pause()
-    assert verdict(tuner.run)[1] == (
-        "This is your own configuration: nothing else was measured yet."
-    )
+    assert verdict(tuner.run)[0] == "Keep your own configuration: nothing else was measured yet."
     assert tuner.run.running_s > before_s, "the time up to the interrupt counts"
     Tuner(tuner.plan, MemoryJournal(), events=journal.events)  # may be continued

@@ -14,6 +14,7 @@ import pytest
 
 from dsat.errors import JournalError, JournalLocked
 from dsat.report import summary
+from dsat.report.run_view import RunView
 from dsat.space.plan import Plan
 from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal, read_events
 from dsat.tuning.run import Run
@@ -260,7 +261,7 @@ def test_a_journal_without_fields_that_came_later_is_read() -> None:
     assert run.stop_reason == "all 12 trials are done" and run.best is not None
     assert run.outcomes[run.best.id].smaller_may_run is False
     assert run.best.strategy == f"z{run.best.stage}"
-    assert "all 12 trials are done" in summary.markdown(run, "train")
+    assert "all 12 trials are done" in summary.markdown(RunView.of(run), "train")
 
 
 def test_a_run_of_the_last_version_is_resumed_from_any_event() -> None:

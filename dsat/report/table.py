@@ -1,0 +1,38 @@
+"""Tables of texts, laid out by Markdown, the terminal and the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        numbers: headings of the columns that are aligned to the right.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[str] = ()
+
+    def markdown(self) -> list[str]:
+        """Return the lines, as the "pipe" format of the tabulate package has them."""
+        table = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]
+        widths = [max(len(column[0]) + 2, *map(len, column)) for column in zip(*table, strict=True)]
+        right = [heading in self.numbers for heading in self.headings]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [
+                cell.rjust(width) if is_right else cell.ljust(width)
+                for cell, width, is_right in zip(cells, widths, right, strict=True)
+            ]
+            return f"| {' | '.join(padded)} |"
+
+        rules = [
+            "-" * (width + 1) + ":" if is_right else ":" + "-" * (width + 1)
+            for width, is_right in zip(widths, right, strict=True)
+        ]
+        return [line(table[0]), "|" + "|".join(rules) + "|", *map(line, table[1:])]
