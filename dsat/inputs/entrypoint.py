@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs import accelerate_env, hostfiles, script_args
+from dsat.inputs import accelerate_env, placement, script_args
 from dsat.values.codec import Recorded
 
 _WHERE = "entrypoint"
@@ -345,29 +345,29 @@ def _deepspeed(words: list[str]) -> Entrypoint:
         found,
         passes_local_rank="--no_local_rank" not in options,
         binds_cores="--bind_cores_to_rank" in options,
-        core_list=_cores(options.get("--bind_core_list", "")),
+        core_list=placement.cores(options.get("--bind_core_list", "")),
     )
     hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
-    hosts = hostfiles.read(hostfile)
+    hosts = placement.read(hostfile)
     if len(hosts) > 1:
-        chosen = hostfiles.chosen(hostfile, hosts, options)
-        port = _count(options, "--ssh_port")
+        chosen = placement.chosen(hostfile, hosts, options)
+        port = placement.count(options, "--ssh_port")
         return replace(found, hosts=tuple(chosen.items()), ssh_port=port)
-    _check_one_machine(options)
-    devices = _devices(options, "--include", "-i")
-    slots = _count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
+    placement.check_one_machine(options)
+    devices = placement.devices(options, "--include", "-i")
+    slots = placement.count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
     return replace(
         found,
         slots=slots or next(iter(hosts.values()), None),
         devices=devices,
-        not_devices=_devices(options, "--exclude", "-e"),
+        not_devices=placement.devices(options, "--exclude", "-e"),
     )
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
     options, found = _launched(TORCHRUN, words, _TORCHRUN_SWITCHES)
-    _check_one_machine(options)
-    return replace(found, slots=_count(options, "--nproc_per_node", "--nproc-per-node"))
+    placement.check_one_machine(options)
+    return replace(found, slots=placement.count(options, "--nproc_per_node", "--nproc-per-node"))
 
 
 def _launched(
@@ -391,58 +391,3 @@ def _launched(
     else:
         found = _program(["-m", *rest] if options.keys() & {"--module", "-m"} else rest)
     return options, replace(found, launcher=launcher)
-
-
-def _check_one_machine(options: Mapping[str, str]) -> None:
-    """Raise UserInputError for options that ask for several machines."""
-    for name in ("--num_nodes", "--nnodes"):
-        if options.get(name, "1") not in ("1", "1:1"):
-            raise UserInputError(
-                f"{name} {options[name]}: trials run on this machine only",
-                where=_WHERE,
-                hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
-            )
-
-
-def _devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names, if any.
-
-    As `parse_resource_filter` of deepspeed/launcher/runner.py (0.19.8).
-    """
-    for name in names:
-        given = options.get(name, "")
-        if "@" in given:
-            raise UserInputError(
-                f"{name} {given} names {given.count('@') + 1} machines, and trials run on this one",
-                where=_WHERE,
-                hint="Leave it out, and give --num_gpus.",
-            )
-        if given and (positions := hostfiles.positions(name, given)[1]):
-            return positions
-    return ()
-
-
-def _cores(given: str) -> tuple[int, ...]:
-    """Return the cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`.
-
-    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8).
-    """
-    found: list[int] = []
-    for part in given.split(",") if given else ():
-        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part, re.ASCII)
-        cores = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        if not cores or cores[0] <= max(found, default=-1):
-            raise UserInputError(
-                f"--bind_core_list {given}: expected ascending numbers and ranges",
-                where=_WHERE,
-                hint="As 0,2-4",
-            )
-        found += cores
-    return tuple(found)
-
-
-def _count(options: Mapping[str, str], *names: str) -> int | None:
-    for name in names:
-        if re.fullmatch("[0-9]{1,18}", options.get(name, "")) and int(options[name]) > 0:
-            return int(options[name])
-    return None

@@ -1,4 +1,4 @@
-"""Hostfiles, and the choice of machines and devices by the options of DeepSpeed's launcher.
+"""Hostfiles, and the choice of machines, devices and cores by the options of launchers.
 
 The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from dsat.errors import UserInputError
 
 _WHERE = "entrypoint"
-_COUNT = re.compile("[0-9]{1,4}")
+_COUNT = re.compile("[0-9]{1,5}")
 _EXCLUDE = ("--exclude", "-e")
-_NODES, _GPUS = ("--num_nodes",), ("--num_gpus", "--num_accelerators")
+_NODES = "--num_nodes"
 
 
 def read(path: Path) -> dict[str, int | None]:
@@ -67,11 +67,11 @@ def chosen(
         if excluded.get(name) != ()
     }
     found = {name: slots for name, slots in found.items() if slots or not there[name]}
-    nodes, gpus = (_number(options, *names) for names in (_NODES, _GPUS))
+    nodes, gpus = count(options, _NODES), count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES[0]} {nodes}: {path} has {len(found)} machines for it", where=_WHERE
+                f"{_NODES} {nodes}: {path} has {len(found)} machines for it", where=_WHERE
             )
         found = dict(itertools.islice(found.items(), nodes))
     if gpus is not None:
@@ -82,7 +82,7 @@ def chosen(
     for name in others:
         if len(found[name]) != len(found[first]):
             raise UserInputError(
-                f"{path} gives {_count(found[first])} of {first} and {_count(found[name])} of "
+                f"{path} gives {_said(found[first])} of {first} and {_said(found[name])} of "
                 f"{name}: trials on unequal machines cannot be compared",
                 where=_WHERE,
                 hint="Choose equally many of each, with slots=N, --include or --num_gpus.",
@@ -90,12 +90,66 @@ def chosen(
     return found
 
 
-def positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
-    """Parse `NAME[:SLOT[,SLOT ..]]`: a machine and positions of its devices, perhaps none.
+def check_one_machine(options: Mapping[str, str]) -> None:
+    """Raise UserInputError for options that ask for several machines."""
+    for name in ("--num_nodes", "--nnodes"):
+        if options.get(name, "1") not in ("1", "1:1"):
+            raise UserInputError(
+                f"{name} {options[name]}: trials run on this machine only",
+                where=_WHERE,
+                hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
+            )
+
+
+def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
+    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names, if any.
+
+    Raises:
+        UserInputError: it is not of this form, or names several machines.
+    """
+    for name in names:
+        given = options.get(name, "")
+        if "@" in given:
+            raise UserInputError(
+                f"{name} {given} names {given.count('@') + 1} machines, and trials run on this one",
+                where=_WHERE,
+                hint="Leave it out, and give --num_gpus.",
+            )
+        if given and (positions := _positions(name, given)[1]):
+            return positions
+    return ()
+
+
+def cores(given: str) -> tuple[int, ...]:
+    """Return the cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`.
+
+    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8).
 
     Raises:
         UserInputError: it is not of this form.
     """
+    found: list[int] = []
+    for part in given.split(",") if given else ():
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part, re.ASCII)
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not span or span[0] <= max(found, default=-1):
+            raise UserInputError(
+                f"--bind_core_list {given}: expected ascending numbers and ranges",
+                where=_WHERE,
+                hint="As 0,2-4",
+            )
+        found += span
+    return tuple(found)
+
+
+def count(options: Mapping[str, str], *names: str) -> int | None:
+    """Return the first of these options that is a positive number; None if none is."""
+    given = [options[name] for name in names if _COUNT.fullmatch(options.get(name, ""))]
+    return next((int(number) for number in given if int(number) > 0), None)
+
+
+def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
+    """Parse `NAME[:SLOT[,SLOT ..]]`: a machine and positions of its devices, perhaps none."""
     name, colon, slots = given.partition(":")
     numbers = [number.strip() for number in slots.split(",")] if colon else []
     if not all(map(_COUNT.fullmatch, numbers)):
@@ -112,7 +166,7 @@ def _filter(
     found: dict[str, tuple[int, ...]] = {}
     for option in names:
         for given in filter(None, options.get(option, "").split("@")):
-            name, slots = positions(option, given)
+            name, slots = _positions(option, given)
             if name not in there:
                 raise UserInputError(f"{option} {given}: {path} has no {name}", where=_WHERE)
             unknown = option in _EXCLUDE and not there[name]
@@ -127,10 +181,5 @@ def _filter(
     return found
 
 
-def _number(options: Mapping[str, str], *names: str) -> int | None:
-    given = [options[name] for name in names if _COUNT.fullmatch(options.get(name, ""))]
-    return int(given[0]) if given and int(given[0]) > 0 else None
-
-
-def _count(slots: tuple[int, ...]) -> str:
+def _said(slots: tuple[int, ...]) -> str:
     return f"{len(slots)} slots" if slots else "all slots"
