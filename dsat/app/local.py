@@ -241,7 +241,7 @@ def local_engine(ready: Prepared, folder: Path, *, at_once: int = 1) -> LocalEng
         LocalOptions(
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
-            seed=settings.random_seed,
+            seed=settings.seed,
             at_once=at_once,
         ),
         trials=run_folders.of_trials(ready, folder),

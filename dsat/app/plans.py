@@ -11,11 +11,11 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import OWN
 from dsat.inputs.script_args import CHECKPOINTING
-from dsat.inputs.settings import DEFAULT_STAGES, Settings, plan_values
+from dsat.inputs.settings import DEFAULT_STAGES, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.space.overrides import GAS
-from dsat.space.plan import LONGEST_S, Plan
+from dsat.space.plan import LONGEST_S, Plan, values_of
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 
@@ -54,7 +54,7 @@ def plan_of(
     any_batch = global_batch is None and settings.max_train_batch_size is None
     if not any_batch:
         listed.pop(GAS, None)
-    decided = {**plan_values(settings), "train_batch_size": global_batch}
+    decided = {**values_of(settings), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
@@ -66,8 +66,6 @@ def plan_of(
         own_first=True,
         ramp=_begins_with_ramp(settings) and not (any_batch and is_time),
         method=settings.method,
-        max_trials=settings.max_trials,
-        finals=settings.finals,
         slots_per_trial=slots,
         base_config=base,
         own_batch=own_batch,

@@ -110,9 +110,7 @@ class _Recorder:
         record = {
             "rank": rank,
             "size": size,
-            "pid": os.getpid(),
             "forked": os.getpid() != self._pid,
-            "parent": os.getppid() if os.getpid() == self._pid else self._pid,
             "executable": sys.executable,
             "prefix": sys.prefix,
             "version": list(sys.version_info[:2]),

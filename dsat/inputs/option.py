@@ -1,7 +1,7 @@
 """Options: declared once, read by the command line, the Python API and the documents.
 
 The field of a settings class (`dsat.inputs.settings`) holds its `Option`: type, default, flags,
-help, its name in messages, and the field of `Plan` that it decides.
+help, and its name in messages.
 """
 
 from __future__ import annotations
@@ -66,9 +66,6 @@ class Option:
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
         many: takes one value or more.
-        plan_field: the field of `Plan` that it decides: a run is resumed with the same value only.
-            None: it decides none.
-        label: its name in messages; by default the long flag's words.
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
         group: its heading in `--help`.
         shell_only: it is an option of the command line only, not of the Python API.
@@ -83,8 +80,6 @@ class Option:
     metavar: str | None = None
     choices: tuple[Any, ...] | None = None
     many: bool = False
-    plan_field: str | None = None
-    label: str = ""
     any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
@@ -95,11 +90,6 @@ class Option:
     def keyword(self) -> str:
         """Its name in the Python API: the long flag's words."""
         return self.flags[-1].removeprefix("--").replace("-", "_")
-
-    @property
-    def called(self) -> str:
-        """Its name in messages."""
-        return self.label or self.keyword.replace("_", " ")
 
     @property
     def placeholder(self) -> str | None:
@@ -169,7 +159,7 @@ def option(*flags: str, help: str, **attributes: Any) -> Any:
 
 def search_option(flag: str, help: str, **attributes: Any) -> Option:
     """Declare an option of one search; see `Option` and `dsat.search.base.Search.options`."""
-    return Option((flag,), help, plan_field="search_options", group=Group.METHOD, **attributes)
+    return Option((flag,), help, group=Group.METHOD, **attributes)
 
 
 def options_of(settings: Any) -> Iterator[Option]:

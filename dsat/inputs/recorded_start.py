@@ -41,9 +41,7 @@ class RankStart(Recorded):
 
     Attributes:
         rank, size: as its launcher told it; 0 of 1 without a launcher.
-        pid: of the process.
-        forked: a Python process made it, without starting an interpreter.
-        parent: pid of the process that started it.
+        forked: a Python process forked it, without starting an interpreter.
         executable: its interpreter.
         prefix: of its environment (`sys.prefix`).
         version: of Python.
@@ -59,9 +57,7 @@ class RankStart(Recorded):
 
     rank: int
     size: int
-    pid: int
     forked: bool
-    parent: int
     executable: str
     prefix: str
     version: tuple[int, ...]

@@ -4,8 +4,8 @@ Options of a single search or place are declared beside it (`dsat.search.base.Se
 `dsat.engines.places.base.Provider.options`).
 
 From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
-Python API (`dsat.api`), the comparison of a run with the journal it continues
-(`dsat.space.plan.Plan.difference`), and the tables of options in the documents.
+Python API (`dsat.api`), and the tables of options in the documents. A setting that is a field of
+`dsat.space.plan.Plan` too decides trials: a run is resumed with the same value only.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from dsat.inputs.option import (
     WHOLE_NUMBER,
     WORD,
     Group,
-    Option,
     at_least,
     option,
-    options_of,
 )
 from dsat.inputs.target import Target
 from dsat.inputs.value_lists import STAGES
@@ -94,7 +92,6 @@ class Settings(Target):
         kind=WORD,
         choices=METRIC_NAMES,
         default="FLOPS_per_gpu",
-        plan_field="metric",
         group=Group.FIRST,
         help="what to optimise",
     )
@@ -110,8 +107,6 @@ class Settings(Target):
         many=True,
         choices=STAGES,
         metavar="STAGE",
-        plan_field="zero_stages",
-        label="ZeRO stages",
         group=Group.FIRST,
         help="the ZeRO stages to search (default: 0 1 2 3, or those that your configuration lists)",
     )
@@ -121,8 +116,6 @@ class Settings(Target):
         many=True,
         default=(),
         metavar="KNOB",
-        plan_field="tune",
-        label="list of settings to tune",
         group=Group.FIRST,
         help="search these settings although your configuration sets them, or although they are "
         "not searched by default: {knobs}",
@@ -133,8 +126,6 @@ class Settings(Target):
         many=True,
         default=(),
         metavar="KNOB",
-        plan_field="fix",
-        label="list of settings to fix",
         group=Group.SPACE,
         help="leave these settings as they are; `all` searches stage and micro batch only",
     )
@@ -142,8 +133,6 @@ class Settings(Target):
         "--nvme-path",
         kind=WORD,
         metavar="DIR",
-        plan_field="nvme_path",
-        label="NVMe path",
         group=Group.SPACE,
         help="where offloading to NVMe may write, if nothing else fits",
     )
@@ -152,7 +141,6 @@ class Settings(Target):
         kind=ARG_MAPPING,
         many=True,
         default=(),
-        plan_field="measured",
         group=Group.TARGET,
         help="an argument of the script that must follow a DeepSpeed setting, such as "
         "train_micro_batch_size_per_gpu=--batch-size",
@@ -161,7 +149,6 @@ class Settings(Target):
         "--start-profile-step",
         kind=at_least(1),
         default=TrialOptions.start_step,
-        plan_field="measured",
         group=Group.MEASURING,
         help="the first optimizer step that is measured, counted from 1",
     )
@@ -169,7 +156,6 @@ class Settings(Target):
         "--end-profile-step",
         kind=at_least(1),
         default=TrialOptions.end_step,
-        plan_field="measured",
         group=Group.MEASURING,
         help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
         "then on while the mean step time is uncertain by over 2 %% "
@@ -179,24 +165,21 @@ class Settings(Target):
         "--max-profile-steps",
         kind=at_least(1),
         default=TrialOptions.max_steps,
-        plan_field="measured",
         group=Group.MEASURING,
         help="the most optimizer steps that are measured, unless these take less than 2 s on an "
         "accelerator",
     )
-    random_seed: int = option(
+    seed: int = option(
         "-r",
         "--random-seed",
         kind=at_least(0),
         default=42,
-        plan_field="seed",
         group=Group.SEARCH,
         help="seed of every random choice",
     )
     max_train_batch_size: int | None = option(
         "--max-train-batch-size",
         kind=at_least(1),
-        plan_field="max_train_batch_size",
         group=Group.SPACE,
         help="fill the global batch up to N with gradient accumulation",
     )
@@ -204,14 +187,12 @@ class Settings(Target):
         "--min-micro-batch",
         kind=at_least(1),
         default=1,
-        plan_field="min_micro_batch",
         group=Group.SPACE,
         help="the smallest micro batch",
     )
     max_micro_batch: int | None = option(
         "--max-micro-batch",
         kind=at_least(1),
-        plan_field="max_micro_batch",
         group=Group.SPACE,
         help="the largest micro batch",
     )
@@ -219,7 +200,6 @@ class Settings(Target):
         "--max-seq-length",
         kind=at_least(1),
         any_command=True,
-        plan_field="max_seq_length",
         group=Group.SPACE,
         help="the longest sequence of your data, in tokens: the verdict warns if the best would "
         "not fit there (default: the longest seen, or what the model takes if lengths vary)",
@@ -228,15 +208,12 @@ class Settings(Target):
         "--divisible-by",
         kind=at_least(1),
         default=1,
-        plan_field="divisible_by",
         group=Group.SPACE,
         help="only micro batches that are multiples of N",
     )
     slots: int | None = option(
         "--slots",
         kind=at_least(1),
-        plan_field="slots_per_trial",
-        label="slots per trial",
         group=Group.FIRST,
         help="slots of each trial, instead of resources.slots_per_trial",
     )
@@ -265,7 +242,6 @@ class Settings(Target):
         "--train-batch-size",
         kind=GLOBAL_BATCH,
         any_command=True,
-        plan_field="train_batch_size",
         group=Group.FIRST,
         shorthand=("--keep-batch", OWN),
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
@@ -284,7 +260,6 @@ class Settings(Target):
         "--slot-memory",
         kind=MEMORY_SIZE,
         any_command=True,
-        plan_field="slot_memory_bytes",
         group=Group.FIRST,
         help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
         "only limit that a CPU has",
@@ -295,7 +270,6 @@ class Settings(Target):
         choices=MEMORY_MODELS,
         default=BY_SIMULATION,
         any_command=True,
-        plan_field="memory_model",
         group=Group.SEARCH,
         help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
         "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
@@ -373,18 +347,3 @@ class Settings(Target):
             slot_memory_bytes=self.slot_memory_bytes,
             own_micro_batch=own_micro_batch,
         )
-
-
-def plan_values(settings: Settings) -> dict[str, Any]:
-    """Return the fields of `Plan` that single options decide."""
-    return {
-        own.plan_field: getattr(settings, own.name)
-        for own in options_of(Settings)
-        if own.plan_field not in (None, "measured", "slots_per_trial")
-    }
-
-
-def option_of_plan_field(name: str) -> Option | None:
-    """Return the one option that decides a field of `Plan`, or None."""
-    found = [own for own in options_of(Settings) if own.plan_field == name]
-    return found[0] if len(found) == 1 else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import AUTO
-from dsat.inputs.settings import BY_FORMULA, option_of_plan_field
+from dsat.inputs.option import options_of
+from dsat.inputs.settings import BY_FORMULA, Settings
 from dsat.space.space import LARGEST_MICRO_BATCH, allowed_micro_batches
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
@@ -24,12 +25,14 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
+    "slots_per_trial": "slots per trial",
     "slots_per_host": "slots per host",
     "offload_helps": "slots with memory of their own",
     "longest_s": "longest measurement of a trial",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
     "measured.steps": "profile steps (start, end, most)",
 }
+_OPTIONS = {own.name: own for own in options_of(Settings)}
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
 # Fields that the first runs did not record; see `dsat.tuning.replay.as_begun`.
@@ -169,15 +172,22 @@ class Plan(Recorded):
                 continue
             if name in _ASKED_SINCE and not theirs[name]:
                 continue
-            own = option_of_plan_field(name)
+            own = _OPTIONS.get(name)
             if own is not None:
-                return f"{own.called} was {own.write(theirs[name])}, now {own.write(value)}"
+                called = own.keyword.replace("_", " ")
+                return f"{called} was {own.write(theirs[name])}, now {own.write(value)}"
             path, was, now = _first_difference(theirs[name], value)
             label = _LABELS.get(".".join([name, *path]))
             if label is None:
                 label = " ".join([_LABELS.get(name, name), ".".join(path)]).strip()
             return f"{label} was {was}, now {now}"
         return None
+
+
+def values_of(settings: Settings) -> dict[str, Any]:
+    """Return the fields of a plan that single options decide."""
+    names = [each.name for each in fields(Plan) if each.name in _OPTIONS]
+    return {name: getattr(settings, name) for name in names}
 
 
 def _first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:

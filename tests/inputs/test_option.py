@@ -9,14 +9,13 @@ import pytest
 
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import (
-    Option,
     duration_s,
     memory_size,
     options_of,
     write_memory_size,
 )
-from dsat.inputs.settings import Settings, plan_values
-from dsat.space.plan import Plan
+from dsat.inputs.settings import Settings
+from dsat.space.plan import Plan, values_of
 from dsat.values.trial import BatchTriple
 
 OPTIONS = {own.name: own for own in options_of(Settings)}
@@ -111,7 +110,7 @@ OTHER = {
     "tune": ("overlap_comm",),
     "fix": ("sub_group_size",),
     "nvme_path": "/nvme",
-    "random_seed": 7,
+    "seed": 7,
     "max_train_batch_size": 64,
     "min_micro_batch": 2,
     "max_micro_batch": 8,
@@ -126,32 +125,28 @@ OTHER = {
 def _plan(**changes: Any) -> Plan:
     settings = Settings(method="asha", **{"zero_stages": (1, 2), **changes})
     return Plan(
-        **plan_values(settings),
+        **values_of(settings),
         method=settings.method,
-        max_trials=settings.max_trials,
         slots_per_trial=1,
         base_config={},
         own_batch=BatchTriple(1, 1, 1),
     )
 
 
-def _decides_by_itself(own: Option) -> bool:
-    return own.plan_field not in (None, "measured", "slots_per_trial")
-
-
-@pytest.mark.parametrize("name", [name for name, own in OPTIONS.items() if _decides_by_itself(own)])
+@pytest.mark.parametrize("name", OTHER)
 def test_an_option_that_decides_trials_is_compared_and_called_by_its_label(name: str) -> None:
     own, earlier = OPTIONS[name], _plan()
     difference = _plan(**{name: OTHER[name]}).difference(earlier)
-    was = own.write(earlier.to_json()[own.plan_field or ""])
-    assert difference == f"{own.called} was {was}, now {own.write(OTHER[name])}"
+    was = own.write(earlier.to_json()[name])
+    called = own.keyword.replace("_", " ")
+    assert difference == f"{called} was {was}, now {own.write(OTHER[name])}"
 
 
 def test_values_in_comparisons_are_written_as_users_write_them() -> None:
     assert _plan(slot_memory_bytes=24 * 2**30).difference(_plan()) == (
         "slot memory was not given, now 24GiB"
     )
-    assert _plan(zero_stages=(3,)).difference(_plan()) == "ZeRO stages was 1 2, now 3"
+    assert _plan(zero_stages=(3,)).difference(_plan()) == "zero stages was 1 2, now 3"
 
 
 def test_an_option_that_decides_no_trial_does_not_keep_a_run_from_going_on() -> None:

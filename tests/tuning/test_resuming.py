@@ -102,7 +102,7 @@ def test_a_run_continued_with_fewer_trials_than_it_had_is_over() -> None:
         ("seed", 8, "random seed was 7, now 8"),
         ("method", "asha", "method was binary, now asha"),
         ("metric", "latency", "metric was throughput, now latency"),
-        ("zero_stages", (1, 2), "ZeRO stages was"),
+        ("zero_stages", (1, 2), "zero stages was"),
         ("slots_per_trial", 2, "slots per trial was 1, now 2"),
         ("base_config", {}, "DeepSpeed configuration"),
         ("own_batch", BatchTriple(8, 8, 1), "own train_batch_size was"),
