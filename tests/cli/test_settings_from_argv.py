@@ -103,7 +103,7 @@ def test_every_option_has_its_type() -> None:
         start_profile_step=2,
         end_profile_step=4,
         max_profile_steps=9,
-        random_seed=1,
+        seed=1,
         search_runner_config=Path("s.yaml"),
         max_search_runner_restarts=0,
         detach=True,
