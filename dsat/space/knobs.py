@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,7 @@ class Knob:
         return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
 
 
+_ON_REQUEST: Mapping[str, Any] = {"unasked": _never, "is_later": True}
 HPZ = "zero_hpz_partition_size"
 _SWITCH_ON, _SWITCH_OFF = (False, True), (True, False)  # the default first
 # deepspeed/compile/config.py: it offloads either of them, and in stage 3 only.
@@ -275,8 +276,7 @@ KNOBS = (
         (3,),
         "gathers of 8 bits in place of 16; losses change",
         when=_several_slots,
-        unasked=_never,
-        is_later=True,
+        **_ON_REQUEST,
     ),
     Knob(
         "zero_quantized_gradients",
@@ -284,8 +284,7 @@ KNOBS = (
         (3,),
         "reductions of 4 bits in place of 16; losses change",
         when=_several_slots,
-        unasked=_never,
-        is_later=True,
+        **_ON_REQUEST,
     ),
     Knob(
         "offload_optimizer.super_offload",
@@ -293,8 +292,7 @@ KNOBS = (
         (3,),
         "the host's steps run beside the backward pass; for Superchips",
         when=lambda s: s.steps_on_host,
-        unasked=_never,
-        is_later=True,
+        **_ON_REQUEST,
     ),
     Knob(
         "bf16",
@@ -303,19 +301,10 @@ KNOBS = (
         "master weights, gradients and moments of half the size; losses change",
         # runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
         when=lambda s: s.bf16 and (not s.optimizer_offloaded or s.steps_on_host),
-        unasked=_never,
-        is_later=True,
+        **_ON_REQUEST,
     ),
     *(
-        Knob(
-            "compile",
-            values,
-            stages,
-            _COMPILE_REASON,
-            when=_compiles,
-            unasked=_never,
-            is_later=True,
-        )
+        Knob("compile", values, stages, _COMPILE_REASON, when=_compiles, **_ON_REQUEST)
         for values, stages in ((_DEEPCOMPILE[:2], (1, 2)), (_DEEPCOMPILE, (3,)))
     ),
     Knob(
@@ -323,8 +312,7 @@ KNOBS = (
         _SWITCH_ON,
         (0, 1, 2, 3),
         "what deepspeed.checkpointing keeps lies on the host",
-        unasked=_never,
-        is_later=True,
+        **_ON_REQUEST,
     ),
 )
 # Names for `--tune` and `--fix` besides the knobs: whole sections, and the script's switches.
