@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs.experiment import read_mapping
 
 CONFIG_FILE = "config.json"
 
@@ -22,31 +22,27 @@ def find(given: str) -> Path:
     Raises:
         UserInputError: there is none, or it is no configuration of a model.
     """
-    path = Path(given).expanduser()
-    if path.is_dir():
-        path = path / CONFIG_FILE
-    if not path.is_file():
-        path = _cached(given) or path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserInputError(
-            "there is no such file or folder, and no copy of a model of this name in the local "
-            "Hugging Face cache",
-            where=f"--hf-config {given}",
-            hint="Nothing is downloaded here: give the path of the model's config.json.",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserInputError(f"cannot be read as JSON: {error}", where=str(path)) from None
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise UserInputError(
-            'is no configuration of a transformers model: "model_type" is missing', where=str(path)
-        )
     if importlib.util.find_spec("transformers") is None:
         raise UserInputError(
             "needs the package transformers, which is not installed",
             where="--hf-config",
             hint="Install it: pip install transformers.",
+        )
+    path = Path(given).expanduser()
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    if not path.is_file():
+        path = _cached(given) or path
+    if not path.is_file():
+        raise UserInputError(
+            "there is no such file or folder, and no copy of a model of this name in the local "
+            "Hugging Face cache",
+            where=f"--hf-config {given}",
+            hint="Nothing is downloaded here: give the path of the model's config.json.",
+        )
+    if "model_type" not in read_mapping(path):
+        raise UserInputError(
+            'is no configuration of a transformers model: "model_type" is missing', where=str(path)
         )
     return path.resolve()
 
@@ -64,13 +60,11 @@ def ds_config(dtype: str) -> dict[str, Any]:
 
 
 def _cached(name: str) -> Path | None:
-    if importlib.util.find_spec("huggingface_hub") is None or name.count("/") > 1:
-        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, CONFIG_FILE)
-    except HFValidationError:
+    except HFValidationError:  # it is the path of a file
         return None
     return Path(found) if isinstance(found, str) else None

@@ -20,15 +20,11 @@ from dsat.values.trial import BatchTriple
 _LABELS = {
     "base_config": "DeepSpeed configuration",
     "own_batch": "own",
-    "micro_batches": "list of micro batches",
     "choices": "list of values of",
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
-    "slots_per_trial": "slots per trial",
-    "slots_per_host": "slots per host",
     "offload_helps": "slots with memory of their own",
-    "longest_s": "longest measurement of a trial",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
     "measured.steps": "profile steps (start, end, most)",
 }
@@ -179,8 +175,8 @@ class Plan(Recorded):
             path, was, now = _first_difference(theirs[name], value)
             label = _LABELS.get(".".join([name, *path]))
             if label is None:
-                label = " ".join([_LABELS.get(name, name), ".".join(path)]).strip()
-            return f"{label} was {was}, now {now}"
+                label = _LABELS.get(name, name.replace("_", " ")) + f" {'.'.join(path)}"
+            return f"{label.strip()} was {was}, now {now}"
         return None
 
 
