@@ -113,7 +113,7 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
     path = cache_folder("deepspeed") / f"{name}.json"
     found = _read(path)
     if found is None:
-        with slow.told(_log, "checking the configuration with DeepSpeed"):
+        with slow.logged(_log, "checking the configuration with DeepSpeed"):
             _ask(text, path)
         found = _read(path)
     return found

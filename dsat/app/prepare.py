@@ -111,7 +111,7 @@ def _prepare(
     else:
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     defaults = installed_deepspeed.check(source.experiment, source.program)
-    with slow.told(_log, "looking at the accelerators"):
+    with slow.logged(_log, "looking at the accelerators"):
         place = hosts_of.acquired(settings.engine, source.program, settings.place_options)
         hosts = acquired.enter_context(place)
     if source.program.needs_command and len(hosts) > 1:

@@ -1,4 +1,4 @@
-"""The variables by which `accelerate launch` tells a script its DeepSpeed configuration.
+"""The variables by which `accelerate launch` gives a script its DeepSpeed configuration.
 
 Read for it: accelerate 1.15 (utils/launch.py, `DeepSpeedPlugin` in utils/dataclasses.py). With a
 configuration file the plugin refuses the other variables only if they are listed in
@@ -14,7 +14,7 @@ from typing import Any
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# What the file says in their place.
+# Settings that the file has in their place.
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
 _ZERO3_INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 _IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"

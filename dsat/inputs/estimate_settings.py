@@ -85,7 +85,7 @@ class EstimateSettings(Target):
         kind=CARDS,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these cards, such as "
-        "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be told",
+        "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 

@@ -40,7 +40,7 @@ class RankStart(Recorded):
     """Start of one process of a command that called `deepspeed.initialize`.
 
     Attributes:
-        rank, size: as its launcher told it; 0 of 1 without a launcher.
+        rank, size: given by its launcher; 0 of 1 without one.
         forked: a Python process forked it, without starting an interpreter.
         executable: its interpreter.
         prefix: of its environment (`sys.prefix`).

@@ -63,7 +63,7 @@ class Plan(Recorded):
         nvme_path: where offloading to NVMe may write.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a knob that is not among them it has not got. Empty if it was not asked.
-        max_seq_length: the longest sequence of the data, in tokens, if the user told it.
+        max_seq_length: the longest sequence of the data, in tokens, if the user gave it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.

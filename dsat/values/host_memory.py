@@ -1,7 +1,7 @@
 """Memory of this host, within what a container or a job of Slurm's is allowed of it.
 
 Control groups limit it (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst);
-`/proc/meminfo` tells of the whole host.
+`/proc/meminfo` is that of the whole host.
 """
 
 from __future__ import annotations

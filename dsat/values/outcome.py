@@ -85,7 +85,7 @@ class Metrics(Recorded):
         return self.ci95 / student.half_width(0.95, max(1, self.num_steps - 1))
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
-        """The same with an interval that is as wide as this standard error makes it, or wider."""
+        """Return this with an interval that has at least this standard error."""
         least = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
         return self if self.ci95 >= least else replace(self, ci95=least)
 
@@ -192,7 +192,7 @@ class SequenceLengths:
 
     Attributes:
         shortest, longest: of the micro batches' lengths, the padding included.
-        model_takes: the model's `max_position_embeddings`; None if it says none.
+        model_takes: the model's `max_position_embeddings`; None if it has none.
     """
 
     shortest: int

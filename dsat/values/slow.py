@@ -11,14 +11,14 @@ LONG_S = 5.0
 
 
 @contextlib.contextmanager
-def told(log: logging.Logger, what: str) -> Iterator[None]:
+def logged(log: logging.Logger, operation: str) -> Iterator[None]:
     """Log an operation while it runs, if it takes longer than `LONG_S`.
 
     Args:
-        log: where to.
-        what: the operation, for people.
+        log: the logger.
+        operation: its name for people.
     """
-    timer = threading.Timer(LONG_S, log.info, ("%s", what))
+    timer = threading.Timer(LONG_S, log.info, ("%s", operation))
     timer.daemon = True
     timer.start()
     try:

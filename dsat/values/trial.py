@@ -50,8 +50,8 @@ class TrialOptions(Recorded):
         max_steps: the most steps to measure while the confidence interval is too wide, and the best
             so far is in it or beyond its worse end.
         slot_memory_bytes: what a slot may use, if less than it has.
-        own_micro_batch: that of the user's own configuration; a script that goes on with it,
-            whatever its trial's configuration says, is found out.
+        own_micro_batch: that of the user's own configuration, by which a script that ignores its
+            trial's configuration is recognised.
         warm_up_s, measured_s: on an accelerator, whose clocks rise and fall with the load: so long
             at least, however many steps.
     """
@@ -74,7 +74,7 @@ class Proposal:
         settings: flat, by the names of the knobs, `stage` among them; a dot leads into a section.
         micro_batch: samples per slot and micro step.
         lineage: the search's number for these settings.
-        note: what the search wants remembered (a rung, say); shown to people, never read back.
+        note: facts of the search (a rung, say), shown to people and never read back.
     """
 
     settings: Mapping[str, Any]
@@ -89,15 +89,15 @@ class Trial(Recorded):
 
     Attributes:
         id: sequential from 0; the first one profiles the model.
-        name: says what it is (`z2_gas1_tmbspg4`); unique in the run.
+        name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
         batch_dimensions, fed_instead: see `ModelProfile`.
         predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         to_beat: the metric and its best value so far; empty if there is none, or if the intervals
-            of the metric are not known. Who is sure to do worse need not be measured closely.
-        longest_s: so many seconds it may measure; None for as long as it takes.
+            of the metric are not known. A trial that is surely worse is measured less closely.
+        longest_s: maximum duration of its measurement in seconds; None for no limit.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 

@@ -524,7 +524,7 @@ class LocalEngine:
 
     def _warm_up(self, modules: Sequence[str] = ()) -> None:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
-        with slow.told(_log, f"importing {which}, once for all trials"):
+        with slow.logged(_log, f"importing {which}, once for all trials"):
             imported = modules or self._options.imported
             broken = self._slots.broken
             cannot_fork = self._supervisors.warm_up(imported, broken=broken)

@@ -502,9 +502,9 @@ def test_what_is_done_here_is_told_if_it_takes_long(
     monkeypatch.setattr(slow, "LONG_S", 0.1)
     caplog.set_level("INFO", logger="dsat")
     log = logging.getLogger("dsat.test")
-    with slow.told(log, "thinking"):
+    with slow.logged(log, "thinking"):
         wait_until(lambda: "thinking" in caplog.text, "that it is told")
-    with slow.told(log, "blinking"):
+    with slow.logged(log, "blinking"):
         pass
     time.sleep(0.2)
     assert "blinking" not in caplog.text
