@@ -69,7 +69,6 @@ def engine_of(
     entry: str | None = None,
     ds_config: Mapping[str, Any] | None = None,
     cold: bool = False,
-    at_once: int = 1,
     hosts: Sequence[Host] = (),
     imported: bool = False,
     **options: Any,
@@ -92,7 +91,6 @@ def engine_of(
         LocalOptions(
             TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}),
             cold=cold,
-            at_once=at_once,
         ),
         slots_per_trial=slots_per_trial,
     )
@@ -156,7 +154,7 @@ class Bench:
 
     def supervisor(self, host: int = 0) -> psutil.Process:
         """Asks it, for what was started may only have started it elsewhere."""
-        answers = self.engine._supervisors._look(self.folder)
+        answers = self.engine._supervisors._ask_all({"op": "look", "path": "."})
         return psutil.Process(answers[host]["pid"])
 
 

@@ -14,9 +14,8 @@ from dsat.app.hosts import describe
 from dsat.app.observers import Everyone, FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
-from dsat.engines.local import LocalEngine, LocalOptions
+from dsat.engines.local import LocalEngine, LocalOptions, leftovers
 from dsat.engines.local.adopting_engine import AdoptingEngine
-from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.memory import anchors
@@ -72,7 +71,7 @@ class LocalSearch:
                     self.folder, ready.plan, takes_over=ready.native is not None
                 )
                 self._known = history.known_outcomes(earlier, ready.plan)
-            ended = ProcessRecord(self.folder).sweep()
+            ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info("ended %d processes that a run here had left behind", len(ended))
             journal = opened.enter_context(Journal(self.folder / FILE_NAME))
@@ -150,14 +149,13 @@ class LocalSearch:
 
     def _local_engine(self, ready: Prepared, folder: Path) -> Engine:
         """Return the engine of this run's trials, the first of which may run already."""
-        make = functools.partial(local_engine, ready, folder, at_once=self.at_once)
+        make = functools.partial(local_engine, ready, folder)
         if ready.first is None:
             return make()
         return AdoptingEngine(
             ready.first,
             make,
             trials=self.trials,
-            run=folder,
             num_slots=ready.num_slots,
             config_of=ready.plan.config,
         )
@@ -225,12 +223,11 @@ def _messages(ready: Prepared, folder: Path) -> Iterator[str]:
         yield from (f"note: {note}" for note in ready.native.notes)
 
 
-def local_engine(ready: Prepared, folder: Path, *, at_once: int = 1) -> LocalEngine:
+def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
     """Make the engine of dsat's own places.
 
     Args:
         folder: of the run.
-        at_once: so many trials may run side by side.
     """
     settings = ready.settings
     return LocalEngine(
@@ -242,7 +239,6 @@ def local_engine(ready: Prepared, folder: Path, *, at_once: int = 1) -> LocalEng
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            at_once=at_once,
         ),
         trials=run_folders.of_trials(ready, folder),
         slots_per_trial=ready.plan.slots_per_trial,

@@ -12,14 +12,14 @@ from dsat.app import accelerate_launch
 from dsat.app.accelerate_launch import AccelerateLaunch
 from dsat.app.prepare import Prepared
 from dsat.engines.local.hosts import without_segments
-from dsat.engines.local.launch import (
+from dsat.engines.local.launch import working_folder
+from dsat.engines.local.machine import Machine
+from dsat.engines.local.rank_settings import (
     ALLOCATOR_SETTINGS,
     allocator_is_set,
     binding_options,
     settings_of_ranks,
-    working_folder,
 )
-from dsat.engines.local.machine import Machine
 from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.in_trial.rank import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Never asks; notices within a minute that the other end is gone.
+# Ask nothing; notice a lost connection within a minute.
 _SSH = (
     "ssh",
     "-T",
@@ -29,9 +29,9 @@ _SSH = (
 # On the host; one line, which any shell takes in quotes.
 _BEGIN = (
     "import json, os; "
-    "told = json.loads(b''.join(iter(lambda: os.read(0, 1), b'\\n'))); "
-    "os.chdir(told['cwd']); "
-    "os.execve(told['command'][0], told['command'], told['env'])"
+    "start = json.loads(b''.join(iter(lambda: os.read(0, 1), b'\\n'))); "
+    "os.chdir(start['cwd']); "
+    "os.execve(start['command'][0], start['command'], start['env'])"
 )
 
 

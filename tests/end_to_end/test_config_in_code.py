@@ -107,7 +107,7 @@ def test_a_first_run_learns_it_and_measures_it(
     assert outcome.metrics is not None and outcome.metrics.num_steps >= 5
     assert outcome.profile is not None and outcome.profile.num_params > 0
     (tmp_path / "run").mkdir()
-    run.move_to(tmp_path / "run" / "trials" / "own", tmp_path / "run")
+    run.move_to(tmp_path / "run" / "trials" / "own")
     left = {path.name for path in (tmp_path / "run" / "trials" / "own").iterdir()}
     assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left
     assert not {"records", "hook", "packages"} & left, "records hold variables"

@@ -96,12 +96,14 @@ def test_on_two_ranks(pair: Bench) -> None:
 
 def train(bench: Bench, way: str, micro_batch: int, gas: int = 1, **config: Any) -> Path:
     """Trains with another experiment configuration; returns the run's folder."""
-    engine, user = bench.engine, bench.engine._experiment
-    engine._experiment = replace(user, config={**user.config, **config})
+    engine, before = bench.engine, bench.engine._preparation
+    user = before.experiment
+    user = replace(user, config={**user.config, **config})
+    engine._preparation = replace(before, experiment=user)
     try:
         folder = engine.train(bench.trial(way, micro_batch=micro_batch, gas=gas))
     finally:
-        engine._experiment = user
+        engine._preparation = before
     [(trial_id, outcome)] = engine.poll(PATIENCE_S)
     assert trial_id == FULL_RUN_ID and outcome.ok, (folder / "stderr.log").read_text()
     return folder
@@ -193,9 +195,10 @@ def test_a_module_with_an_error_of_its_own(single: Bench, module: str, message: 
 
 
 def run_class(bench: Bench, spec: str) -> Any:
-    program = bench.engine._program
-    bench.engine._program = replace(program, trial_class=spec)
+    before = bench.engine._preparation
+    program = replace(before.program, trial_class=spec)
+    bench.engine._preparation = replace(before, program=program)
     try:
         return bench.run(bench.trial())
     finally:
-        bench.engine._program = program
+        bench.engine._preparation = before

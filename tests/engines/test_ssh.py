@@ -169,9 +169,9 @@ def test_a_hostfiles_machines_are_the_hosts(
     script = ("train.py", "--deepspeed_config", "ds_config.json")
     command = ("deepspeed", "--hostfile", "hosts", *script)
     for options, told in (
-        ((), "on 2 hosts (head, far), each with 2 cpu slots (test, 8 GiB), 4 per trial"),
-        (("--slots", "2"), "each with 2 cpu slots (test, 8 GiB), 2 per trial"),
-        (("--engine", "local"), "on 3 cpu slots (test, 8 GiB), 3 per trial"),
+        ((), "on 2 hosts (head, far), each with 2 cpu slots (test, 8 GiB), 4 slots per trial"),
+        (("--slots", "2"), "each with 2 cpu slots (test, 8 GiB), 2 slots per trial"),
+        (("--engine", "local"), "on 3 cpu slots (test, 8 GiB), 3 slots per trial"),
     ):
         assert main(["model", "--dry-run", *options, "--", *command]) == 0
         assert told in capsys.readouterr().out

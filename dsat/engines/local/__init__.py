@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsat.engines.local.engine import LocalEngine, LocalOptions
+    from dsat.engines.local.engine import LocalEngine
     from dsat.engines.local.hosts import Host
+    from dsat.engines.local.launch import LocalOptions
     from dsat.engines.local.machine import (
         Machine,
         find_machine,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Host": "hosts",
     "LocalEngine": "engine",
-    "LocalOptions": "engine",
+    "LocalOptions": "launch",
     "Machine": "machine",
     "find_machine": "machine",
     "find_machine_for_simulations": "machine",

@@ -8,7 +8,6 @@ initialised cannot fork trials; so this process does nothing else.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -17,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsat.engines.local.cores import physical_cores
-from dsat.engines.local.machine import MARK, Machine, machine_of_cores
+from dsat.engines.local.machine import MARK, Machine, has_library, machine_of_cores, physical_cores
 from dsat.values.memory_size import readable
 
 # Memory that other programs hold of a device in use; less may be a desktop or a monitor.
@@ -121,11 +119,7 @@ def has_nvml() -> bool:
     Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in
     c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
     """
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return False
-    return True
+    return has_library("libnvidia-ml.so.1")
 
 
 def visible_ids(count: int, variables: Sequence[str]) -> list[str]:

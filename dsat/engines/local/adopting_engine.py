@@ -23,7 +23,6 @@ class AdoptingEngine:
         first: the run of the user's command.
         make: makes the engine of the other trials, whose imports would disturb the first one.
         trials: where trials have their folders.
-        run: folder of the run.
         num_slots: of the machine.
         config_of: returns the whole configuration of a trial's overrides.
     """
@@ -34,18 +33,15 @@ class AdoptingEngine:
         make: Callable[[], LocalEngine],
         *,
         trials: Path,
-        run: Path,
         num_slots: int,
         config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         self._config_of = config_of
-        self._first: FirstRun | None = first
+        self._first: FirstRun | None = first  # until it has ended
         self._make = make
         self._trials = trials
-        self._run = run
         self._num_slots = num_slots
         self._adopted: Trial | None = None
-        self._imported_by: Path | None = None
         self._made: LocalEngine | None = None
 
     @property
@@ -60,8 +56,8 @@ class AdoptingEngine:
                 self._first.close()
                 self._first = None
             self._made = self._make()
-            if self._imported_by is not None:
-                self._made.import_modules_of(self._imported_by)
+            if self._adopted is not None:
+                self._made.import_modules_of(self._trials / self._adopted.name)
         return self._made
 
     def launch(self, trial: Trial) -> None:
@@ -81,26 +77,23 @@ class AdoptingEngine:
         outcome = self._first.poll(timeout_s)
         if outcome is None:
             return []
-        first, self._first = self._first, None
         folder = self._trials / self._adopted.name
         if refuses_segments(outcome):
-            first.close()
             folder.unlink()
-            self.engine.launch(self._adopted)  # which sees it again, and goes on without them
+            self.engine.launch(self._adopted)  # which goes on without them when it fails again
             return []
-        first.close(keep_files=True)
-        first.move_to(folder, self._run)
-        self._imported_by = folder
+        self._first.close(keep_files=True)
+        self._first.move_to(folder)
+        self._first = None
         return [(self._adopted.id, outcome)]
 
     def cancel(self, trial_id: int) -> None:
-        if self._adopted is not None and trial_id == self._adopted.id and self._first is not None:
+        if self._first is not None and self._adopted is not None:
             self._first.cancel()
         elif self._made is not None:
             self._made.cancel(trial_id)
 
     def close(self) -> None:
-        if self._first is not None:
-            self._first.close()
-        if self._made is not None:
-            self._made.close()
+        for each in (self._first, self._made):
+            if each is not None:
+                each.close()

@@ -7,12 +7,13 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dsat.engines.local.launch import ALLOCATOR_SETTINGS, Launch, allocator_is_set, log_files
+from dsat.engines.local.launch import Launch, assignments
+from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set, cores_of
 from dsat.in_trial import command_hook
 from dsat.in_trial.command_hook import CHANGES_FILE
 from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
@@ -30,7 +31,7 @@ def with_hook(
     packages: Sequence[Path] = (),
     source: ModuleType = command_hook,
 ) -> dict[str, str]:
-    """Environment in which every Python process of a command runs dsat's hook first.
+    """Return an environment in which every Python process of a command runs dsat's hook first.
 
     Args:
         env: of the command without it.
@@ -49,75 +50,64 @@ def with_hook(
 class CommandLaunch(Launch):
     """One start of the user's command as a trial, on one host.
 
-    The command decides how many ranks there are, and where they meet and run; dsat says on which
+    The command decides how many ranks there are, and where they meet and run; dsat decides on which
     cores, where these are the slots.
 
     Attributes:
-        seen: the program as it was seen when the command was run first.
+        recorded: the program as the first run recorded it.
+        why: the reason for which ranks cannot be started by themselves.
     """
 
-    seen: Entrypoint
-
-    @classmethod
-    def of(cls, launch: Launch, seen: Entrypoint) -> CommandLaunch:
-        """The same trial, started by the user's command."""
-        return cls(**{f.name: getattr(launch, f.name) for f in fields(launch)}, seen=seen)
+    recorded: Entrypoint
+    why: str
 
     def requests(self, cwd: Path) -> dict[int, dict[str, Any]]:
         """Return the request to the supervisor; the command starts in its own folder."""
         [share] = self.shares
+        is_cpu = self._machine.is_cpu
+        cores = cores_of(share, 0, self.program, self.config) if is_cpu else []
+        write_atomically(self._folder / CHANGES_FILE, json.dumps(self._changes()))
+        env = with_hook(self._environment(), self._folder, packages=[self.linked_packages()])
         command = list(self.program.started_by)
-        cores = self._cores(share, 0) if self._machine.is_cpu else []
-        write_atomically(self.folder / CHANGES_FILE, json.dumps(self._changes()))
-        env = with_hook(self._environment(), self.folder, packages=[self._linked_packages()])
         return {
             share.index: {
-                "op": "launch",
-                "trial": self.trial.id,
-                "folder": str(self.folder.resolve()),
-                "cwd": self.program.started_in or str(cwd.resolve()),
-                "port": self.ports[0],
+                **self._request(self._cwd(cwd), [{"env": env, "cores": cores}]),
                 "command": [shutil.which(command[0]) or command[0], *command[1:]],
-                "ranks": [{"env": env, "cores": cores}],
-                "logs": log_files(0),
-                "linger_s": self.linger_s,
-                "done": None if self.meter is None else DONE_FILE,
+                "done": None if self.start.meter is None else DONE_FILE,
                 "ports": PORTS_FILE,
             }
         }
 
     def command_text(self, cwd: Path) -> str:
-        """The command as a person can paste it into a shell, in the trial's environment."""
-        folder, hook = self.folder.resolve(), self.folder.resolve() / "hook"
-        env = {k: v for k, v in self._environment().items() if os.environ.get(k) != v}
-        users_own = self.experiment.env
-        words = [
-            f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
-            for key, value in sorted(env.items())
-        ]
+        """Return the command as a person can paste it into a shell, in the trial's environment."""
+        words = assignments(self._environment(), set(self.experiment.env))
+        hook, packages = self._folder / "hook", self._folder / "packages"
         path = f'PYTHONPATH={shlex.quote(str(hook))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-        path += f":{shlex.quote(str(folder / 'packages'))}"
+        path += f":{shlex.quote(str(packages))}"
         command = shlex.join(words_without_secrets(self.program.started_by))
         lines = [
             "# The whole command: its ranks cannot be started by themselves, because",
-            f"# {self.program.needs_command}.",
-            f"cd {shlex.quote(self.program.started_in or str(cwd.resolve()))}",
+            f"# {self.why}.",
+            f"cd {shlex.quote(str(self._cwd(cwd)))}",
             " ".join(["env", *words, path, command]),
         ]
         return "\n".join(lines) + "\n"
 
+    def _cwd(self, cwd: Path) -> Path:
+        return Path(self.program.started_in or cwd)
+
     def _environment(self) -> dict[str, str]:
-        """All variables of the command but for the hook's."""
+        """Return all variables of the command but for the hook's."""
         env = {**INTERFACES, **os.environ, **self.experiment.env}
         env.update(
             # For a command that does not choose them itself.
             MASTER_ADDR=ADDRESS,
             MASTER_PORT=str(self.ports[0]),
             DS_ACCELERATOR=self._machine.accelerator,
-            DSAT_TRIAL_DIR=str(self.folder.resolve()),  # by which the hook knows what to do
+            DSAT_TRIAL_DIR=str(self._folder),  # by which the hook finds the trial
         )
-        if self.meter is not None:
-            env.update(trackers_off(self.folder))
+        if self.start.meter is not None:
+            env.update(trackers_off(self._folder))
         if self._machine.is_cpu:
             env["OMP_NUM_THREADS"] = "1"
         elif self._machine.expandable_segments and not allocator_is_set(env):
@@ -126,12 +116,12 @@ class CommandLaunch(Launch):
 
     def _changes(self) -> dict[str, Any]:
         """Return the arguments and variables that replace those of the first run."""
-        seen, wanted = self.seen, self.program
-        names = [n for n, value in seen.env.items() if wanted.env.get(n) != value]
-        changed = {n: value for n, value in wanted.env.items() if seen.env.get(n) != value}
-        unnamed = ["-m"] if seen.module else ["-c", "-", ""]
+        before, wanted = self.recorded, self.program
+        names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
+        changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
+        unnamed = ["-m"] if before.module else ["-c", "-", ""]
         return {
-            "programs": [seen.script] if seen.script else unnamed,
-            "args": [list(seen.args), list(wanted.args)],
-            "env": [{name: seen.env[name] for name in names}, changed],
+            "programs": [before.script] if before.script else unnamed,
+            "args": [list(before.args), list(wanted.args)],
+            "env": [{name: before.env[name] for name in names}, changed],
         }

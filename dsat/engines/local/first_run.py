@@ -9,27 +9,24 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import wrapt
 
 import dsat
-from dsat.engines.local import no_accelerator, trial_result
+from dsat.engines.local import machine, trial_result
 from dsat.engines.local.accelerators import has_nvml
 from dsat.engines.local.command_trial import with_hook
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import (
-    ALLOCATOR_SETTINGS,
-    COMMAND_FILE,
-    allocator_is_set,
-    log_files,
-)
+from dsat.engines.local.hosts import Host, Share
+from dsat.engines.local.launch import COMMAND_FILE, log_files
 from dsat.engines.local.machine import Machine, machine_of_cores
 from dsat.engines.local.ports import free_ports
+from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set
+from dsat.engines.local.running import Running, Start, Way
 from dsat.engines.local.supervisors import LOST, Supervisors
-from dsat.engines.local.views import WorkingFolder
 from dsat.errors import EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import side_effects, start_recorder
 from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
@@ -50,11 +47,9 @@ _REST_OF_THE_COMMAND_S = 20.0
 _BETWEEN_RANKS_S = 30.0
 _OF_AN_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _HERE = 0
-_ID = 0
+_OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 # The command starts before the devices are looked at, so that its own errors are shown at once.
-_NOT_LOOKED_AT = Machine(
-    accelerator="", device_name="", devices=(), visible_devices=(), memory_bytes=0
-)
+_NOT_LOOKED_AT = Host(Machine("", "", (), (), 0))
 
 
 class FirstRun:
@@ -86,99 +81,42 @@ class FirstRun:
         self._command = command
         self._cwd = cwd.resolve()
         self._timeout_s = timeout_s
+        self._is_measured = options is not None
+        self._recorded: list[RankStart] = []
         self._records = self.folder / "records"
         self._records.mkdir()
-        self._began_s = time.monotonic()
-        self._status: int | None = None
-        self._canceled = self._timed_out = False
-        self._recorded: list[RankStart] = []
-        self.env: dict[str, str] = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "DSAT_TRIAL_DIR": str(self.folder),
-            start_recorder.FOLDER_VARIABLE: str(self._records),
-            # Here too: what a launcher's process adds would be recorded as the user's own.
-            **side_effects.trackers_off(self.folder),
-        }
-        [port] = free_ports(1)
-        self.env.update(INTERFACES, MASTER_ADDR=ADDRESS, MASTER_PORT=str(port))
+        self.env = _environment(self.folder, self._records)
         slots: tuple[str, ...] = ()
-        if options is not None and no_accelerator.is_certain():
+        if options is not None and machine.has_no_accelerator():
             slots = machine_of_cores().devices  # one thread each, as in all trials
             self.env["OMP_NUM_THREADS"] = "1"
         if options is None:
             hooked = with_hook(self.env, self.folder, source=start_recorder)
         else:
             hooked = self._measured_env(options, ranks or 0)
-        program = shutil.which(command[0])
-        assert program is not None, command[0]
-        self._working = WorkingFolder(cwd, self.folder)
-        self._supervisors = Supervisors([Host(_NOT_LOOKED_AT)], self.folder, env={})
-        self._supervisors.send(
-            _HERE,
-            {
-                "op": "launch",
-                "trial": _ID,
-                "folder": str(self.folder),
-                "cwd": str(self._cwd),
-                "port": 0,
-                "command": [program, *command[1:]],
-                "ranks": [
-                    {
-                        "env": {**hooked, **_variables_of(rank, ranks)},
-                        "cores": [int(slots[rank % len(slots)])] if slots and ranks else [],
-                    }
-                    for rank in range(ranks or 1)
-                ],
-                "logs": log_files(0),
-                "linger_s": None,
-                "done": DONE_FILE,
-                "ports": PORTS_FILE,
-            },
-        )
-        if options is not None:
-            self._working.watch()
-
-    def _measured_env(self, options: TrialOptions, ranks: int) -> dict[str, str]:
-        """Environment of a run whose ranks go on to train and are measured."""
-        ports = free_ports(2)
-        if has_nvml() and not allocator_is_set(self.env):
-            self.env.update(ALLOCATOR_SETTINGS)
-        meter = MeterSpec(
-            options,
-            micro_batch=0,
-            gas=0,
-            stage=0,
-            slots=0,
-            host_slots=len(os.sched_getaffinity(0)),
-            profile=True,
-        )
-        spec = RankSpec(
-            trial=Trial(_ID, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {}).to_json(),
-            program={**asdict(Entrypoint()), "slots": ranks},
-            task={
-                "trial_id": _ID,
-                "slots": ranks,
-                "hosts": [ADDRESS],
-                "hparams": {DSAT_MODE_KEY: True},
-                "experiment_config": {"searcher": {"name": "custom"}},
-                "length": meter.longest,
-                "seed": 42,
-                "ports": ports,
-                "devices": [],
-            },
-            meter=meter.to_json(),
-            cpu_memory_bytes=options.slot_memory_bytes,
-            own=True,
-        )
-        write_atomically(self.folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
-        packages, spare = self.folder / "packages", self.folder / "hook" / "spare"
-        hooked = with_hook(self.env, self.folder, packages=[packages])
-        packages.mkdir()
-        spare.mkdir()
-        (packages / "dsat").symlink_to(Path(dsat.__file__).parent)
-        (spare / "wrapt").symlink_to(Path(wrapt.__file__).parent)
-        return hooked
+        shares = (Share(_HERE, _NOT_LOOKED_AT, ()),)
+        self._running = Running(Start(_OWN, self.folder, None), shares, Way.COMMAND)
+        self._supervisors = Supervisors([_NOT_LOOKED_AT], self.folder, env={})
+        request: dict[str, Any] = {
+            "op": "launch",
+            "trial": _OWN.id,
+            "folder": str(self.folder),
+            "cwd": str(self._cwd),
+            "port": 0,
+            "command": [shutil.which(command[0]), *command[1:]],
+            "ranks": [
+                {
+                    "env": {**hooked, **_variables_of(rank, ranks)},
+                    "cores": [int(slots[rank % len(slots)])] if slots and ranks else [],
+                }
+                for rank in range(ranks or 1)
+            ],
+            "logs": log_files(0),
+            "linger_s": None,
+            "done": DONE_FILE,
+            "ports": PORTS_FILE,
+        }
+        self._supervisors.send(_HERE, request)
 
     def ranks(self) -> list[RankStart]:
         """Wait for the command's ranks.
@@ -190,7 +128,7 @@ class FirstRun:
             UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
-        heard_at, count = time.monotonic(), 0
+        news_at, count = time.monotonic(), 0
         while True:
             self._receive(_POLL_S)
             self._check_nodes()
@@ -199,16 +137,16 @@ class FirstRun:
             if len(set(numbers)) < len(numbers):
                 check_one_training(found)
             if len(found) > count:
-                heard_at, count = now, len(found)
+                news_at, count = now, len(found)
             is_complete = bool(found) and len(found) >= found[0].size
-            if self._status is not None or (is_complete and self._is_measured):
+            if self._has_ended or (is_complete and self._is_measured):
                 break
             limit_s = _REST_OF_THE_COMMAND_S if is_complete else _BETWEEN_RANKS_S
-            if now - heard_at > (limit_s if found else self._timeout_s):
+            if now - news_at > (limit_s if found else self._timeout_s):
                 break
         self._recorded = self._read()
         if not self._recorded:
-            reports = trial_result.told(self.folder, 0.0)
+            reports = trial_result.reported(self.folder, 0.0)
             if reports and reports[0].kind is OutcomeKind.INVALID:
                 raise UserInputError(reports[0].message, where="command")
             raise self._failure()
@@ -224,26 +162,22 @@ class FirstRun:
         )
 
     def poll(self, timeout_s: float) -> Outcome | None:
-        """The run's outcome; None while it goes on."""
+        """Return the run's outcome; None while it goes on."""
         self._receive(timeout_s)
-        if self._status is None and time.monotonic() - self._began_s > self._timeout_s:
-            self._timed_out = True
+        if self._has_ended:
+            return trial_result.of(self._running, timeout_s=self._timeout_s)
+        if time.monotonic() - self._running.began_s > self._timeout_s:
+            self._running.timed_out = True
             self._kill()
-        return None if self._status is None else self._outcome(self._status)
+        return None
 
     def cancel(self) -> None:
         """End the run; its outcome follows."""
-        self._canceled = True
+        self._running.canceled = True
         self._kill()
 
-    def move_to(self, folder: Path, run: Path) -> None:
-        """Give the files of a run that has ended to its trial.
-
-        Args:
-            folder: of the trial.
-            run: of the whole run, where later trials learn what the script wrote.
-        """
-        self._working.look(run)
+    def move_to(self, folder: Path) -> None:
+        """Give the files of a run that has ended to its trial, whose folder this is."""
         for name in ("hook", "packages", "records"):  # records hold variables
             shutil.rmtree(self.folder / name, ignore_errors=True)
         words = shlex.join(words_without_secrets(self._command))
@@ -257,46 +191,74 @@ class FirstRun:
         shutil.move(self.folder, folder)
 
     def close(self, *, keep_files: bool = False) -> None:
-        """End whatever runs, and remove the folder; that of a command that failed holds its log."""
+        """End all processes, and remove the folder."""
         self._supervisors.close()
         if not keep_files:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _measured_env(self, options: TrialOptions, ranks: int) -> dict[str, str]:
+        """Return the environment of a run whose ranks go on to train and are measured."""
+        if has_nvml() and not allocator_is_set(self.env):
+            self.env.update(ALLOCATOR_SETTINGS)
+        meter = MeterSpec(
+            options,
+            micro_batch=0,
+            gas=0,
+            stage=0,
+            slots=0,
+            host_slots=len(os.sched_getaffinity(0)),
+            profile=True,
+        )
+        spec = RankSpec(
+            trial=_OWN.to_json(),
+            program={**asdict(Entrypoint()), "slots": ranks},
+            task={
+                "trial_id": _OWN.id,
+                "slots": ranks,
+                "hosts": [ADDRESS],
+                "hparams": {DSAT_MODE_KEY: True},
+                "experiment_config": {"searcher": {"name": "custom"}},
+                "length": meter.longest,
+                "seed": 42,
+                "ports": free_ports(2),
+                "devices": [],
+            },
+            meter=meter.to_json(),
+            cpu_memory_bytes=options.slot_memory_bytes,
+            own=True,
+        )
+        write_atomically(self.folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+        packages = self.folder / "packages"
+        hooked = with_hook(self.env, self.folder, packages=[packages])
+        spare = self.folder / "hook" / "spare"
+        for folder, module in ((packages, dsat), (spare, wrapt)):
+            folder.mkdir()
+            (folder / module.__name__).symlink_to(Path(str(module.__file__)).parent)
+        return hooked
+
     @property
-    def _is_measured(self) -> bool:
-        return (self.folder / SPEC_FILE).exists()
+    def _has_ended(self) -> bool:
+        return not self._running.hosts_going_on
 
     def _receive(self, timeout_s: float) -> None:
-        if self._status is not None:
+        if self._has_ended:
             return
         for _, message in self._supervisors.receive(timeout_s):
             if message["event"] == LOST:
                 raise EngineError(message["reason"])
-            failed = [status for status in message["statuses"] if status]
-            self._status = failed[0] if failed else 0
+            self._running.ended[_HERE] = message
 
     def _kill(self) -> None:
-        self._supervisors.send(_HERE, {"op": "kill", "trial": _ID, "grace_s": 0})
-
-    def _outcome(self, status: int) -> Outcome:
-        duration_s = round(time.monotonic() - self._began_s, 3)
-        found = trial_result.measured(self.folder, duration_s)
-        if found is not None:
-            return found
-        if self._canceled:
-            return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
-        if self._timed_out:
-            return trial_result.too_slow(self.folder, self._timeout_s, duration_s)
-        return trial_result.command_failed(self.folder, status, duration_s)
+        self._supervisors.send(_HERE, {"op": "kill", "trial": _OWN.id, "grace_s": 0})
 
     def _failure(self) -> ScriptFailed:
-        """The error of a command that never came to its training."""
-        status, log = self._status, trial_result.log_tail(self.folder)
-        if status is None:
+        """Return the error of a command that did not reach its training."""
+        log = trial_result.log_tail(self.folder)
+        if not self._has_ended:
             problem = (
                 f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
             )
-        elif status:
+        elif status := trial_result.status_of(self._running):
             said = next((x for x in reversed(log.splitlines()) if _OF_AN_ERROR.match(x)), "")
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
             problem += f": {said}" if said else ""
@@ -329,8 +291,23 @@ class FirstRun:
         return [RankStart.from_json(json.loads(path.read_text())) for path in paths]
 
 
-def _variables_of(rank: int, size: int | None) -> Mapping[str, str]:
-    """Variables that a launcher gives a rank; none where the command has its own."""
+def _environment(folder: Path, records: Path) -> dict[str, str]:
+    [port] = free_ports(1)
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "DSAT_TRIAL_DIR": str(folder),
+        start_recorder.FOLDER_VARIABLE: str(records),
+        # Here too: what a launcher's process adds would be recorded as the user's own.
+        **side_effects.trackers_off(folder),
+        **INTERFACES,
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _variables_of(rank: int, size: int | None) -> dict[str, str]:
+    """Return variables that a launcher gives a rank; none where the command has its own."""
     if size is None:
         return {}
     numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))

@@ -1,31 +1,114 @@
-"""Leftovers of killed trials outside of their own folders."""
+"""Leftovers of killed trials: processes, shared memory, swap folders, locks of compilers."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import math
 import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+# In the environment of supervisors, and so of all that they fork.
+RUN_VARIABLE = "DSAT_RUN_DIR"
+# The number of its host, if a run has several; also in the environment of ranks.
+HOST_VARIABLE = "DSAT_HOST"
+TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
+_PORTS_FILE = "used-ports"
+_ROUNDS, _PAUSE_S = 200, 0.02
 _OFFLOADED = ("offload_optimizer", "offload_param")
 # A folder of operators may be on a disk of several hosts; compilers of them are long done then.
-_NOBODYS_AFTER_S = 15 * 60.0
+_ABANDONED_AFTER_S = 15 * 60.0
 _OF_ONE_HOST = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs overlay ramfs tmpfs xfs zfs".split())
 
 
+# -- processes
+
+
+def end_processes(run: Path, host: int | None = None) -> list[int]:
+    """End processes of a run on this machine, and return them.
+
+    Only for the process that holds the run's lock, and has ended its own supervisors.
+
+    Args:
+        run: folder of the run.
+        host: end only what the supervisor of this host started; the host is lost.
+    """
+    run = run.resolve()
+    ended: set[int] = set()
+    for _ in range(_ROUNDS):
+        found = _processes_of(run, host)
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= found
+        time.sleep(_PAUSE_S)
+    if host is None:
+        _unlink_shared_memory_of(run)
+    return sorted(ended)
+
+
+def _processes_of(run: Path, host: int | None) -> set[int]:
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid in own or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            variables = process.environ()
+            is_below = variables.get(TRIAL_VARIABLE, "").startswith(f"{run}{os.sep}")
+            on_host = host is None or variables.get(HOST_VARIABLE) == str(host)
+            if on_host and (is_below or variables.get(RUN_VARIABLE) == str(run)):
+                found.add(process.pid)
+    return found
+
+
+# -- shared memory
+
+
+def note_port(run: Path, port: int) -> None:
+    """Note a port that a trial is about to use, for `end_processes` of a later process."""
+    with open(run / _PORTS_FILE, "a", encoding="ascii") as file:
+        file.write(f"{port}\n")
+
+
+def unlink_shared_memory(port: int) -> None:
+    """Remove buffers that DeepSpeed's CPU backend never unlinks: 66 MiB a rank.
+
+    The port of a trial is in their names (csrc/cpu/comm/shm.cpp).
+    """
+    pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
+    for path in glob.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _unlink_shared_memory_of(run: Path) -> None:
+    path = run / _PORTS_FILE
+    with contextlib.suppress(OSError):  # there is none, or the folder has turned read-only
+        for line in path.read_text().splitlines():
+            if line.isdigit():
+                unlink_shared_memory(int(line))
+        path.unlink()
+
+
+# -- swap folders
+
+
 def with_own_swap_folder(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Path]]:
-    """A DeepSpeed configuration whose files on NVMe are in a folder of its own.
+    """Return a DeepSpeed configuration that swaps to a folder of its own, and such folders.
 
     DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
     runtime/swap_tensor/partitioned_param_swapper.py), whoever else is using it.
-
-    Returns:
-        The configuration, and the folders, to be removed afterwards.
     """
     own: dict[str, Any] = copy.deepcopy(dict(config))
     folders = []
@@ -36,14 +119,10 @@ def with_own_swap_folder(config: Mapping[str, Any], name: str) -> tuple[dict[str
             folder = Path(str(offload.get("nvme_path", "/local_nvme"))) / name
             zero[section] = {**offload, "nvme_path": str(folder)}  # both may be one object
             folders.append(folder)
-    return own, folders
-
-
-def make(folders: list[Path]) -> None:
-    """Makes swap folders; where that fails, DeepSpeed's own message says more."""
     for folder in folders:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # DeepSpeed's own message says more
             folder.mkdir(parents=True, exist_ok=True)
+    return own, folders
 
 
 def remove(folders: list[Path]) -> None:
@@ -52,32 +131,41 @@ def remove(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_compiler_locks(env: Mapping[str, str], *, since_s: float = math.inf) -> list[Path]:
-    """Removes the locks that killed processes have left where DeepSpeed compiles its operators.
+# -- locks
 
-    torch's lock is a file that is there or not (torch/utils/file_baton.py): whoever comes later
-    waits for ever for a process that was killed while it compiled.
 
-    A lock that a living process of this host has open is left alone, and so is a young one in a
-    folder that other hosts may share, whose processes are not seen.
+class CompilerLocks:
+    """Locks that killed processes left where DeepSpeed compiles operators.
+
+    torch's lock is a file that exists or not (torch/utils/file_baton.py): all later processes wait
+    for ever for one that was killed while it compiled. A lock that a living process of this host
+    has open stays, and so does a young one in a folder that other hosts may share.
 
     Args:
         env: of the processes that compile.
-        since_s: locks that were made later, in seconds since the epoch, are of such as have ended.
-
-    Returns:
-        What was removed.
     """
-    found = []
-    folder = _extensions_folder(env)
-    before_s = time.time() - _NOBODYS_AFTER_S if _may_be_shared(folder) else math.inf
-    for path in sorted(folder.glob("**/lock")):
-        with contextlib.suppress(OSError):
-            made_s = path.stat().st_mtime
-            if (made_s < before_s or made_s > since_s) and not _is_open(path):
-                path.unlink()
-                found.append(path)
-    return found
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self._began_s = time.time()
+
+    def remove(self, *, own: bool = False) -> list[Path]:
+        """Remove and return abandoned locks.
+
+        Args:
+            own: locks that were made since this began belong to ended processes.
+        """
+        found = []
+        folder = _extensions_folder(self._env)
+        before_s = time.time() - _ABANDONED_AFTER_S if _may_be_shared(folder) else math.inf
+        since_s = self._began_s if own else math.inf
+        for path in sorted(folder.glob("**/lock")):
+            with contextlib.suppress(OSError):
+                made_s = path.stat().st_mtime
+                if (made_s < before_s or made_s > since_s) and not _is_open(path):
+                    path.unlink()
+                    found.append(path)
+        return found
 
 
 def _is_open(path: Path) -> bool:
@@ -92,8 +180,6 @@ def _is_open(path: Path) -> bool:
 
 def _may_be_shared(folder: Path) -> bool:
     """Return whether other hosts may share a folder: it is on none of the usual local disks."""
-    import psutil
-
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     real = Path(os.path.realpath(folder))
     on = next((str(at) for at in (real, *real.parents) if str(at) in kinds), "")

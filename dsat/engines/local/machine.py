@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import glob
+import importlib.util
 import json
 import os
 import re
@@ -11,16 +14,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import no_accelerator
-from dsat.engines.local.cores import physical_cores
 from dsat.errors import EngineError, UserInputError
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 
 MARK = "dsat-slots "
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
+# Traces of accelerators.
+_LIBRARIES = ("libcuda.so.1", "libze_loader.so.1")
+_DEVICE_FILES = tuple(
+    f"/dev/{name}" for name in ("nvidia*", "nvhost*", "dxg", "kfd", "accel*", "davinci*")
+)
+_PACKAGES = (
+    *("habana_frameworks", "intel_extension_for_pytorch", "torch_mlu", "torch_npu"),
+    *("torch_sdaa", "torch_supa", "torch_xmlir"),
+)
 _FIND_LIMIT_S = 180.0
 _READ_LIMIT_S = 1.0  # of an answer that was given in time
 
@@ -86,13 +98,11 @@ class Machine:
         there = range(self.num_slots)
         missing = [position for position in (*wanted, *without) if position not in there]
         kept = [position for position in wanted or there if position not in without]
-        if missing or not kept:
-            raise UserInputError(
-                f"there is no device {missing[0]}: this machine has {self.describe()}"
-                if missing
-                else "leaves no device",
-                where="entrypoint",
-            )
+        if missing:
+            problem = f"there is no device {missing[0]}: this machine has {self.describe()}"
+            raise UserInputError(problem, where="entrypoint")
+        if not kept:
+            raise UserInputError("leaves no device", where="entrypoint")
         all_sizes = self.device_memory_bytes
         sizes = tuple(all_sizes[position] for position in kept) if all_sizes else ()
         return replace(
@@ -130,7 +140,33 @@ def find_machine_for_simulations() -> Machine:
     Raises:
         EngineError: as of `find_machine`.
     """
-    return machine_of_cores() if no_accelerator.is_certain() else find_machine()
+    return machine_of_cores() if has_no_accelerator() else find_machine()
+
+
+def has_no_accelerator() -> bool:
+    """Return whether there is surely none, without importing torch, which takes seconds.
+
+    Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
+    0.19.8: accelerator/real_accelerator.py). If any of these exists, only torch and DeepSpeed know.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen == "cpu"
+    return (
+        sys.platform == "linux"
+        and not any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+        and not any(importlib.util.find_spec(package) for package in _PACKAGES)
+        and not any(has_library(library) for library in _LIBRARIES)
+    )
+
+
+def has_library(name: str) -> bool:
+    """Return whether a shared library can be loaded."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
@@ -223,7 +259,7 @@ def _give_up(process: subprocess.Popen[str]) -> None:
 
 
 def machine_of_cores() -> Machine:
-    """Return this machine's processor cores as slots."""
+    """Return this machine with its processor cores as slots."""
     cores = sorted(os.sched_getaffinity(0))
     return Machine(
         accelerator="cpu",
@@ -236,12 +272,21 @@ def machine_of_cores() -> Machine:
     )
 
 
+def physical_cores() -> list[int]:
+    """Return the cores that this process may use, without the further hardware threads of each.
+
+    The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8):
+    two ranks on two threads of one core would slow each other down.
+    """
+    first_of: dict[str, int] = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        path = _TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
+        first_of.setdefault(path.read_text() if path.exists() else str(core), core)
+    return sorted(first_of.values())
+
+
 def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        return found[1].strip() if found else "CPU"
     return "CPU"

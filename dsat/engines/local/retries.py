@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
-from dsat.engines.local.running import Running
+from dsat.engines.local.running import FULL_RUN_ID, Running, Way
 from dsat.values.outcome import Outcome, OutcomeKind
 
 FRESH_PROCESSES_ONLY = (
@@ -21,6 +22,7 @@ NO_SEGMENTS = (
     "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
 BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
+_WARNINGS = {Way.FRESH: FRESH_PROCESSES_ONLY, Way.COMMAND: COMMAND_AGAIN}
 _NO_FORK_CUDA = (
     "Cannot re-initialize CUDA in forked subprocess",
     "CUDA error: initialization error",
@@ -44,157 +46,141 @@ _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
 
 
 class Again(enum.Enum):
-    """Ways to run a failed trial again."""
+    """Reasons to run a failed trial again, with what happens then."""
 
-    FRESH = "in fresh processes"
-    AS_BEFORE = "as before"
-    ALONE = "alone"
-    ELSEWHERE = "on other hosts"
-    BY_COMMAND = "by the user's command"
-    NO_SEGMENTS = "without expandable segments"
+    STARTED_OTHERWISE = "it runs again, with its ranks started in another way"
+    ELSEWHERE = "it runs again on other slots"
+    AS_BEFORE = "it runs again"
+    ALONE = "it runs again without other trials beside it"
+    NO_SEGMENTS = "it runs again without expandable segments of torch's allocator"
 
 
 class Retries:
-    """Decides which trials are run again, and with that whether ranks are forked at all.
+    """Decide which trials are run again, and in which way ranks are started.
 
     Args:
-        cold: ranks are fresh processes, whatever happens.
-        has_command: there is a command that came to its training by itself when it was run.
+        ways: that are possible, in the order in which they are tried.
 
     Attributes:
-        cold: whether ranks are to be fresh processes now.
+        way: in which ranks are started now.
+        failure: of the ways before it.
     """
 
-    def __init__(self, *, cold: bool, has_command: bool = False) -> None:
-        self.cold = cold
-        self._has_command = has_command
-        self._took_command = False
-        self._took_segments: set[int] = set()  # trials that refused them
-        self._fell_back = False
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._ways = ways
+        self.way = self._known_way = ways[0]
+        self.failure = ""
+        self._tried_by = set[int]()  # trials that try another way
+        self._cannot_fork = ""
         self._aborts_by_itself = False
         self._proven = False  # a trial that dsat started has trained
-        self._cannot_fork = ""
-        self._starts: dict[int, int] = {}  # by trial, where one did not do
-        self._moved: set[int] = set()
+        self._refused_segments: set[int] = set()
+        self._starts: dict[int, int] = {}
 
-    def hear_of_warm_up(self, cannot_fork: str) -> None:
-        """Takes in why ranks cannot be forked, or that they can: empty."""
+    def on_warm_up(self, cannot_fork: str) -> None:
+        """Take in why ranks cannot be forked; empty if they can be."""
         self._cannot_fork = cannot_fork
-        self.cold = bool(cannot_fork)
+        self.way = self._known_way = Way.FRESH if cannot_fork else Way.FORKED
 
     def decide(self, running: Running, outcome: Outcome, *, broken: bool) -> Again | None:
-        """Return how a trial is to be run again; None if its outcome stands.
+        """Return how an ended trial is run again; None if its outcome stands.
 
         Args:
-            running: the trial, which has ended.
+            running: the trial.
             outcome: of it.
             broken: one of its devices no longer works.
         """
-        if running.lost or _ENDED_FROM_OUTSIDE in outcome.message:
-            return self._elsewhere(running, outcome)
-        if refuses_segments(outcome) and running.trial.id not in self._took_segments:
-            self._took_segments.add(running.trial.id)
+        trial_id = running.trial.id
+        if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
+            return None  # a second full-length run would delete the checkpoints of the first
+        if refuses_segments(outcome) and trial_id not in self._refused_segments:
+            self._refused_segments.add(trial_id)
             return Again.NO_SEGMENTS
-        if self._may_be_the_fork(running, outcome) and not broken:
-            self.cold = self._fell_back = True
-            return Again.FRESH
-        if self._may_be_the_start(running, outcome) and not broken:
-            self.cold, self._fell_back, self._took_command = True, False, True
-            return Again.BY_COMMAND
-        if self._deserves_another_start(running, outcome, broken=broken):
-            return Again.AS_BEFORE
-        return Again.ALONE if _may_be_the_others(running, outcome) else None
+        is_lost = bool(running.lost) and not running.timed_out
+        from_outside = is_lost or _ENDED_FROM_OUTSIDE in outcome.message
+        if not (from_outside or broken) and self._take_next_way(running, outcome):
+            return Again.STARTED_OTHERWISE
+        if self._deserves_another_start(trial_id, outcome, from_outside, broken):
+            return Again.ELSEWHERE if from_outside else Again.AS_BEFORE
+        is_alone = from_outside or running.start.alone or not running.beside
+        may_be_others = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
+        return Again.ALONE if may_be_others and not is_alone else None
 
-    def settle(self, running: Running, outcome: Outcome) -> Outcome:
-        """The outcome that stands, with what people should know of how it came about."""
+    def final(self, running: Running, outcome: Outcome) -> Outcome:
+        """Return the outcome that stands, with warnings on how it came about."""
         warnings = list(outcome.warnings)
-        if running.again_alone:
+        if running.start.alone:
             warnings.append(BESIDE_OTHERS)
-        if running.trial.id in self._took_segments and outcome.ok:
+        if running.trial.id in self._refused_segments and outcome.ok:
             warnings.append(NO_SEGMENTS)
-        is_first = self._is_first(running)
-        self._proven |= outcome.ok
-        if running.cold and any(part in outcome.message for part in _DIED_OF_FORK):
-            # Aborted in fresh processes too: that was not the fork.
+        if running.way is not Way.FORKED and _has_part_of(outcome.message, _DIED_OF_FORK):
             self._aborts_by_itself = True
-            self._forgive(fell_back=self._fell_back and not is_first)
-        if is_first:
-            self._forgive(fell_back=self._fell_back and not outcome.ok)
-            if self._took_command:
-                warnings.append(COMMAND_AGAIN)
-            elif self._fell_back or self._cannot_fork:
-                reason = f" ({self._cannot_fork})" if self._cannot_fork else ""
-                warnings.append(FRESH_PROCESSES_ONLY + reason)
+        if running.trial.id in self._tried_by:
+            self._tried_by.remove(running.trial.id)
+            if outcome.ok:
+                self._known_way = running.way
+                warnings.append(_WARNINGS[running.way])
+            else:  # the way of the start was not the fault
+                self.way = self._known_way
+        elif self._cannot_fork and self._is_first(running):
+            warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
+        self._proven |= outcome.ok
         return replace(outcome, warnings=tuple(warnings))
 
-    def _forgive(self, *, fell_back: bool) -> None:
-        """Forks again, if fresh processes were tried for nothing."""
-        if fell_back:
-            self.cold = self._fell_back = False
+    def _take_next_way(self, running: Running, outcome: Outcome) -> bool:
+        """Start ranks in the next way that might help; return whether there is one."""
+        if outcome.kind is not OutcomeKind.ERROR:
+            return False
+        for way in self._ways[self._ways.index(running.way) + 1 :]:
+            if self._may_help(way, running, outcome):
+                self.way, self.failure = way, outcome.message
+                self._tried_by.add(running.trial.id)
+                return True
+        return False
 
-    def _may_be_the_fork(self, running: Running, outcome: Outcome) -> bool:
-        """Return whether a fresh process might run a trial that failed.
+    def _may_help(self, way: Way, running: Running, outcome: Outcome) -> bool:
+        """Return whether a failed trial might run if its ranks were started in another way.
 
         Any error of the very first trial is tried again so, because some libraries cannot be
         forked; later on, only what CUDA says about forks.
         """
-        if running.cold or outcome.kind is not OutcomeKind.ERROR:
-            return False
+        is_first = self._is_first(running)
+        if way is Way.COMMAND:
+            return is_first and outcome.before_engine
         signs = _NO_FORK_CUDA if self._aborts_by_itself else (*_NO_FORK_CUDA, *_DIED_OF_FORK)
-        no_fork = any(part in outcome.message for part in signs)
-        if outcome.before_engine and any(name in outcome.message for name in _NEVER_OF_FORK):
-            return no_fork
-        return (
-            no_fork or running.trial.profiles or (outcome.before_engine and self._is_first(running))
-        )
-
-    def _may_be_the_start(self, running: Running, outcome: Outcome) -> bool:
-        """Return whether the ranks failed where the user's command did not."""
-        ended = running.canceled or running.timed_out or running.by_command
-        failed = outcome.kind is OutcomeKind.ERROR and outcome.before_engine
-        return self._has_command and self._is_first(running) and failed and not ended
+        if _has_part_of(outcome.message, signs):
+            return True
+        if outcome.before_engine and _has_part_of(outcome.message, _NEVER_OF_FORK):
+            return False
+        return running.trial.profiles or (outcome.before_engine and is_first)
 
     def _is_first(self, running: Running) -> bool:
-        """Decide whether nothing has shown yet that ranks which dsat starts can train."""
-        return running.trial.profiles or (self._has_command and not self._proven)
+        """Return whether nothing has shown yet that ranks which dsat starts can train."""
+        has_command = self._ways[-1] is Way.COMMAND
+        return running.trial.profiles or (has_command and not self._proven)
 
-    def _elsewhere(self, running: Running, outcome: Outcome) -> Again | None:
-        """Decide about a trial whose host was lost: once elsewhere, not a third time.
-
-        The trial itself may have killed the host.
-        """
-        moved = running.trial.id in self._moved
-        self._moved.add(running.trial.id)
-        stays = outcome.ok or running.canceled or running.timed_out or moved
-        return None if stays else Again.ELSEWHERE
-
-    def _deserves_another_start(self, running: Running, outcome: Outcome, *, broken: bool) -> bool:
+    def _deserves_another_start(
+        self, trial_id: int, outcome: Outcome, from_outside: bool, broken: bool
+    ) -> bool:
         """Return whether a trial failed because of its surroundings.
 
-        The device is broken, or another program took a port between its choice and its use, which
-        is tried again once.
+        Its host was lost, its device is broken, or another program took a port between its choice
+        and its use. It may have killed the host or the device itself: the second or third failure
+        stands.
         """
-        lost = outcome.kind is OutcomeKind.ERROR and any(
-            part in outcome.message + outcome.detail for part in _ADDRESS_IN_USE
-        )
-        starts = self._starts[running.trial.id] = self._starts.get(running.trial.id, 1) + 1
-        if broken:  # by its own doing perhaps, and there are fewer slots each time
-            return not running.canceled and starts <= _MOST_STARTS
-        return lost and starts <= 2
+        starts = self._starts[trial_id] = self._starts.get(trial_id, 1) + 1
+        if broken and not from_outside:
+            return starts <= _MOST_STARTS
+        text = outcome.message + outcome.detail
+        port_taken = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+        return (from_outside or port_taken) and starts <= 2
 
 
 def refuses_segments(outcome: Outcome) -> bool:
     """Return whether a trial failed because of expandable segments of torch's allocator."""
-    said = f"{outcome.message}\n{outcome.detail}"
-    return outcome.kind is OutcomeKind.ERROR and _REFUSED_SEGMENTS.search(said) is not None
+    text = f"{outcome.message}\n{outcome.detail}"
+    return outcome.kind is OutcomeKind.ERROR and _REFUSED_SEGMENTS.search(text) is not None
 
 
-def _may_be_the_others(running: Running, outcome: Outcome) -> bool:
-    """Return whether a failed trial might run alone, or in the real working folder."""
-    mine = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
-    return (
-        mine
-        and (running.beside or running.in_view)
-        and not running.again_alone
-        and not running.canceled
-    )
+def _has_part_of(text: str, parts: Sequence[str]) -> bool:
+    return any(part in text for part in parts)

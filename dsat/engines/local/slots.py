@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.machine import problems_with
+from dsat.engines.local.running import SIMULATION_ID, Running, Start
 from dsat.errors import EngineError
 from dsat.values.outcome import Outcome, OutcomeKind
 
@@ -73,6 +74,24 @@ class Slots:
         any_broken = self._lost or any(self._broken)
         if free < self._needed * (waiting + 1) and not any_broken:
             raise EngineError(f"a trial needs {self._needed} slots and {free} are free")
+
+    def find_room(
+        self, start: Start, running: Collection[Running], *, alone: bool
+    ) -> tuple[Share, ...] | None:
+        """Take slots for a trial; None as long as there are none.
+
+        Args:
+            start: the trial.
+            running: other trials.
+            alone: no other trial may run on its hosts.
+        """
+        if start.simulation_socket is not None:
+            return (Share(0, self._hosts[0], ()),)
+        trials = [other for other in running if other.trial.id != SIMULATION_ID]
+        if any(other.start.alone for other in trials) or (start.alone and trials):
+            return None
+        taken = {host for other in trials if alone or other.alone for host in other.hosts}
+        return self.take(without=taken)
 
     def take(self, *, without: Collection[int] = ()) -> tuple[Share, ...] | None:
         """Take free slots for a trial, on the hosts with the fewest to spare; None without room.

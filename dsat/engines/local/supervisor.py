@@ -26,7 +26,7 @@ Requests:
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
     {"event": "look", "text": contents of the file, or null, "is_folder": bool,
-     "pid": of this process, "where": the host on which that is its number}
+     "pid": of this process}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
@@ -52,7 +52,7 @@ from typing import Any
 import psutil
 
 from dsat.engines.local.heartbeats import ListeningClock
-from dsat.engines.local.process_record import unlink_shared_memory, where
+from dsat.engines.local.leftovers import HOST_VARIABLE, TRIAL_VARIABLE, unlink_shared_memory
 from dsat.engines.local.rank_process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -86,10 +86,6 @@ class _Group:
     kill_at: float | None = None
     killed_at: float | None = None
     descendants: set[int] = field(default_factory=set)
-
-    @property
-    def ended(self) -> bool:
-        return len(self.statuses) == len(self.pids)
 
 
 class Supervisor:
@@ -165,12 +161,12 @@ class Supervisor:
             self._launch(request)
         elif op == "kill":
             group = self._groups.get(request["trial"])
-            if group is not None and not group.ended:
-                self._end(group, request.get("grace_s", 0.0))
+            if group is not None:
+                self._end(group, request["grace_s"])
         elif op == "look":
             path = Path(request["path"])
             seen = {"text": _text(path), "is_folder": path.is_dir()}
-            self._answer({"event": "look", **seen, "pid": os.getpid(), "where": where()})
+            self._answer({"event": "look", **seen, "pid": os.getpid()})
         elif op == "ping":
             limit_s = request["limit_s"]
             self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s
@@ -193,7 +189,9 @@ class Supervisor:
         sys.stderr.flush()
         own_pid = os.getpid()
         descriptors = (self._requests, self._answers, self._wakeup)
+        host = {name: os.environ[name] for name in (HOST_VARIABLE,) if name in os.environ}
         for rank in request["ranks"]:
+            rank["env"].update(host)
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
@@ -217,12 +215,12 @@ class Supervisor:
 
     def _note_end(self, group: _Group, rank: int, status: int) -> None:
         group.statuses[rank] = status
-        if not group.ended:
-            grace_s = group.linger_s if status == 0 else GRACE_AFTER_FAILURE_S
-            if grace_s is not None:
-                self._end(group, grace_s)
+        if len(group.statuses) == len(group.pids):
+            self._finish(group)
             return
-        self._finish(group)
+        grace_s = group.linger_s if status == 0 else GRACE_AFTER_FAILURE_S
+        if grace_s is not None:
+            self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
         """Answer that a trial has ended; ranks without a status by now are stuck."""
@@ -230,17 +228,15 @@ class Supervisor:
         _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         _unlink_shared_memory(group)
-        self._answer(
-            {
-                "event": "ended",
-                "trial": group.trial,
-                "statuses": [
-                    group.statuses.get(rank, -signal.SIGKILL) for rank in range(len(group.pids))
-                ],
-                "killed": [rank in group.killed_ranks for rank in range(len(group.pids))],
-                "stuck": [rank not in group.statuses for rank in range(len(group.pids))],
-            }
-        )
+        ranks = range(len(group.pids))
+        ended = {
+            "event": "ended",
+            "trial": group.trial,
+            "statuses": [group.statuses.get(rank, -signal.SIGKILL) for rank in ranks],
+            "killed": [rank in group.killed_ranks for rank in ranks],
+            "stuck": [rank not in group.statuses for rank in ranks],
+        }
+        self._answer(ended)
 
     def _end(self, group: _Group, grace_s: float) -> None:
         """Kill a trial after a grace, in which it may end by itself."""
@@ -250,17 +246,15 @@ class Supervisor:
             group.kill_at = min(group.kill_at or math.inf, time.monotonic() + grace_s)
 
     def _kill_overdue(self) -> None:
-        for group in self._groups.values():
+        now = time.monotonic()
+        for group in list(self._groups.values()):
             if group.done is not None and group.done.exists():
                 group.done = None
                 self._end(group, GRACE_AFTER_FAILURE_S)
-        now = time.monotonic()
-        for group in self._groups.values():
-            if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
-                self._kill(group)
-        for group in list(self._groups.values()):
             if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
                 self._finish(group)
+            elif group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
+                self._kill(group)
 
     def _kill(self, group: _Group) -> None:
         group.killed_at = time.monotonic()
@@ -319,7 +313,7 @@ def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
 def _started_by(pid: int, folder: str) -> bool:
     """Return whether a process is a trial's, by its environment or by its output files."""
     try:
-        if psutil.Process(pid).environ().get("DSAT_TRIAL_DIR") == folder:
+        if psutil.Process(pid).environ().get(TRIAL_VARIABLE) == folder:
             return True
         outputs = [os.readlink(f"/proc/{pid}/fd/{descriptor}") for descriptor in (1, 2)]
     except (psutil.Error, OSError):

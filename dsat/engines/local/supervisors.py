@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
 import secrets
-import selectors
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import heartbeats
+from dsat.engines.local import heartbeats, leftovers
 from dsat.engines.local.heartbeats import Heartbeats
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.process_record import ProcessRecord, where
-from dsat.engines.local.supervisor_client import SupervisorClient
 from dsat.errors import EngineError
+from dsat.values.files import PRIVATE_FILE
 
 # Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
 # modules, 2.2 s); imported once here instead of in every rank.
@@ -43,8 +48,10 @@ _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
 # A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
 _ORPHANED_AFTER_S = 600.0
+_END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
 
 _Messages = list[tuple[int, dict[str, Any]]]
+_Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
@@ -60,24 +67,20 @@ class Supervisors:
         self._hosts = hosts
         self._folder = folder.resolve()
         self._env = env
-        self._record = ProcessRecord(self._folder)
-        self._undelivered: _Messages = []
+        self._kept: _Messages = []  # for `receive`
         self._start(range(len(hosts)))
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
-        """Send a request to a host; a launch on a lost host ends at once."""
+        """Send a request to a host without waiting; a launch on a lost host ends at once."""
         is_launch = request["op"] == "launch"
         if host in self._clients:
-            if is_launch:
-                self._record.uses(request["port"])
-            client = self._clients[host]
-            client.send(request)
-            if client.has_unsent and not self._waits_to_send(client):
-                self._selector.register(client.requests, selectors.EVENT_WRITE, host)
+            if is_launch and request["port"]:
+                leftovers.note_port(self._folder, request["port"])
+            self._clients[host].send(request)
         elif is_launch:
             ranks = len(request["ranks"])
             ended = {"statuses": [-signal.SIGKILL] * ranks, "killed": [True] * ranks}
-            self._undelivered.append((host, {"event": "ended", "trial": request["trial"], **ended}))
+            self._kept.append((host, {"event": "ended", "trial": request["trial"], **ended}))
 
     def receive(self, timeout_s: float) -> _Messages:
         """Return messages, each with its host, after waiting at most this long for one.
@@ -85,9 +88,9 @@ class Supervisors:
         The last message of a host whose supervisor is gone, or of one of several hosts that fell
         silent, is {"event": "lost", "reason": text}.
         """
-        if self._undelivered:
-            undelivered, self._undelivered = self._undelivered, []
-            return undelivered
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
         if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
             return self._read(timeout_s)
         found = self._read(min(timeout_s, self._heartbeats.left_s()))
@@ -95,13 +98,12 @@ class Supervisors:
         reason = f"nothing was heard of it for {heartbeats.SILENT_AFTER_S:g} s"
         found += [self._abandon(host, reason) for host in silent]
         for host in asked:
-            if not self._clients[host].has_unsent:
-                limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
-                self.send(host, {"op": "ping", "limit_s": limit_s})
+            limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
+            self.send(host, {"op": "ping", "limit_s": limit_s})
         return found
 
-    def check_folders(self, folders: Sequence[Path]) -> None:
-        """Check that all hosts share the run's folder and have the folders that trials need.
+    def check_folders(self, folder: Path) -> None:
+        """Check that all hosts share the run's folder and have the folder that trials run in.
 
         Raises:
             EngineError: a host does not.
@@ -110,19 +112,19 @@ class Supervisors:
         seen = self._folder / f".seen-{token[:8]}"
         seen.write_text(token)
         try:
-            for host, answer in self._look(seen).items():
-                if answer["text"] != token:
-                    raise EngineError(
-                        f"host {self._hosts[host].name} does not share the run's folder "
-                        f"{self._folder} with this one: put it on a file system that all hosts "
-                        "have (--run-dir)"
-                    )
+            answers = self._ask_all({"op": "look", "path": str(seen)})
         finally:
             seen.unlink()
-        for folder in folders:
-            for host, answer in self._look(folder).items():
-                if not answer["is_folder"]:
-                    raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
+        for host, answer in answers.items():
+            if answer["text"] != token:
+                raise EngineError(
+                    f"host {self._hosts[host].name} does not share the run's folder "
+                    f"{self._folder} with this one: put it on a file system that all hosts "
+                    "have (--run-dir)"
+                )
+        for host, answer in self._ask_all({"op": "look", "path": str(folder)}).items():
+            if not answer["is_folder"]:
+                raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
 
     def warm_up(
         self,
@@ -151,17 +153,18 @@ class Supervisors:
                 number: _warm_request(names, host, without=(broken or {}).get(number, ()))
                 for number, host in enumerate(self._hosts)
             }
-            answers = self._ask(requests, "warm", _WARM_UP_LIMIT_S)
+            answers = self._ask(requests, _WARM_UP_LIMIT_S)
             reasons = [answer["reason"] for answer in answers.values() if not answer["ok"]]
             if not reasons:
                 return ""
             reason = reasons[0]
-            self._restart()
+            hosts = list(self._clients)
+            self.close()
+            self._start(hosts)
         return reason
 
     def close(self) -> None:
         """End the supervisors and everything that they started; does nothing twice."""
-        self._selector.close()
         for client in self._clients.values():
             client.ask_to_end()
         try:
@@ -171,65 +174,42 @@ class Supervisors:
             self.kill()
             raise
         self._clients.clear()
-        self._record.sweep()
+        leftovers.end_processes(self._folder)
 
     def kill(self) -> None:
         """End the supervisors at once, even while they import."""
-        self._selector.close()
         for client in self._clients.values():
             client.kill()
+        for client in self._clients.values():
+            client.wait_for_end()
         self._clients.clear()
-        self._record.sweep()
+        leftovers.end_processes(self._folder)
 
     def _start(self, hosts: Collection[int]) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._clients: dict[int, SupervisorClient] = {}
-        self._pids: dict[int, set[int]] = {}  # of this machine, by host
-        log = self._folder / "supervisor.log"
+        self._inbox: _Inbox = queue.SimpleQueue()
+        self._clients: dict[int, _Client] = {}
         for number in hosts:
-            client = SupervisorClient(self._hosts[number], log, env=self._env, folder=self._folder)
-            self._record.began(client.pid)
-            self._clients[number] = client
-            self._pids[number] = {client.pid}
-            self._selector.register(client, selectors.EVENT_READ, number)
+            env = {**self._env, leftovers.RUN_VARIABLE: str(self._folder)}
+            if len(self._hosts) > 1:
+                env[leftovers.HOST_VARIABLE] = str(number)
+            log = self._folder / "supervisor.log"
+            self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
         self._heartbeats = Heartbeats(hosts)
 
-    def _restart(self) -> None:
-        hosts = list(self._clients)
-        self.close()
-        self._start(hosts)
-        if len(hosts) > 1:
-            self._look(self._folder)
-
     def _read(self, timeout_s: float) -> _Messages:
-        """Read messages, as `receive` returns them; send queued requests."""
+        """Read messages, as `receive` returns them."""
         found: _Messages = []
-        for key, _ in self._selector.select(timeout_s):
-            host: int = key.data
-            client = self._clients.get(host)
-            if client is None:  # lost a moment ago
-                continue
-            if key.fileobj is client.requests:
-                client.flush()
-                if not client.has_unsent:
-                    self._selector.unregister(client.requests)
-                continue
-            answers = client.read()
-            self._heartbeats.heard(host)
-            if answers is None:
-                found.append((host, {"event": LOST, "reason": self._drop(host)}))
-            else:
-                found += [(host, answer) for answer in answers if answer["event"] != "pong"]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                host, answer = self._inbox.get(timeout=0.0 if found else timeout_s)
+                if host not in self._clients:  # lost a moment ago
+                    continue
+                self._heartbeats.heard(host)
+                if answer is None:
+                    found.append((host, {"event": LOST, "reason": self._drop(host)}))
+                elif answer["event"] != "pong":
+                    found.append((host, answer))
         return found
-
-    def _look(self, path: Path) -> dict[int, dict[str, Any]]:
-        """Ask all hosts about a path; note which supervisors turn out to be on this machine."""
-        request = {"op": "look", "path": str(path)}
-        answers = self._ask(dict.fromkeys(self._clients, request), "look")
-        for host, answer in answers.items():
-            if answer["where"] == where():
-                self._pids[host].add(answer["pid"])
-        return answers
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
         """Give up a host that does not answer; return its last message.
@@ -242,24 +222,19 @@ class Supervisors:
 
     def _drop(self, host: int) -> str:
         """End everything that a lost host left on this machine; return how its supervisor ended."""
-        client = self._clients.pop(host)
         self._heartbeats.forget(host)
-        self._selector.unregister(client)
-        if self._waits_to_send(client):
-            self._selector.unregister(client.requests)
-        reason = client.reason_of_end()
-        del self._pids[host]
-        self._record.sweep(spare={pid for pids in self._pids.values() for pid in pids})
-        return reason
+        client = self._clients.pop(host)
+        client.ask_to_end()
+        status = client.wait_for_end()
+        leftovers.end_processes(self._folder, host if len(self._hosts) > 1 else None)
+        log = self._folder / "supervisor.log"
+        return f"the process that runs trials ended (exit status {status}; see {log})"
 
-    def _waits_to_send(self, client: SupervisorClient) -> bool:
-        return client.requests in self._selector.get_map()
+    def _ask_all(self, request: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        return self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
 
     def _ask(
-        self,
-        requests: Mapping[int, Mapping[str, Any]],
-        event: str,
-        limit_s: float = _LOOK_LIMIT_S,
+        self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
     ) -> dict[int, dict[str, Any]]:
         """Return the answers of all hosts; other messages are kept for `receive`.
 
@@ -276,20 +251,103 @@ class Supervisors:
         while missing := self._clients.keys() - answers.keys():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                task = "importing torch and deepspeed" if event == "warm" else "an answer"
+                is_import = any(request["op"] == "warm" for request in requests.values())
+                task = "importing torch and deepspeed" if is_import else "an answer"
                 reason = f"{task} took longer than {limit_s:g} s"
                 if not answers:
                     raise EngineError(reason)
                 kept += [self._abandon(host, reason) for host in sorted(missing)]
                 continue
             for host, answer in self._read(left_s):
-                if answer["event"] == event:
+                if answer["event"] == requests[host]["op"]:
                     answers[host] = answer
                 else:
                     kept.append((host, answer))
         self._heartbeats.restart()
-        self._undelivered += kept
+        self._kept += kept
         return answers
+
+
+class _Client:
+    """Client of one supervisor.
+
+    One thread writes requests, since a host that is cut off takes none, and another reads answers
+    into the inbox, each with the host's number, and None at their end.
+    """
+
+    def __init__(
+        self, number: int, host: Host, log: Path, env: Mapping[str, str], inbox: _Inbox
+    ) -> None:
+        self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
+            self._process = subprocess.Popen(  # noqa: S603
+                [*host.prefix, sys.executable, "-m", "dsat.engines.local.supervisor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=_environment(host.machine.accelerator, env),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request; nothing happens if the supervisor is gone."""
+        self._requests.put(request)
+
+    def ask_to_end(self) -> None:
+        """Make the supervisor end with everything that it started."""
+        self._requests.put(None)
+
+    def wait_for_end(self) -> int:
+        """Wait for the end of a supervisor that was asked to end, and insist if need be.
+
+        Returns:
+            Its exit status.
+        """
+        for insist, limit_s in (
+            (self._process.terminate, _END_LIMIT_S),
+            (self._process.kill, _TERMINATE_LIMIT_S),
+        ):
+            try:
+                return self._process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                insist()
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.ask_to_end()
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            while (request := self._requests.get()) is not None:
+                stdin.write(json.dumps(request).encode() + b"\n")
+                stdin.flush()
+
+    def _read(self, number: int, inbox: _Inbox) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            for line in stdout:
+                if line.startswith(b"{"):  # a login shell on another host may say something first
+                    inbox.put((number, json.loads(line)))
+        inbox.put((number, None))
+
+
+def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
+    env = {**os.environ, **own}
+    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join(path),
+        # Neither asks CUDA for its devices, which would keep the process from forking.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 def _warm_request(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dsat.engines.local.launch import log_files
-from dsat.engines.local.running import FULL_RUN_ID, Running
+from dsat.engines.local.running import FULL_RUN_ID, Running, Way
 from dsat.in_trial import failures
 from dsat.in_trial.command_rank import PORTS_FILE
 from dsat.in_trial.rank import METRICS_FILE, result_file
@@ -25,116 +24,89 @@ _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran 
 
 
 def of(running: Running, *, timeout_s: float) -> Outcome:
-    """The outcome of a run whose ranks have all ended.
+    """Return the outcome of a run whose ranks have all ended.
+
+    The ranks' reports count, not how the processes ended: one may still fail at its exit.
 
     Args:
-        timeout_s: what it was allowed to take.
+        running: the run.
+        timeout_s: its time limit.
     """
-    folder, statuses = running.folder, running.by_rank("statuses")
+    folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)
-    done = running.trial.id == FULL_RUN_ID and not any(statuses)
-    if done:
+    if running.trial.id == FULL_RUN_ID and not status_of(running):
         return Outcome(OutcomeKind.OK, duration_s=duration_s)
-    found = measured(folder, duration_s)
-    if found is not None:
-        return found
-    if running.canceled:
-        return Outcome(OutcomeKind.CANCELED, duration_s=duration_s)
-    if running.timed_out:
-        return too_slow(folder, timeout_s, duration_s)
-    if running.lost:
-        return Outcome(OutcomeKind.ERROR, message=running.lost, duration_s=duration_s)
-    if running.by_command:
-        return command_failed(folder, statuses[0], duration_s)
-    ranks_per_host = running.shares[0].ranks
-    killed = running.by_rank("killed")
-    return failed(folder, statuses, killed, duration_s, ranks_per_host=ranks_per_host)
-
-
-def too_slow(folder: Path, timeout_s: float, duration_s: float) -> Outcome:
-    """Outcome of a trial that was ended because of its time."""
-    return Outcome(
-        OutcomeKind.TIMEOUT,
-        message=f"no result after {timeout_s:g} s; raise --trial-timeout?",
-        detail=log_tail(folder),
-        duration_s=duration_s,
-    )
-
-
-def measured(folder: Path, duration_s: float) -> Outcome | None:
-    """The outcome of a trial that measured everything; None if it did not.
-
-    What was reported counts, not how the processes ended: one may still fail at its exit.
-    """
-    path = folder / METRICS_FILE
-    if not path.exists():
-        return None
-    found = _read(path)
-    if found is None or (found.ok and found.metrics is None and found.profile is None):
-        message = f"{path.name} in the trial's folder is not as dsat wrote it: does the script?"
-        found = Outcome(OutcomeKind.INVALID, message=message)
+    metrics = folder / METRICS_FILE
+    if metrics.exists():
+        found = _read(metrics)
+        if found is None or (found.ok and found.metrics is None and found.profile is None):
+            message = (
+                f"{metrics.name} in the trial's folder is not as dsat wrote it: does the script?"
+            )
+            found = Outcome(OutcomeKind.INVALID, message=message)
+    elif running.canceled:
+        found = Outcome(OutcomeKind.CANCELED)
+    elif running.timed_out:
+        message = f"no result after {timeout_s:g} s; raise --trial-timeout?"
+        found = Outcome(OutcomeKind.TIMEOUT, message=message, detail=log_tail(folder))
+    elif running.lost:
+        found = Outcome(OutcomeKind.ERROR, message=running.lost)
+    else:
+        found = _failure(running, reported(folder, duration_s))
     return replace(found, duration_s=duration_s)
 
 
-def failed(
-    folder: Path,
-    statuses: Sequence[int],
-    killed: Sequence[bool],
-    duration_s: float,
-    *,
-    ranks_per_host: int,
-) -> Outcome:
-    """The outcome of a trial that did not measure everything and was not ended from outside.
+def status_of(running: Running) -> int:
+    """Return the first exit status of its processes that is not 0, or minus a signal."""
+    return next(filter(None, running.by_rank("statuses")), 0)
+
+
+def _failure(running: Running, reports: list[Outcome]) -> Outcome:
+    """Return the outcome of a run that did not measure everything and ended by itself.
 
     Out of memory on any rank explains the failure of the others; else the first to fail does.
-
-    Args:
-        statuses: exit status, or minus the signal, by rank.
-        killed: whether the supervisor killed it because of another rank, by rank.
-        ranks_per_host: ranks that print to the same log.
     """
-    reports = told(folder, duration_s)
-    for outcome in reports:
-        if outcome.kind is OutcomeKind.OOM:
-            return outcome
-
-    def untold(kind: OutcomeKind, message: str, rank: int = 0) -> Outcome:
-        log = log_tail(folder, rank // ranks_per_host)
-        return Outcome(kind, message=message, detail=log, duration_s=duration_s)
-
-    died = [
-        (rank, -status)
-        for rank, (status, by_us) in enumerate(zip(statuses, killed, strict=True))
-        if status < 0 and not by_us
-    ]
-    for rank, number in died:
-        if number == signal.SIGKILL:
-            return untold(OutcomeKind.HOST_OOM, _host_out_of_memory(rank), rank)
-    if reports:
+    out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
+    if running.way is Way.COMMAND:
+        explained = [*out_of_memory, *reports]
+        return explained[0] if explained else _of_command(running.folder, status_of(running))
+    if out_of_memory:
+        return out_of_memory[0]
+    killed, statuses = running.by_rank("killed"), running.by_rank("statuses")
+    died = {
+        rank: -status
+        for rank, status in enumerate(statuses)
+        if status < 0 and not killed[rank]  # by the supervisor, because of another rank
+    }
+    kind, rank, how = OutcomeKind.ERROR, 0, "the ranks ended without a result"
+    if signal.SIGKILL in died.values():
+        kind = OutcomeKind.HOST_OOM
+        rank = next(rank for rank, number in died.items() if number == signal.SIGKILL)
+        total = readable(host_memory.total_bytes(), whole=True)
+        how = (
+            f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
+            "(--max-concurrent-trials), offload less, or use fewer data loader workers"
+        )
+    elif reports:
         return reports[0]
-    for rank, number in died:
+    elif died:
+        rank, number = next(iter(died.items()))
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
-        name = signal.Signals(number).name
-        return untold(OutcomeKind.ERROR, f"rank {rank} was killed by {name}{hint}", rank)
-    for rank, status in enumerate(statuses):
-        if status > 0:
-            message = f"rank {rank} ended with exit status {status}"
-            return untold(OutcomeKind.ERROR, message, rank)
-    return untold(OutcomeKind.ERROR, "the ranks ended without a result")
+        how = f"rank {rank} was killed by {signal.Signals(number).name}{hint}"
+    elif any(status > 0 for status in statuses):
+        rank = next(rank for rank, status in enumerate(statuses) if status > 0)
+        how = f"rank {rank} ended with exit status {statuses[rank]}"
+    log = log_tail(running.folder, rank // running.shares[0].ranks)
+    return Outcome(kind, message=how, detail=log)
 
 
-def command_failed(folder: Path, status: int, duration_s: float) -> Outcome:
-    """The same of a trial that runs the user's whole command.
+def _of_command(folder: Path, status: int) -> Outcome:
+    """Return the outcome of the user's whole command whose ranks have reported nothing.
 
     Args:
+        folder: of the trial.
         status: exit status of the command, or minus the signal.
     """
-    reports = told(folder, duration_s)
-    for outcome in reports:
-        if outcome.kind is OutcomeKind.OOM:
-            return outcome
-    if reports:
-        return reports[0]
     log = log_tail(folder)
     kind, how = failures.of_text(log), f"ended with exit status {status}"
     if status in _KILLED and kind is OutcomeKind.ERROR:
@@ -143,31 +115,24 @@ def command_failed(folder: Path, status: int, duration_s: float) -> Outcome:
         how = f"was killed by {signal.Signals(-status).name}"
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
-    return Outcome(
-        kind,
-        message=f"your command {how} {when}",
-        detail=log,
-        duration_s=duration_s,
-        before_engine=before_engine,
-    )
+    message = f"your command {how} {when}"
+    return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
 
-def told(folder: Path, duration_s: float) -> list[Outcome]:
+def reported(folder: Path, duration_s: float) -> list[Outcome]:
     """Return the failures that ranks reported, the first to fail first."""
     found = []
     for path in folder.glob(result_file("*")):
         outcome = _read(path)
         if outcome is not None:
-            rank = path.stem.removeprefix("rank")
-            outcome = replace(outcome, message=f"rank {rank}: {outcome.message}")
-            found.append(
-                (path.stat().st_mtime_ns, path.name, replace(outcome, duration_s=duration_s))
-            )
+            message = f"rank {path.stem.removeprefix('rank')}: {outcome.message}"
+            outcome = replace(outcome, message=message, duration_s=duration_s)
+            found.append((path.stat().st_mtime_ns, path.name, outcome))
     return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
 
 
 def _read(path: Path) -> Outcome | None:
-    """The outcome in a file, where also scripts may write; None if it holds none."""
+    """Return the outcome in a file, where also scripts may write; None if it holds none."""
     try:
         return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
@@ -175,9 +140,10 @@ def _read(path: Path) -> Outcome | None:
 
 
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
-    """The end of what a trial's ranks on a host wrote to their standard error.
+    """Return the end of what a trial's ranks on a host wrote to their standard error.
 
     Args:
+        folder: of the trial.
         cross_rank: the host's number among those of the trial.
     """
     path = folder / log_files(cross_rank)[1]
@@ -187,11 +153,3 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def _host_out_of_memory(rank: int) -> str:
-    total = readable(host_memory.total_bytes(), whole=True)
-    return (
-        f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
-        "(--max-concurrent-trials), offload less, or use fewer data loader workers"
-    )

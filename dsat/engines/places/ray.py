@@ -128,7 +128,7 @@ class Reservation:
                 self.end()
                 errors.seek(0)
                 lines = errors.read().decode(errors="replace").strip().splitlines()
-                why = (lines or ["it says nothing"])[-1]
+                why = (lines or ["it printed nothing"])[-1]
                 raise EngineError(f"Ray's driver ended before anything was reserved: {why}")
         run = (sys.executable, "-m", "dsat.engines.ray.run", path)
         self.text: str = found["text"]

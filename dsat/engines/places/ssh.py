@@ -95,7 +95,9 @@ def _check_reached(names: Sequence[str], port: int | None) -> None:
             except subprocess.TimeoutExpired:
                 errors = f"no answer within {_REACH_LIMIT_S:g} s"
             if process.returncode != 0:
-                why = (errors.strip().splitlines() or ["it says nothing"])[-1].strip().rstrip(".")
+                why = (
+                    (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
+                )
                 command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
                 raise UserInputError(
                     f"ssh does not reach host {name} without a question: {why}",
@@ -119,7 +121,9 @@ def _address_of(name: str) -> str:
             timeout=_REACH_LIMIT_S,
         ).stdout
     except (subprocess.SubprocessError, OSError) as error:
-        raise EngineError(f"ssh -G {name} does not tell how the host is reached: {error}") from None
+        raise EngineError(
+            f"`ssh -G {name}` failed, which shows how the host is reached: {error}"
+        ) from None
     named = [line.split()[1] for line in configured.splitlines() if line.startswith("hostname ")]
     host = named[0] if named else name
     try:

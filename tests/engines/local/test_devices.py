@@ -14,7 +14,7 @@ import pytest
 
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, accelerators, machine
 from dsat.engines.local.hosts import Share
-from dsat.engines.local.running import Running
+from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -140,7 +140,7 @@ def test_all_devices_are_left_of_a_command_that_is_stuck() -> None:
     """What it has started, and where, is its own affair."""
     share = Share(1, Host(GPUS, "b"), (1, 3))
     stuck: dict[int, Mapping[str, Any]] = {1: {"stuck": [True]}}
-    running = Running(trial(1), Path(), None, (share,), 0.0, True, by_command=True, ended=stuck)
+    running = Running(Start(trial(1), Path(), None), (share,), Way.COMMAND, ended=stuck)
     assert running.stuck == {1: {1, 3}}
 
 

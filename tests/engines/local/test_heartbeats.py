@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.local import Host, Machine, heartbeats, supervisors
+from dsat.engines.local import Host, Machine, heartbeats, leftovers, supervisors
 from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
-from dsat.engines.local.process_record import ProcessRecord
 from dsat.engines.local.supervisors import LOST, Supervisors
 from testing.local import cpu_machine, is_alive, wait_until
 
@@ -27,7 +26,7 @@ import json, sys
 print("Welcome to this host!")
 for line in sys.stdin:
     op = json.loads(line)["op"]
-    seen = {"text": None, "is_folder": True, "pid": 1, "where": {}}
+    seen = {"text": None, "is_folder": True, "pid": 1}
     print(json.dumps({"event": "pong" if op == "ping" else op, **seen}), flush=True)
 """
 FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(99)")
@@ -217,7 +216,7 @@ def test_a_host_that_comes_back_ends_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever of it is on this machine stays alone, as if it were on another one."""
-    monkeypatch.setattr(ProcessRecord, "sweep", lambda self, spare=(): [])
+    monkeypatch.setattr(leftovers, "end_processes", lambda run, host=None: [])
     [lone] = made_up(ANSWERS)
     far = Host(cpu_machine(1), "far", (sys.executable, "-c", RELAY), is_here=False)
     talk = Supervisors([lone, far], tmp_path, env={})

@@ -236,7 +236,7 @@ def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path
 SEES_NOTHING = """
 import json, sys
 for line in sys.stdin:
-    seen = {"text": None, "is_folder": False, "pid": 1, "where": {}}
+    seen = {"text": None, "is_folder": False, "pid": 1}
     print(json.dumps({"event": "look", **seen}), flush=True)
 """
 

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsat.engines.local import cores, leftovers
-from dsat.engines.local.launch import binding_options, offloads, settings_of_ranks
+from dsat.engines.local import leftovers, machine
+from dsat.engines.local.leftovers import CompilerLocks
+from dsat.engines.local.rank_settings import binding_options, offloads, settings_of_ranks, share_of
 from dsat.inputs.entrypoint import Entrypoint
 from testing.local import cpu_machine
 
@@ -53,14 +54,14 @@ def test_of_each_core_the_first_hardware_thread_counts(
         folder = tmp_path / f"cpu{core}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
-    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
-    assert cores.physical_cores() == list(GPUS.cores)
+    monkeypatch.setattr(machine, "_TOPOLOGY", tmp_path)
+    assert machine.physical_cores() == list(GPUS.cores)
 
 
 def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
-    shares = [cores.share_of(GPUS.cores, place, 4) for place in range(4)]
+    shares = [share_of(GPUS.cores, place, 4) for place in range(4)]
     assert shares == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert cores.share_of(GPUS.cores, 9, 16) == [1], "there are fewer cores than ranks"
+    assert share_of(GPUS.cores, 9, 16) == [1], "there are fewer cores than ranks"
     binds = replace(PROGRAM, binds_cores=True)
     for ranks, config, threads, listed in (
         (4, {}, "2", None),
@@ -76,7 +77,7 @@ def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
 
 def test_the_users_own_list_of_cores_is_shared_out() -> None:
     binds = replace(PROGRAM, binds_cores=True, core_list=(1, 3, 5, 7, 9, 11, 13, 15))
-    shares = [cores.share_of(binds.core_list, place, 4) for place in (0, 3)]
+    shares = [share_of(binds.core_list, place, 4) for place in (0, 3)]
     assert shares == [[1, 3], [13, 15]]
     for ranks, config, threads, listed in (
         (4, {}, "2", "1,3,5,7,9,11,13,15"),
@@ -102,7 +103,6 @@ def test_trials_that_swap_to_nvme_have_folders_of_their_own(tmp_path: Path) -> N
     own, folders = leftovers.with_own_swap_folder(config, "run-z3")
     assert own["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "run-z3")
     assert config["zero_optimization"]["offload_param"] == nvme
-    leftovers.make(folders)
     (tmp_path / "run-z3" / "zero_stage_3").mkdir()
     leftovers.remove(folders)
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +117,7 @@ def test_a_lock_is_removed_only_if_nobody_holds_it(tmp_path: Path) -> None:
     descriptor = os.open(held, os.O_CREAT | os.O_EXCL)
     try:
         env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-        assert leftovers.remove_compiler_locks(env) == [stale]
+        assert CompilerLocks(env).remove() == [stale]
         assert held.exists() and not stale.exists()
     finally:
         os.close(descriptor)
@@ -136,9 +136,12 @@ def test_a_young_lock_is_left_where_another_host_may_hold_it(
     mounted = [("/", "ext4"), (str(tmp_path), "nfs4")]
     parts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounted]
     monkeypatch.setattr("psutil.disk_partitions", lambda *, all: parts)
-    assert leftovers.remove_compiler_locks(env) == [old]
-    assert leftovers.remove_compiler_locks(env, since_s=time.time() + 60) == []
-    assert leftovers.remove_compiler_locks(env, since_s=hour_ago_s) == [young]
+    locks = CompilerLocks(env)
+    assert locks.remove() == [old]
+    assert locks.remove(own=True) == []
+    young.touch()
+    assert locks.remove() == []
+    assert locks.remove(own=True) == [young]
     young.touch()
     del parts[1]
-    assert leftovers.remove_compiler_locks(env) == [young]
+    assert locks.remove() == [young]

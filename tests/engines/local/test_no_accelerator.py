@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import find_machine_for_simulations, machine, no_accelerator
+from dsat.engines.local import find_machine_for_simulations, machine
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(glob, "glob", lambda pattern: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(no_accelerator, "_loads", lambda library: False)
+    monkeypatch.setattr(machine, "has_library", lambda library: False)
 
 
 def _only(name: str, found: Any) -> Callable[[str], Any]:
@@ -40,14 +40,14 @@ def test_anything_of_one_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
         (glob, "glob", _only("/dev/nvidia*", ["/dev/nvidiactl"])),
         (glob, "glob", _only("/dev/kfd", ["/dev/kfd"])),
         (importlib.util, "find_spec", _only("torch_npu", object())),
-        (no_accelerator, "_loads", lambda library: library == "libcuda.so.1"),
+        (machine, "has_library", lambda library: library == "libcuda.so.1"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, there)
-            assert not no_accelerator.is_certain()
+            assert not machine.has_no_accelerator()
 
 
 def test_the_users_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, certain in (("cpu", True), ("cuda", False)):
         monkeypatch.setenv("DS_ACCELERATOR", word)
-        assert no_accelerator.is_certain() is certain
+        assert machine.has_no_accelerator() is certain
