@@ -60,14 +60,12 @@ class FakeMaster:
         posted: all operations, as (kind, request id).
         logs: of trials, by dsat's number.
         active: trials that have something to do, by request id.
-        on_slots: seconds that trials had their slots, by dsat's number.
     """
 
     events: list[Event] = field(default_factory=list)
     posted: list[tuple[str, str]] = field(default_factory=list)
     logs: dict[int, list[str]] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
-    on_slots: dict[int, float] = field(default_factory=dict)
     created: dict[str, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     over: bool = False
@@ -127,9 +125,6 @@ class FakeMaster:
 
     def log(self, trial_id: int) -> Sequence[str]:
         return self.logs.get(trial_id, [])
-
-    def on_slots_s(self, trial_id: int) -> float:
-        return self.on_slots.get(trial_id, 0.0)
 
     def kill(self, trial_id: int) -> None:
         for request_id, number in list(self.active.items()):

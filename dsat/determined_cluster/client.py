@@ -14,7 +14,7 @@ from dsat.determined_cluster.job import SAID, search_tag, state_in_words
 from dsat.determined_cluster.master import OVER, Master, quiet, state_name
 from dsat.determined_cluster.result import RESULT_MARK
 from dsat.determined_cluster.retry import UNREACHABLE, in_words
-from dsat.errors import EngineError, UserInputError
+from dsat.errors import UserInputError
 
 FIRST_WITHOUT = (0, 38)
 LOCAL = "With --engine local dsat tunes on this machine's own accelerators."
@@ -36,13 +36,14 @@ class Ended:
 
 
 def check_installed(master: str) -> None:
-    """Raise UserInputError if determined is not installed."""
+    """Raise UserInputError if determined is not installed, or has no custom searches."""
     if importlib.util.find_spec("determined") is None:
-        raise UserInputError(
-            "determined is not installed, and tuning on a cluster needs it",
-            where=master,
-            hint=f"Run pip install 'dsat[determined]'. {LOCAL}",
-        )
+        problem = "determined is not installed, and tuning on a cluster needs it"
+    elif not _has_searcher():
+        problem = "the installed determined has no custom searchers (0.28 to 0.37 have)"
+    else:
+        return
+    raise UserInputError(problem, where=master, hint=f"Run pip install 'dsat[determined]'. {LOCAL}")
 
 
 def connect(address: str, say: Callable[[str], None]) -> Master:
@@ -50,12 +51,7 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
 
     Raises:
         UserInputError: the address, the credentials or the version is not right.
-        EngineError: the installed determined cannot run custom searches.
     """
-    if not _has_searcher():
-        raise EngineError(
-            f"the installed determined has no custom searchers (0.28 to 0.37 have). {LOCAL}"
-        )
     with quiet():
         from determined.experimental import Determined
 
@@ -81,10 +77,9 @@ def follow(
     """Print the search runner's lines until its end."""
     shown, state, late = 0, "", 0
     while True:
-        new = master.state(experiment_id)
-        if new != state and new not in ("ACTIVE", *OVER):
-            say(f"experiment {experiment_id} is {state_in_words(new)}")
-        state = new
+        before, state = state, master.state(experiment_id)
+        if state != before and state not in ("ACTIVE", *OVER):
+            say(f"experiment {experiment_id} is {state_in_words(state)}")
         lines = master.ask(lambda: _runner_lines(master, experiment_id))
         for line in lines[shown:]:
             # This process says so itself when the master is unreachable.
@@ -135,16 +130,9 @@ def explained(master: str) -> Iterator[None]:
         ) from error
     except errors.APIException as error:
         raise UserInputError(f"the master refuses: {in_words(error)}", where=master) from error
-    except (errors.BadRequestException, OSError) as error:
+    except (errors.BadRequestException, OSError, ValueError, KeyError) as error:
         raise UserInputError(
-            "no Determined master answers there",
-            where=master,
-            hint=f"Check DET_MASTER. {LOCAL}",
-        ) from error
-    except (ValueError, KeyError) as error:
-        raise UserInputError(
-            "what answers there is no Determined master, or the address is none: "
-            f"{in_words(error)}",
+            f"no Determined master answers there: {in_words(error)}",
             where=master,
             hint=f"Check DET_MASTER. {LOCAL}",
         ) from error

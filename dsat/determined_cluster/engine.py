@@ -1,7 +1,7 @@
 """Engine over a stream of searcher events: events go in, operations come out.
 
 It has no connection of its own: the caller hands in the events (`validated`, `exited`, `closed`)
-and posts the operations. It asks the master only for a trial's log, its time, and its early end.
+and posts the operations. It asks the master only for a trial's log and its early end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ class Cluster(Protocol):
 
     def log(self, trial_id: int) -> Sequence[str]:
         """Return the messages of a trial's log, oldest first."""
-        ...
-
-    def on_slots_s(self, trial_id: int) -> float:
-        """Return how long a trial had its slots, pauses left out; 0 if unknown."""
         ...
 
     def kill(self, trial_id: int) -> None:
@@ -193,6 +189,5 @@ class ClusterEngine:
     def _end(self, trial_id: int, outcome: Outcome) -> None:
         since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
         if not outcome.duration_s:  # else the trial measured it
-            took_s = self._cluster.on_slots_s(trial_id) or since_s
-            outcome = replace(outcome, duration_s=round(took_s, 3))
+            outcome = replace(outcome, duration_s=round(since_s, 3))
         self._ended.append((trial_id, outcome))

@@ -7,7 +7,6 @@ needs it to be installed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import re
 import time
@@ -21,7 +20,7 @@ from dsat.in_trial.cluster_rank import LOG_MARK
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 
 OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
-LOG_LINES = 400
+_LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the news of the trial's end
 T = TypeVar("T")
@@ -79,21 +78,19 @@ class Master:
 
     def find(self, tag: str) -> Any:
         """Return the experiment whose description begins with a tag; None if there is none."""
-        from determined.common.api import bindings
+        from determined.common.api import bindings, read_paginated
 
         def page(offset: int) -> Any:
-            return bindings.get_GetExperiments(
-                self.session, description=tag, offset=offset, limit=100
+            return self.ask(
+                lambda: bindings.get_GetExperiments(
+                    self.session, description=tag, offset=offset, limit=100
+                )
             )
 
-        seen, total = 0, 1
-        while seen < total:
-            found = self.ask(functools.partial(page, seen))
+        for found in read_paginated(page):
             for experiment in found.experiments:
                 if (experiment.description or "").startswith(tag):
                     return experiment
-            seen += len(found.experiments)
-            total = found.pagination.total if found.experiments else 0
         return None
 
     def find_or_create(
@@ -151,47 +148,27 @@ class Master:
 class RemoteCluster:
     """Trials of the custom experiment, by their numbers in the search.
 
-    Args:
-        master: the session.
-        sleep: waits for so many seconds.
-
     Attributes:
         experiment_id: the custom experiment, once there is one.
     """
 
     experiment_id: int | None = None
 
-    def __init__(self, master: Master, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, master: Master) -> None:
         self._master = master
-        self._sleep = sleep
 
     def log(self, trial_id: int) -> Sequence[str]:
         """Return dsat's own lines, which may be far above the end, and the last lines."""
         trial = self._trial(trial_id)
         lines: list[str] = []
         for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
-            self._sleep(pause_s)
+            time.sleep(pause_s)
             lines = self._master.ask(
-                lambda: [
-                    *trial.iter_logs(search_text=_MARKS),
-                    *trial.iter_logs(tail=LOG_LINES),
-                ]
+                lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
             )
             if any(LOG_MARK in line for line in lines):
                 break
         return lines
-
-    def on_slots_s(self, trial_id: int) -> float:
-        """Return how long a trial had its slots."""
-        from determined.common.api import bindings
-
-        trial = self._trial(trial_id)
-        if trial is None:
-            return 0.0
-        answer = self._master.ask(
-            lambda: bindings.get_GetTrial(self._master.session, trialId=trial.id)
-        )
-        return answer.trial.wallClockTime or 0.0
 
     def kill(self, trial_id: int) -> None:
         """End a trial; do nothing if there is none."""

@@ -129,7 +129,7 @@ class ClusterSearch:
         trial = self.run.trials[operation.trial_id]
         request = {"requestId": self.engine.request_id(trial.id)}
         if operation.kind == CREATE:
-            varied = hyperparameters.of_trial(self.tuner.plan, trial)
+            varied = hyperparameters.of_trial(trial)
             hparams = {**self.engine.hparams(trial), hyperparameters.KEY: varied}
             return {"createTrial": {**request, "hyperparams": json.dumps(hparams)}}
         if operation.kind == VALIDATE:

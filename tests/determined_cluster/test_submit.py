@@ -168,7 +168,7 @@ def test_a_determined_without_custom_searches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client, "_has_searcher", lambda: False)
-    assert dsat() == 1
+    assert dsat() == 2
     assert "the installed determined has no custom searchers" in refused(capsys)
 
 
