@@ -93,7 +93,7 @@ def print_plan(ready: Prepared) -> None:
 def print_submission(ready: Submission) -> None:
     """Show what `--dry-run` would submit to a cluster."""
     at_once = f"at most {ready.job.num_slots} slots at a time"
-    _print_search(ready.experiment.name, ready.job.plan, at_once)
+    _print_search(ready.name, ready.job.plan, at_once)
     words = words_without_secrets(ready.config["entrypoint"])
     print(f"the search runner's entrypoint: {shlex.join(words)}")
     print(f"to upload: {len(ready.files)} files, {memory_size.readable(ready.size_bytes)}")

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsat.report import format as fmt
 from dsat.report import summary
-from dsat.report.run_view import RunView, best_config
-from dsat.report.verdict import gain, say_gain, verdict
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.text import printable, values_without_secrets
 
@@ -28,16 +26,17 @@ _LONGEST_PART = 3000
 _LONGEST_DESCRIPTION = 250
 
 
-def of_run(run: Run, *, over: bool) -> dict[str, Any]:
+def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets.
 
-    `over` says whether the search came to its own end.
+    Args:
+        over: the search came to its own end.
     """
-    told = RunView.of(run).to_json(Path())
-    del told["run_dir"]  # it ends with the container
-    told.update(over=over, best_value=run.best_value, verdict=verdict(run))
-    found: dict[str, Any] = values_without_secrets(told)
-    return found
+    found = view.to_json(Path())
+    del found["run_dir"]  # it ends with the container
+    found.update(over=over, best_value=view.best_value, verdict=view.verdict)
+    shown: dict[str, Any] = values_without_secrets(found)
+    return shown
 
 
 def files(run: Run) -> dict[str, str]:
@@ -83,42 +82,31 @@ def _unpacked(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def for_people(run: Run) -> list[str]:
-    """Return the verdict; of a search that found nothing, with the script's own last words."""
-    told = verdict(run)
-    if run.best is None:
-        details = [outcome.detail for outcome in run.outcomes.values() if outcome.detail]
-        told = [*(details[-1].splitlines() if details else []), *told]
-    best = best_config(run)
-    if best is not None:
-        told.append(f"best_ds_config.json: {json.dumps(values_without_secrets(best))}")
-    return told
+def for_people(view: RunView) -> list[str]:
+    """Return the verdict; of a search that found nothing, below the script's own last words."""
+    if view.best is None:
+        details = [each.outcome.detail for each in view.ended if each.outcome]
+        last = next(filter(None, reversed(details)), "")
+        return [*last.splitlines(), *view.verdict]
+    best = json.dumps(values_without_secrets(view.best_config))
+    return [*view.verdict, f"{summary.BEST_CONFIG_FILE}: {best}"]
 
 
-def description(own: str, run: Run, *, over: bool, canceled: bool = False) -> str:
+def description(own: str, view: RunView, *, over: bool, canceled: bool = False) -> str:
     """Return the runner's description at its end, after the user's own."""
-    parts = [own, _end_in_words(run, over, canceled)]
-    return printable(" - ".join(filter(None, parts)))[:_LONGEST_DESCRIPTION]
+    found = "nothing was measured"
+    if view.best is not None:
+        found = f"best {view.best.trial.name}, {view.best.result}; {view.gain.headline}"
+    if over and view.best is None:
+        found = f"FAILED: {view.stop_reason}"
+    elif canceled:
+        found = f"canceled; {found}"
+    elif not over:
+        found = f"ended from outside; {found}"
+    return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
 
 
-def _end_in_words(run: Run, over: bool, canceled: bool) -> str:
-    if over and run.best is None:
-        return f"FAILED: {run.stop_reason}"
-    found, outcome = "nothing was measured", run.best_outcome
-    if run.best is not None and outcome is not None and run.plan is not None:
-        found = f"best {run.best.name}, {fmt.outcome(outcome, run.plan.metric)}"
-        confirmed = gain(run)
-        if confirmed is not None and run.best is not run.baseline:
-            found += f", {say_gain(confirmed)} your own"
-    if canceled:
-        return f"canceled; {found}"
-    return found if over else f"ended from outside; {found}"
-
-
-def metrics(run: Run, *, over: bool) -> dict[str, Any]:
+def metrics(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the last validation metrics of the runner's trial."""
-    assert run.plan is not None
-    found: dict[str, Any] = {FAILED_METRIC: int(over and run.best is None)}
-    if run.best_value is not None:
-        found[run.plan.metric] = run.best_value
-    return found
+    failed = {FAILED_METRIC: int(over and view.best is None)}
+    return failed if view.best_value is None else {**failed, view.plan.metric: view.best_value}

@@ -34,9 +34,11 @@ from dsat.determined_cluster.master import Master, RemoteCluster
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
 from dsat.report import summary
+from dsat.report.run_view import RunView
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.files import write_atomically
+from dsat.values.trial import Trial
 
 _EXPERIMENT_FILE = "experiment.json"
 _LOOK_EVERY_S = 0.5
@@ -53,7 +55,6 @@ class Runner:
     """The search of one experiment, from event to event.
 
     Args:
-        job: what to tune.
         runner_id: the runner's own experiment.
         folder: the context of that experiment.
         context: determined's, of `core.init`.
@@ -252,33 +253,31 @@ class Runner:
             say(f"experiment {self.experiment_id} was ended from outside ({state})")
         self._tell()
         self._context.train.report_validation_metrics(
-            steps_completed=len(run.outcomes), metrics=result.metrics(run, over=over)
+            steps_completed=len(run.outcomes), metrics=result.metrics(RunView.of(run), over=over)
         )
         value = run.best_value
         self._operation.report_completed(value if value is not None else 0.0)
 
     def _tell(self, *, canceled: bool = False) -> None:
         """Print the result, or the best so far, and put it into the description."""
-        run, over = self._run, self._search.over
-        for line in result.for_people(run):
+        view, over = RunView.of(self._run), self._search.over
+        for line in result.for_people(view):
             say(line)
-        told = {**result.of_run(run, over=over), "search_experiment_id": self.experiment_id}
-        told["files"] = result.files(run)
-        if self._job.run_full_experiment and over and run.best:
-            told["full_run_experiment_id"] = self._train()
-        for line in result.to_lines(told):
+        found = {**result.of_run(view, over=over), "search_experiment_id": self.experiment_id}
+        found["files"] = result.files(self._run)
+        if self._job.run_full_experiment and over and view.best:
+            found["full_run_experiment_id"] = self._train(view.best.trial)
+        for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""
-        text = result.description(own, run, over=over, canceled=canceled)
+        text = result.description(own, view, over=over, canceled=canceled)
         self._master.describe(self._runner_id, text)
 
-    def _train(self) -> int:
+    def _train(self, best: Trial) -> int:
         """Submit the full-length run, once; return its number."""
         for event in self._search.journal.events:
             if event["event"] == EVENT_FULL_RUN:
                 return int(event["experiment_id"])
-        best = self._run.best
-        assert best is not None
         number = self._find_or_create(
             jobs.full_run_tag(self._runner_id),
             jobs.full_run_config(self._job, self._runner_id, self._submitted, best.overrides),

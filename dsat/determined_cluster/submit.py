@@ -25,7 +25,6 @@ from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
 from dsat.inputs import script_args
-from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 from dsat.values.files import write_atomically
@@ -43,6 +42,7 @@ class Submission:
     Attributes:
         master: its address.
         reason: why trials run there, for people.
+        name: of the user's experiment.
         config: of the search runner's experiment.
         files: what trials find in their folder, by relative path.
         size_bytes: of these files.
@@ -50,7 +50,7 @@ class Submission:
 
     master: str
     reason: str
-    experiment: Experiment
+    name: str
     job: Job
     config: dict[str, Any]
     files: dict[Path, Path]
@@ -147,7 +147,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     if detach:
         _tell_how_to_go_on(master, number)
         return submitted
-    return _follow(master, submitted, ready.experiment.name)
+    return _follow(master, submitted, ready.name)
 
 
 def follow(experiment_id: int) -> Submitted:
@@ -156,7 +156,7 @@ def follow(experiment_id: int) -> Submitted:
     Raises:
         DsatError: the master cannot be reached, or has no such experiment.
     """
-    choice = choose("determined", os.environ, logins_of(auth_file()), fits=True)
+    choice = _choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
     master = clients.connect(choice.master, _log.info)
@@ -255,7 +255,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
     return Submission(
-        choice.master, choice.reason, experiment, told, config, found, upload.check_size(found)
+        choice.master, choice.reason, experiment.name, told, config, found, upload.check_size(found)
     )
 
 

@@ -27,7 +27,7 @@ def logged(told: dict[str, Any]) -> list[str]:
 
 def test_the_whole_result_goes_through_the_log() -> None:
     run = finished()
-    told = result.of_run(run, over=True)
+    told = result.of_run(RunView.of(run), over=True)
     lines = logged(told)
     assert all(len(line) < 4000 for line in lines)
     noise = [f"{PREFIX}[dsat] ended: all done\n", f"{PREFIX}[dsat-result] what is this?\n"]
@@ -53,7 +53,9 @@ def test_the_last_whole_result_counts() -> None:
 def test_no_secret_is_told() -> None:
     base = {**plan_of().base_config, "monitor": {"wandb_token": SECRET, "url": "s3://u:pw9@x/y"}}
     run = finished(base_config=base)
-    told = json.dumps(result.of_run(run, over=True)) + "\n".join(result.for_people(run))
+    told = json.dumps(result.of_run(RunView.of(run), over=True)) + "\n".join(
+        result.for_people(RunView.of(run))
+    )
     assert SECRET not in told and "pw9" not in told
     config = best_config(run)
     assert config is not None and config["monitor"]["wandb_token"] == SECRET, "for use, it is"
@@ -68,20 +70,21 @@ def test_a_search_that_failed_says_so_where_its_state_does_not() -> None:
     master.fail(profile, detail)
     drain(search, master)
     run = search.run
-    assert result.for_people(run)[:3] == detail.splitlines()
-    said = result.description("my try", run, over=True)
+    assert result.for_people(RunView.of(run))[:3] == detail.splitlines()
+    said = result.description("my try", RunView.of(run), over=True)
     assert said.startswith("my try - FAILED: the profile trial failed: KeyError")
-    assert result.metrics(run, over=True) == {"search_failed": 1}
+    assert result.metrics(RunView.of(run), over=True) == {"search_failed": 1}
 
 
 def test_a_search_that_found_something_says_what() -> None:
     run = finished()
     assert run.best is not None
-    said = result.description("", run, over=True)
-    assert said.startswith(f"best {run.best.name}, ")
-    assert result.description("x", run, over=False, canceled=True).startswith("x - canceled; best")
-    assert result.description("x", run, over=False).startswith("x - ended from outside; best")
-    found = result.metrics(run, over=True)
+    view = RunView.of(run)
+    assert result.description("", view, over=True).startswith(f"best {run.best.name}, ")
+    said = result.description("x", view, over=False, canceled=True)
+    assert said.startswith("x - canceled; best")
+    assert result.description("x", view, over=False).startswith("x - ended from outside; best")
+    found = result.metrics(view, over=True)
     assert found == {"search_failed": 0, "throughput": run.best_value}
 
 
