@@ -1,4 +1,1 @@
-"""Tables, pages, messages and files, drawn from the journal alone: summaries, tables, log lines.
-
-Writes result files; decides nothing.
-"""
+"""Layouts of a run's view: tables, pages, messages and files. Writes result files; decides nothing."""

@@ -1,5 +1,5 @@
 "use strict";
-// What changes while a run goes on, and what may be asked of it.
+// Status of a run that goes on, and requests to it.
 const token = new URLSearchParams(location.search).get("token");
 const main = document.getElementById("live");
 const statusLine = document.getElementById("status");
@@ -34,7 +34,7 @@ async function load(wanted) {
     document.body.dataset.version = wanted;
     version = wanted;
   } catch (error) {
-    said.textContent = `What is new could not be fetched: ${error.message}`;
+    said.textContent = `The update could not be fetched: ${error.message}`;
   } finally {
     loading = false;
   }
@@ -46,8 +46,7 @@ async function ask(request) {
     headers: { "Content-Type": "application/json", "Authorization": `Bearer ${token}` },
     body: JSON.stringify(request),
   });
-  const told = await answer.json();
-  said.textContent = told.message;
+  said.textContent = (await answer.json()).message;
 }
 
 function rowOf(trial) {
