@@ -59,9 +59,7 @@ class ClusterEngine:
     """Runs trials by operations of a custom searcher.
 
     Args:
-        job: the plan, the user's configuration, and how trials are measured.
         runner_id: experiment of the search runner; request ids derive from it and the seed.
-        cluster: the master.
         clock: seconds, for the time that trials take.
     """
 

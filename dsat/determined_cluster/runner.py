@@ -148,10 +148,10 @@ class Runner:
                 return ask()
 
     def _handle(self, event: Any) -> None:
-        told = {key: value for key, value in event.to_json().items() if value is not None}
-        operations = self._search.answer(told)
+        data = {key: value for key, value in event.to_json().items() if value is not None}
+        operations = self._search.answer(data)
         posts = [self._search.wire(operation) for operation in operations]
-        if not told.keys() & set(_WITHOUT_PROGRESS):
+        if not data.keys() & set(_WITHOUT_PROGRESS):
             posts.append({"setSearcherProgress": {"progress": self._search.progress}})
         self._save()
         self._master.ask(lambda: self._post(event, posts, operations))
@@ -241,7 +241,7 @@ class Runner:
         else:
             say(f"canceled, and with it experiment {self.experiment_id}")
             self._master.kill(self.experiment_id)
-            self._tell(canceled=True)
+            self._print_result(canceled=True)
 
     def conclude(self) -> None:
         """End because the trials' experiment is over."""
@@ -251,14 +251,14 @@ class Runner:
         else:
             state = jobs.state_in_words(self._master.state(self.experiment_id))
             say(f"experiment {self.experiment_id} was ended from outside ({state})")
-        self._tell()
+        self._print_result()
         self._context.train.report_validation_metrics(
             steps_completed=len(run.outcomes), metrics=result.metrics(RunView.of(run), over=over)
         )
         value = run.best_value
         self._operation.report_completed(value if value is not None else 0.0)
 
-    def _tell(self, *, canceled: bool = False) -> None:
+    def _print_result(self, *, canceled: bool = False) -> None:
         """Print the result, or the best so far, and put it into the description."""
         view, over = RunView.of(self._run), self._search.over
         for line in result.for_people(view):

@@ -35,8 +35,8 @@ from dsat.tuning.tuner import Tuner
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
-# Events after which there may be something to decide.
-_TELLING = {"initialOperations", "validationCompleted", "trialExitedEarly", "trialClosed"}
+# Events that call for a decision.
+_DECISIVE = {"initialOperations", "validationCompleted", "trialExitedEarly", "trialClosed"}
 _BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
 
 
@@ -106,7 +106,7 @@ class ClusterSearch:
         if number in self._answers:
             return self._answers[number]
         known = len(self.journal.events)
-        if not self.over and event.keys() & _TELLING:
+        if not self.over and event.keys() & _DECISIVE:
             self._handle(event)
             self._decide()
         operations = self.engine.take_operations()

@@ -25,18 +25,17 @@ class Choice:
     reason: str
 
 
-def choose(engine: str, env: Mapping[str, str], logins: Mapping[str, str], *, fits: bool) -> Choice:
+def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> Choice:
     """Decide by the option, then by the configuration of determined.
 
     Args:
         engine: `auto`, `local`, `slurm`, `ray` or `determined`.
+        fits: the command can be one for a cluster.
         env: environment variables.
-        logins: users by the master that they are logged in to (`logins_of`).
-        fits: whether the command can be one for a cluster.
     """
     if engine in ("local", "slurm", "ray"):
         return Choice(None, f"--engine {engine}")
-    configured = _configured(env, logins)
+    configured = _configured(env, logins_of(auth_file(env)))
     if engine == "determined":
         master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
         return Choice(master, "--engine determined")
@@ -73,9 +72,8 @@ def logins_of(path: Path) -> dict[str, str]:
         return {}
 
 
-def auth_file(env: Mapping[str, str] | None = None) -> Path:
+def auth_file(env: Mapping[str, str]) -> Path:
     """Return determined's file of logins (`determined.common.util.get_config_path`, on Linux)."""
-    env = os.environ if env is None else env
     if env.get("DET_DEBUG_CONFIG_PATH"):
         return Path(env["DET_DEBUG_CONFIG_PATH"]) / "auth.json"
     config = env.get("XDG_CONFIG_HOME")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
-from dsat.determined_cluster.select_master import Choice, auth_file, choose, logins_of
+from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
@@ -106,17 +105,13 @@ class Submitted:
 
 def configured_master() -> str | None:
     """Return the address of the cluster that `--engine auto` takes; None for this machine."""
-    return _choose(AUTO, fits=True).master
-
-
-def _choose(engine: str, *, fits: bool) -> Choice:
-    return choose(engine, os.environ, logins_of(auth_file()), fits=fits)
+    return choose(AUTO, fits=True).master
 
 
 def where(settings: Settings) -> Choice:
     """Choose between a cluster and this machine."""
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
-    found = _choose(settings.engine, fits=not local_only)
+    found = choose(settings.engine, fits=not local_only)
     if found.master is not None and local_only:
         [name, *_] = local_only
         raise UserInputError(
@@ -156,7 +151,7 @@ def follow(experiment_id: int) -> Submitted:
     Raises:
         DsatError: the master cannot be reached, or has no such experiment.
     """
-    choice = _choose("determined", fits=True)
+    choice = choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
     master = clients.connect(choice.master, _log.info)
@@ -171,11 +166,7 @@ def follow(experiment_id: int) -> Submitted:
 
 
 def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
-    """Print what a search runner says until its end, and write its result files.
-
-    Args:
-        name: of the user's experiment.
-    """
+    """Print the lines of a search runner until its end, and write its result files."""
     number = submitted.experiment_id
     try:
         ended = clients.follow(master, number, _log.info)
@@ -235,9 +226,10 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         if settings.search_runner_config is None
         else experiments.read_mapping(settings.search_runner_config)
     )
-    found = upload.files(experiment.model_dir, experiment.includes)
-    upload.check_script(found, experiment.model_dir)
-    told = Job(
+    files = upload.files(experiment.model_dir, experiment.includes)
+    upload.check_script(files, experiment.model_dir)
+    size = upload.check_size(files)
+    submitted = Job(
         plan=plan,
         info={
             "name": experiment.name,
@@ -254,9 +246,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    return Submission(
-        choice.master, choice.reason, experiment.name, told, config, found, upload.check_size(found)
-    )
+    return Submission(choice.master, choice.reason, experiment.name, submitted, config, files, size)
 
 
 def _tell_how_to_go_on(master: Master, number: int) -> None:

@@ -18,7 +18,6 @@ _KILLED = ("exit code: 137", "exit code 137", "OOMKilled", "died with <Signals.S
 _INVALID_HP = "InvalidHP"
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _TRACEBACK = "Traceback (most recent call last):"
-_PORT = re.compile(r"\bport\b\D{0,3}(\d{2,5})")
 _EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|InvalidHP)\b(?:: .*)?")
 _SCRIPT = (
     "Does the script call dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites), "
@@ -59,8 +58,8 @@ def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Ou
     telling = [data for data in found if not (failed and data["ended"])]
     if telling:
         # Out of memory on one rank explains the failures of the others.
-        oom = [data for data in telling if data["kind"] == OutcomeKind.OOM.value]
-        return Outcome.from_json([*oom, *telling][0])
+        first = min(telling, key=lambda data: data["kind"] != OutcomeKind.OOM.value)
+        return Outcome.from_json(first)
     text, tail = "\n".join(plain), "\n".join(plain[-_TAIL_LINES:])
     if failed:
         kind = failures.of_text(text)
@@ -100,19 +99,14 @@ def _crash(
 
 def _with_advice(outcome: Outcome, text: str) -> Outcome:
     """Return the outcome, with advice if the ranks' port was taken."""
-    told = f"{outcome.message}\n{outcome.detail}\n{text}"
-    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(told):
+    everything = f"{outcome.message}\n{outcome.detail}\n{text}"
+    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
         return outcome
-    ports = [
-        found[1]
-        for line in told.splitlines()
-        if _ADDRESS_IN_USE.search(line) and (found := _PORT.search(line))
-    ]
     return replace(
         outcome,
-        message=f"port {ports[0] if ports else '29500'}, at which its ranks meet, is taken on "
-        "their host (EADDRINUSE). With host networking the launchers of two trials on one host "
-        "take the same one: run one trial at a time (-mct 1), or give a trial all slots of a host",
+        message="the port at which its ranks meet is taken on their host (EADDRINUSE). With host "
+        "networking the launchers of two trials on one host take the same one: run one trial at a "
+        "time (-mct 1), or give a trial all slots of a host",
     )
 
 

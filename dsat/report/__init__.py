@@ -1,1 +1,1 @@
-"""Layouts of a run's view: tables, pages, messages and files. Writes result files; decides nothing."""
+"""Layouts of the view of a run: tables, pages, messages and files; they decide nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,18 @@ NEAR = "http://localhost:8080"
     ],
 )
 def test_where_trials_run(
-    engine: str, env: dict[str, str], logins: dict[str, str], master: str | None
+    engine: str, env: dict[str, str], logins: dict[str, str], master: str | None, tmp_path: Path
 ) -> None:
-    choice = choose(engine, env, logins, fits=True)
+    masters = {each: {"active_user": user, "tokens": {user: "t"}} for each, user in logins.items()}
+    (tmp_path / "auth.json").write_text(json.dumps({"version": 2, "masters": masters}))
+    env = {**env, "DET_DEBUG_CONFIG_PATH": str(tmp_path)}
+    choice = choose(engine, fits=True, env=env)
     assert choice.master == master
     assert choice.reason
 
 
 def test_a_command_for_this_machine_stays_here() -> None:
-    assert choose("auto", {"DET_MASTER": FAR}, {}, fits=False).master is None
+    assert choose("auto", fits=False, env={"DET_MASTER": FAR}).master is None
 
 
 def test_logins_are_determineds_own(tmp_path: Path) -> None:
@@ -66,10 +70,10 @@ def test_the_file_is_where_determined_has_it(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DET_DEBUG_CONFIG_PATH", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-        assert auth_file() == util.get_config_path() / "auth.json"
+        assert auth_file(os.environ) == util.get_config_path() / "auth.json"
         patch.delenv("XDG_CONFIG_HOME")
         patch.setenv("HOME", str(tmp_path))
-        assert auth_file() == util.get_config_path() / "auth.json"
+        assert auth_file(os.environ) == util.get_config_path() / "auth.json"
 
 
 class Flaky:
