@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import BATCH_KEYS, did_you_mean, whole_number
+from dsat.inputs.ds_config import BATCH_KEYS, did_you_mean, flat, whole_number
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.value_lists import distinct, listed_values
 from dsat.values.trial import TrialOptions
@@ -269,7 +269,9 @@ def _check_order(section: Autotuning, where: str) -> None:
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
     """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
-    settings = {*BATCH_KEYS, *_all_keys(config), CHECKPOINTING}
+    others = flat({key: value for key, value in config.items() if key != SECTION})
+    keys = {key for path in others for key in path.split(".")}
+    settings = {*BATCH_KEYS, *keys, CHECKPOINTING}
     for setting in mappings:
         near = "" if setting in settings else did_you_mean(setting, settings)
         if near:
@@ -288,11 +290,3 @@ def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> I
             yield f"{where}: {SECTION}.{key} has no effect: {reason}"
     if config.get("arg_mappings") is not None:
         yield f"{where}: arg_mappings has no effect: it belongs inside {SECTION}"
-
-
-def _all_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if key != SECTION:
-            yield str(key)
-            if isinstance(value, Mapping):
-                yield from _all_keys(value)
