@@ -166,10 +166,6 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
             metavar=own.placeholder,
             help=help_of(own),
         )
-        if own.shorthand is not None:
-            flag, value = own.shorthand
-            said = f"the same as {own.flags[-1]} {value}"
-            parser.add_argument(flag, dest=dest, action="store_const", const=value, help=said)
 
 
 def _argparse_type(read: Callable[[Any], Any]) -> Callable[[str], Any]:

@@ -67,7 +67,6 @@ class Option:
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
         group: its heading in `--help`.
         shell_only: it is an option of the command line only, not of the Python API.
-        shorthand: a switch that stands for one of its values, and that value.
         name: of the setting.
     """
 
@@ -81,7 +80,6 @@ class Option:
     any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
-    shorthand: tuple[str, str] | None = None
     name: str = ""
 
     @property

@@ -22,7 +22,6 @@ from dsat.inputs.option import (
     DURATION,
     GLOBAL_BATCH,
     MEMORY_SIZE,
-    OWN,
     PATH,
     WHOLE_NUMBER,
     WORD,
@@ -243,9 +242,8 @@ class Settings(Target):
         kind=GLOBAL_BATCH,
         any_command=True,
         group=Group.FIRST,
-        shorthand=("--keep-batch", OWN),
         help="only configurations whose micro batch x gradient accumulation steps x slots is "
-        "exactly N, or that of your own configuration (own, or --keep-batch), or any "
+        "exactly N, or that of your own configuration (own), or any "
         "(default: your own if your configuration gives a train_batch_size)",
     )
     trial_timeout_s: float = option(

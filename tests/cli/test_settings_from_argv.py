@@ -130,10 +130,6 @@ def test_every_option_has_its_type() -> None:
     assert [type(options[key]) for key in ("max_rungs", "min_trials", "divisor")] == [int] * 3
 
 
-def test_a_shorthand_stands_for_a_value() -> None:
-    assert parse("asha", "--keep-batch", "--", "t.py").train_batch_size == "own"
-
-
 @pytest.mark.parametrize("method", SEARCHES)
 def test_help_tells_every_option_and_its_default(
     method: str, capsys: pytest.CaptureFixture[str]
