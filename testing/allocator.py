@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,44 @@ def counting_library(folder: Path) -> Path:
 def real_peaks(
     library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 600
 ) -> dict[str, int]:
-    """Peak bytes of rank 0 by phase.
+    """Peak bytes of rank 0 by phase, for a model of `programs/memory`.
 
     Raises:
         RuntimeError: the run failed; with the end of its log.
     """
     environment = environment_of_a_rank(
-        WORLD_SIZE=str(slots),
-        LOCAL_SIZE=str(slots),
-        OMP_NUM_THREADS="1",
-        LD_PRELOAD=str(library),
-        PYTHONPATH=str(ROOT),
+        WORLD_SIZE=str(slots), LOCAL_SIZE=str(slots), OMP_NUM_THREADS="1", LD_PRELOAD=str(library)
     )
-    command = [sys.executable, "measure.py", "--model", model, "--config", json.dumps(config)]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        words = ["train.py", "--model", model, "--deepspeed_config", file.name]
+        return measured(words, FOLDER, environment, slots, timeout_s=timeout_s)
+
+
+def measured(
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    slots: int = 1,
+    *,
+    timeout_s: float,
+) -> dict[str, int]:
+    """Peak bytes of rank 0 of a script by phase.
+
+    Raises:
+        RuntimeError: the run failed; with the end of its log.
+    """
     ranks = [
         subprocess.Popen(
-            command,
-            cwd=FOLDER,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(PROGRAMS / "measure.py"), *words],
+            cwd=folder,
+            env={
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,12 +1,12 @@
 """Tests and searches with the versions of python, torch and DeepSpeed that people have.
 
-    python3 -m testing.compat [--keep] [--write] [PAIR ...]
+    python3 -m testing.compat [PAIR ...]
 
 Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards:
 with the libraries that torch brings along it takes about 6 GB, and the whole half an hour on two
 cores. In it run the tests of trials, meter, simulation and the command line, searches of small
 scripts under every launcher, and simulated memory is held against what torch's allocator really
-gave. Prints the rows of the table of `CONTRIBUTING.md`, and with --write puts them there.
+gave. Prints rows for the table of `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
-_PAGE = ROOT / "CONTRIBUTING.md"
 _UV = str(Path(sys.prefix) / "bin" / "uv")
 TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_end")
 # Of frameworks and launchers what is installed everywhere.
@@ -68,20 +67,18 @@ PAIRS: Mapping[str, Pair] = {
 }
 
 
-def check(name: str, *, keep: bool) -> dict[str, str]:
+def check(name: str) -> dict[str, str]:
     """Install a pair and try it.
 
     Args:
         name: of `PAIRS`.
-        keep: leave the environment for another look; one that was left is used again.
 
     Returns:
         A row of the table, by `HEAD`.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
-    if not (keep and python.exists()):
-        install(PAIRS[name], folder)
+    install(PAIRS[name], folder)
     row = {
         **_versions(python),
         "tests": _tests(folder),
@@ -89,8 +86,7 @@ def check(name: str, *, keep: bool) -> dict[str, str]:
         "memory": _memory(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
-    if not keep:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return row
 
 
@@ -188,35 +184,18 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _write(rows: list[dict[str, str]]) -> None:
-    """Put rows into the page's table, each in place of an older one of the same versions."""
-    lines = _PAGE.read_text(encoding="utf-8").splitlines(keepends=True)
-    for row in rows:
-        same = _line([row[key] for key in HEAD[:3]])[:-1]
-        lines = [line for line in lines if not line.startswith(same)]
-        head = lines.index(_line(HEAD) + "\n")
-        lines.insert(head + 2, _line([row[key] for key in HEAD]) + "\n")
-    temporary = _PAGE.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, _PAGE)
-
-
 def main() -> int:
     """Try the pairs that the command line names, or all; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
-    parser.add_argument("--keep", action="store_true", help="leave the environments")
-    parser.add_argument("--write", action="store_true", help="put the rows into CONTRIBUTING.md")
     given = parser.parse_args()
     if unknown := set(given.pairs) - PAIRS.keys():
         parser.error(f"no pair {', '.join(sorted(unknown))}; there are {', '.join(PAIRS)}")
     rows = []
     for name in given.pairs or PAIRS:
         began = time.monotonic()
-        rows.append(check(name, keep=given.keep))
+        rows.append(check(name))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-        if given.write:
-            _write(rows[-1:])
     print(_line(list(HEAD)), _line(["---"] * len(HEAD)), sep="\n")
     print(*(_line([row[key] for key in HEAD]) for row in rows), sep="\n")
     return int(any("failed" in cell for row in rows for cell in row.values()))

@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
-from testing.allocator import counting_library
+from testing.allocator import counting_library, measured
 from testing.local import PROGRAMS, SLOW_MACHINE_S, cpu_machine, environment_of_a_rank
 from testing.null_cuda import Device, NullCuda, build
 
@@ -199,18 +197,4 @@ def real_peaks(
         null = NullCuda(build(_ROOT / ".cache" / "null_cuda"), folder / "books", [Device()])
         of_device = null.environment(DS_ACCELERATOR="cuda")
         environment |= {k: v for k, v in of_device.items() if os.environ.get(k) != v}
-    environment["PYTHONPATH"] = f"{_ROOT}:{environment.get('PYTHONPATH', '')}"
-    found = subprocess.run(
-        [sys.executable, "measure.py", *style.words(str(config))],
-        cwd=FOLDER,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
-    for line in found.stdout.splitlines():
-        if line.startswith("PEAKS "):
-            peaks: dict[str, int] = json.loads(line[len("PEAKS ") :])
-            return peaks
-    raise RuntimeError(found.stdout[-2000:])
+    return measured(style.words(str(config)), FOLDER, environment, timeout_s=timeout_s)

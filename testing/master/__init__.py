@@ -23,22 +23,19 @@ DET_USER, DET_PASS and a folder for the token cache.
 - *What users do* goes through the real client: `client.get_trial(id).kill()`,
   `experiment.pause()`, `.activate()`, `.cancel()`, `.kill()`.
 - *Faults:* `fault(r"POST .*/searcher_operations", status=502, times=2)`, kinds `status`, `drop`
-  (nothing done), `drop_answer` (done, then dropped), `delay`; `signal(trial_id)` (SIGKILL to all
-  processes of a container), `freeze`/`thaw`, `redeliver(id, event)`, `restart(down_s)`,
-  `expire_tokens()`.
+  (nothing done), `drop_answer` (done, then dropped); `signal(trial_id)` (SIGKILL to all processes
+  of a container), `redeliver(id, event)`, `restart(down_s)`, `expire_tokens()`.
 - *Time:* a long poll lasts `poll_s` (2 s) where the real one lasts 60; launchers wait `grace_s`
   (0.2 s) after their workers' end, in reality 5.
 
-A container is a folder under `<folder>/containers/<allocation id>-<rank>`: `workdir`, `home`,
-and `run` for `/run/determined`. It has the interpreter of the tests with their packages, but
-no dsat: what a trial imports of it must be in the experiment's context. Slots are CPUs; `nodes`
-are their numbers on each agent, all of them on this machine (pdsh, sshd and pkill of a container
-are in `container/`). Containers end with the process that holds the stand-in.
+A container is a folder under `<folder>/containers/<allocation id>`: `workdir`, `home`, and `run`
+for `/run/determined`. It has the interpreter of the tests with their packages, but no dsat: a trial
+imports it from the experiment's context. Slots are CPUs; `nodes` are their numbers on each agent,
+all on this machine. Containers end with the process that holds the stand-in.
 
-From the inside out: `states`, `allocation`, `trial`, `experiment`, `scheduler`, `cluster` are a
-pure state machine (after the master's Go sources, named in each); `requests`, `client_api`,
-`task_api`, `views` are the REST API on it; `server` is HTTP with `faults`; `processes` and
-`container/` are the agents; `standin` holds it all.
+`states`, `allocation`, `trial`, `experiment`, `cluster` are the state machine, after the master's
+Go sources; `requests`, `client_api`, `task_api`, `views` are the REST API on it; `server` is HTTP
+with `faults`; `processes` and `container/` are the agents; `standin` holds it all.
 """
 
 from testing.master.faults import Fault

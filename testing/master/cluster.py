@@ -1,36 +1,46 @@
-"""The master's state: experiments, trials, metrics, checkpoints, logs.
+"""The master's state: slots, experiments, trials, metrics, checkpoints, logs.
 
-Pure but for the clock of time stamps: what is to happen in the world is left in `effects`. Not
-thread safe; the server holds a lock around every call.
+Not thread safe; the server holds a lock around every call.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from testing.master import config as configs
 from testing.master.allocation import Allocation, Exit
-from testing.master.effects import Effect, KillContainers, Later, StartContainers
 from testing.master.errors import INTERNAL, ApiError, invalid, not_found
 from testing.master.experiment import Experiment
 from testing.master.logs import LogLine
-from testing.master.scheduler import Scheduler
 from testing.master.states import State
 from testing.master.trial import INVALID_HP, Trial
 
 Json = dict[str, Any]
 
 
+class World(Protocol):
+    """Interface of the machine for the cluster."""
+
+    def start_container(self, allocation: Allocation) -> None: ...
+
+    def kill_container(self, allocation: Allocation) -> None: ...
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
+
+
 class Cluster:
     """State of a master.
 
+    Tasks get their slots on one node, first come, first served among those that fit. Tasks without
+    slots always run, on the first node.
+
     Args:
+        world: Starts and kills containers.
         nodes: The number of slots of every agent.
         checkpoints: The folder for checkpoints of experiments that name none.
         projects: Pairs of a workspace and a project in it, beside the default.
@@ -38,19 +48,22 @@ class Cluster:
 
     def __init__(
         self,
-        nodes: Sequence[int] = (1,),
-        checkpoints: str = "/checkpoints",
-        projects: Sequence[tuple[str, str]] = (),
+        world: World,
+        nodes: Sequence[int],
+        checkpoints: str,
+        projects: Sequence[tuple[str, str]],
     ) -> None:
         self.id = str(uuid.uuid4())
-        self.scheduler = Scheduler(nodes)
-        self.effects: list[Effect] = []
+        self.kill_container, self.later = world.kill_container, world.later
         self.experiments: dict[int, Experiment] = {}
         self.allocations: dict[str, Allocation] = {}
         self.metrics: dict[int, list[Json]] = {}
         self.checkpoints: dict[str, Json] = {}
         self.logs: dict[str, list[LogLine]] = {}
         self.projects = [("Uncategorized", "Uncategorized"), *projects]
+        self._start_container = world.start_container
+        self._nodes = nodes
+        self._waiting: list[Allocation] = []
         self._checkpoint_folder = checkpoints
         self._trial_ids = itertools.count(1)
         self._metric_ids = itertools.count(1)
@@ -74,24 +87,16 @@ class Cluster:
             on_exit,
         )
         self.allocations[allocation.id] = allocation
-        self.scheduler.request(allocation)
+        self._waiting.append(allocation)
         return allocation
 
     def release(self, allocation: Allocation) -> None:
-        allocation.ended_s = time.monotonic()
-        self.scheduler.release(allocation)
+        if allocation in self._waiting:
+            self._waiting.remove(allocation)
 
     def on_slots_s(self, trial: Trial) -> float:
-        """For how long all runs of a trial had their slots, in seconds."""
-        runs = [self.allocations[each] for each in trial.allocation_ids]
-        now = time.monotonic()
-        return sum((run.ended_s or now) - run.began_s for run in runs if run.began_s is not None)
-
-    def kill_containers(self, allocation: Allocation) -> None:
-        self.effects.append(KillContainers(allocation))
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.effects.append(Later(delay_s, call))
+        """Seconds for which all runs of a trial had their slots."""
+        return sum(self.allocations[each].on_slots_s for each in trial.allocation_ids)
 
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
@@ -99,13 +104,20 @@ class Cluster:
 
     # What requests do.
 
-    def take_effects(self) -> list[Effect]:
-        """Schedules what fits and hands over all that is to be done now."""
-        for allocation in self.scheduler.start_what_fits():
-            allocation.began_s = time.monotonic()
-            self.effects.append(StartContainers(allocation))
-        effects, self.effects = self.effects, []
-        return effects
+    def schedule(self) -> None:
+        """Start what fits."""
+        for allocation in list(self._waiting):
+            for node, slots in enumerate(self._nodes):
+                free = [slot for slot in range(slots) if (node, slot) not in self._taken()]
+                if len(free) >= allocation.slots:
+                    self._waiting.remove(allocation)
+                    allocation.start(node, free[: allocation.slots])
+                    self._start_container(allocation)
+                    break
+
+    def _taken(self) -> set[tuple[int, int]]:
+        running = [each for each in self.allocations.values() if each.started and not each.ended]
+        return {(each.node, slot) for each in running for slot in each.slot_ids}
 
     def create_experiment(
         self, config: str, model_def: bytes, owner: str, *, activate: bool = True
@@ -116,7 +128,7 @@ class Cluster:
             ApiError: Its configuration is wrong, or it wants more slots than there are.
         """
         full = configs.complete(config, self._checkpoint_folder)
-        if not self.scheduler.fits_ever(int(full["resources"]["slots_per_trial"])):
+        if int(full["resources"]["slots_per_trial"]) > max(self._nodes):
             raise ApiError(INTERNAL, "slots requested exceeds cluster capacity")
         self.project_of(full)
         experiment = Experiment(len(self.experiments) + 1, full, config, model_def, owner, self)

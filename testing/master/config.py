@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,10 +51,9 @@ def normalized(hyperparameters: Mapping[str, Any]) -> Json:
     return {name: _normalized(value) for name, value in hyperparameters.items()}
 
 
-def sample(hyperparameters: Mapping[str, Any], seed: int) -> Json:
-    """A point of a normalized space."""
-    rng = random.Random(seed)
-    return {name: _sample(value, rng) for name, value in hyperparameters.items()}
+def point_of(hyperparameters: Mapping[str, Any]) -> Json:
+    """The first point of a normalized space."""
+    return {name: _first(value) for name, value in hyperparameters.items()}
 
 
 def _normalized(value: Any) -> Any:
@@ -68,18 +66,12 @@ def _is_space(value: Mapping[str, Any]) -> bool:
     return value["type"] in ("const", "int", "double", "log", "categorical")
 
 
-def _sample(value: Any, rng: random.Random) -> Any:
-    if "type" not in value or not isinstance(value["type"], str):
-        return {name: _sample(below, rng) for name, below in value.items()}
+def _first(value: Any) -> Any:
+    if not isinstance(value.get("type"), str):
+        return point_of(value)
     if value["type"] == "const":
         return value["val"]
-    if value["type"] == "categorical":
-        return rng.choice(value["vals"])
-    if value["type"] == "int":
-        return rng.randint(value["minval"], value["maxval"])
-    if value["type"] == "double":
-        return rng.uniform(value["minval"], value["maxval"])
-    return value.get("base", 10.0) ** rng.uniform(value["minval"], value["maxval"])
+    return value["vals"][0] if value["type"] == "categorical" else value["minval"]
 
 
 def _merged(below: Json, above: Json) -> Json:

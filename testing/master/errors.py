@@ -1,27 +1,17 @@
-"""Refusals of the master: a gRPC code and its HTTP status."""
+"""Refusals of the master: a gRPC code, its HTTP status and its name."""
 
 from __future__ import annotations
 
 INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED = 3, 5, 7
-FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAUTHENTICATED = 9, 12, 13, 16
+FAILED_PRECONDITION, INTERNAL, UNAUTHENTICATED = 9, 13, 16
 
-_HTTP_STATUS = {
-    INVALID_ARGUMENT: 400,
-    NOT_FOUND: 404,
-    PERMISSION_DENIED: 403,
-    FAILED_PRECONDITION: 400,
-    UNIMPLEMENTED: 501,
-    INTERNAL: 500,
-    UNAUTHENTICATED: 401,
-}
-_REASON = {
-    INVALID_ARGUMENT: "InvalidArgument",
-    NOT_FOUND: "NotFound",
-    PERMISSION_DENIED: "PermissionDenied",
-    FAILED_PRECONDITION: "FailedPrecondition",
-    UNIMPLEMENTED: "Unimplemented",
-    INTERNAL: "Internal",
-    UNAUTHENTICATED: "Unauthenticated",
+_ANSWERS = {
+    INVALID_ARGUMENT: (400, "InvalidArgument"),
+    NOT_FOUND: (404, "NotFound"),
+    PERMISSION_DENIED: (403, "PermissionDenied"),
+    FAILED_PRECONDITION: (400, "FailedPrecondition"),
+    INTERNAL: (500, "Internal"),
+    UNAUTHENTICATED: (401, "Unauthenticated"),
 }
 
 
@@ -31,20 +21,13 @@ class ApiError(Exception):
     Args:
         code: The gRPC code.
         message: What the client shows its user.
+        status: The HTTP status, if it is not the code's.
     """
 
-    def __init__(self, code: int, message: str) -> None:
+    def __init__(self, code: int, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code
-
-    @property
-    def status(self) -> int:
-        return _HTTP_STATUS[self.code]
-
-    def body(self) -> dict[str, object]:
-        return {
-            "error": {"code": self.code, "reason": _REASON[self.code], "error": str(self)},
-        }
+        self.status = status or _ANSWERS[code][0]
+        self.body = {"error": {"code": code, "reason": _ANSWERS[code][1], "error": message}}
 
 
 def not_found(message: str) -> ApiError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from testing.master import trial as trials
-from testing.master.config import sample
+from testing.master.config import point_of
 from testing.master.errors import INTERNAL, ApiError, invalid
 from testing.master.states import END_OF, EXPERIMENT_MOVES, State
 from testing.master.trial import SearcherState, Trial
@@ -104,8 +104,7 @@ class Experiment:
             self.queue.put("initialOperations", {"placeholder": 0})
             return
         request_id = str(uuid.uuid4())
-        seed = int(self.config["reproducibility"]["experiment_seed"])
-        hparams = sample(self.config["hyperparameters"], seed)
+        hparams = point_of(self.config["hyperparameters"])
         self._process(
             [
                 {"createTrial": {"requestId": request_id, "hyperparams": json.dumps(hparams)}},

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import dataclass, field
 from typing import Literal
-
-Kind = Literal["status", "drop", "drop_answer", "delay"]
 
 
 @dataclass
@@ -17,22 +14,21 @@ class Fault:
     Attributes:
         pattern: A regular expression, searched for in `METHOD /path`.
         kind: `status` answers without doing anything; `drop` closes the connection without doing
-            anything; `drop_answer` does what was asked and then closes the connection; `delay`
-            waits first.
-        times: For how many requests more; None for all.
-        after: How many matching requests go well before.
+            anything; `drop_answer` does what was asked and then closes the connection.
+        times: Number of requests that fail; None for all.
+        after: Number of matching requests that succeed first.
+        hits: Number of requests that failed.
     """
 
     pattern: str
-    kind: Kind = "status"
+    kind: Literal["status", "drop", "drop_answer"] = "status"
     status: int = 503
-    delay_s: float = 0.0
     times: int | None = 1
     after: int = 0
     hits: int = field(default=0, init=False)
 
     def befalls(self, request: str) -> bool:
-        """Return whether it applies to a request; count those that match."""
+        """Return whether a request fails, and count it."""
         if not re.search(self.pattern, request):
             return False
         if self.after > 0:
@@ -42,25 +38,3 @@ class Fault:
             return False
         self.hits += 1
         return True
-
-
-class Faults:
-    """The faults in force."""
-
-    def __init__(self) -> None:
-        self._faults: list[Fault] = []
-        self._lock = threading.Lock()
-
-    def add(self, fault: Fault) -> Fault:
-        with self._lock:
-            self._faults.append(fault)
-        return fault
-
-    def clear(self) -> None:
-        with self._lock:
-            self._faults.clear()
-
-    def of(self, request: str) -> Fault | None:
-        """The first that befalls a request."""
-        with self._lock:
-            return next((fault for fault in self._faults if fault.befalls(request)), None)

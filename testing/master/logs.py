@@ -19,7 +19,6 @@ class LogLine:
     rank: int | None = None
     stdtype: str = "stdout"
     source: str = "task"
-    allocation_id: str = ""
     container_id: str = ""
     agent_id: str = ""
 

@@ -24,7 +24,7 @@ from typing import IO
 import psutil
 
 from dsat.engines.local.ports import free_ports
-from testing.master.allocation import Allocation, Container
+from testing.master.allocation import Allocation
 from testing.master.logs import LogLine, parse
 
 IMAGE = Path(__file__).parent / "container"
@@ -55,7 +55,6 @@ class Running:
     """The first process of a container."""
 
     allocation: Allocation
-    container: Container
     folder: Path
     process: subprocess.Popen[bytes]
 
@@ -64,16 +63,16 @@ class Processes:
     """Starts and kills containers.
 
     Args:
-        folder: Where the containers' folders go.
+        folder: Parent of the containers' folders.
         on_log: Called with the task's id and a line.
-        on_exit: Called with an allocation, the container's resources id and its exit status.
+        on_exit: Called with an allocation and its exit status.
     """
 
     def __init__(
         self,
         folder: Path,
         on_log: Callable[[str, LogLine], None],
-        on_exit: Callable[[Allocation, str, int], None],
+        on_exit: Callable[[Allocation, int], None],
         now: Callable[[], str],
     ) -> None:
         self._folder = folder
@@ -83,84 +82,77 @@ class Processes:
         self._running: dict[str, Running] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        # Short, for the names of sockets in it have to fit in 107 bytes.
+        # Short: names of sockets in it have to fit in 107 bytes.
         self._tmp = tempfile.TemporaryDirectory(prefix="dm")
 
     def start(self, allocation: Allocation, launch: Launch) -> None:
-        """Starts all containers of an allocation."""
-        for container in allocation.containers:
-            folder = self._folder / f"{allocation.id}-{container.rank}"
-            tmp = Path(self._tmp.name) / str(len(self._threads))
-            process = _start(folder, tmp, allocation, container, launch)
-            running = Running(allocation, container, folder, process)
-            with self._lock:
-                self._running[container.resources_id] = running
-            thread = threading.Thread(target=self._attend, args=(running,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        folder = self._folder / allocation.id
+        tmp = Path(self._tmp.name) / str(len(self._threads))
+        running = Running(allocation, folder, _start(folder, tmp, allocation, launch))
+        with self._lock:
+            self._running[allocation.id] = running
+        thread = threading.Thread(target=self._attend, args=(running,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
-    def kill(self, allocation: Allocation) -> None:
-        """Kills what is left of an allocation; returns at once."""
-        for running in self.of(allocation.id):
-            _kill(running)
+    def kill(self, allocation_id: str) -> None:
+        """Kill an allocation's processes; return at once."""
+        with self._lock:
+            running = self._running.get(allocation_id)
+        if running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        with self._lock:
-            every = list(self._running.values())
-        for running in every:
-            _kill(running)
+        for allocation_id in list(self._running):
+            self.kill(allocation_id)
         for thread in self._threads:
             thread.join(timeout=10)
         self._tmp.cleanup()
 
-    def of(self, allocation_id: str) -> list[Running]:
-        """The running containers of an allocation."""
+    def of(self, allocation_id: str) -> list[psutil.Process]:
+        """Return the living processes of an allocation."""
         with self._lock:
-            every = list(self._running.values())
-        return [each for each in every if each.allocation.id == allocation_id]
+            running = self._running.get(allocation_id)
+        return [] if running is None else processes_in(running.folder)
 
     def _attend(self, running: Running) -> None:
-        """Reads a container's output to its end, waits for it and says so."""
+        """Read a container's output to its end, wait for it and report its status."""
+        process = running.process
         readers = [
             threading.Thread(target=self._read, args=(running, stream, stdtype), daemon=True)
-            for stream, stdtype in (
-                (running.process.stdout, "stdout"),
-                (running.process.stderr, "stderr"),
-            )
+            for stream, stdtype in ((process.stdout, "stdout"), (process.stderr, "stderr"))
         ]
         for reader in readers:
             reader.start()
-        status = running.process.wait()
+        status = process.wait()
         # With its first process a container ends as a whole.
-        for process in processes_in(running.folder):
+        for left in processes_in(running.folder):
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                left.kill()
         for reader in readers:
             reader.join(timeout=10)
-        assert running.process.stdin is not None
-        running.process.stdin.close()
+        assert process.stdin is not None
+        process.stdin.close()
         _clean_up(running.allocation.id)
         with self._lock:
-            del self._running[running.container.resources_id]
-        exit_code = 128 - status if status < 0 else status
-        self._on_exit(running.allocation, running.container.resources_id, exit_code)
+            del self._running[running.allocation.id]
+        self._on_exit(running.allocation, 128 - status if status < 0 else status)
 
     def _read(self, running: Running, stream: IO[bytes] | None, stdtype: str) -> None:
         assert stream is not None
+        allocation = running.allocation
         with stream:
             for line in stream:
                 text = line.decode("utf-8", "replace").replace("\r", "\n")
-                self._on_log(
-                    running.allocation.task_id,
-                    parse(
-                        text if text.endswith("\n") else f"{text}\n",
-                        timestamp=self._now(),
-                        stdtype=stdtype,
-                        allocation_id=running.allocation.id,
-                        container_id=running.container.container_id,
-                        agent_id=f"agent-{running.container.node}",
-                    ),
+                parsed = parse(
+                    text if text.endswith("\n") else f"{text}\n",
+                    timestamp=self._now(),
+                    stdtype=stdtype,
+                    container_id=allocation.container_id,
+                    agent_id=f"agent-{allocation.node}",
                 )
+                self._on_log(allocation.task_id, parsed)
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
@@ -183,45 +175,35 @@ def _clean_up(allocation_id: str) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _kill(running: Running) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(running.process.pid, signal.SIGKILL)
-
-
 def _start(
-    folder: Path, tmp: Path, allocation: Allocation, container: Container, launch: Launch
+    folder: Path, tmp: Path, allocation: Allocation, launch: Launch
 ) -> subprocess.Popen[bytes]:
     for name in ("workdir", "home", "run/info", "run/train/logs", "run/train/model"):
         (folder / name).mkdir(parents=True)
     tmp.mkdir()
-    ports = _ports(allocation.id)
+    ports = free_ports(3)  # containers of one machine share its network
     environment = {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         "HOME": str(folder / "home"),
         "TMPDIR": str(tmp),
-        "PATH": os.pathsep.join(
-            [str(IMAGE / "bin"), os.path.dirname(sys.executable), "/usr/bin", "/bin"]
-        ),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/bin"]),
         # The slots are CPUs: what the accelerator of a GPU node would find out is told here.
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(max(1, len(container.slot_ids))),
-        # The fixed ports of determined and of DeepSpeed's launcher: containers of one machine
-        # share its network, so that every allocation has its own.
+        "LOCAL_SIZE": str(max(1, len(allocation.slot_ids))),
+        # The fixed ports of determined and of DeepSpeed's launcher.
         "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports[0]),
         "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports[1]),
-        "DTRAIN_SSH_PORT": str(ports[2]),
-        "HOSTNAME_CONTAINER_MASTER_PORT": str(ports[3]),
+        "HOSTNAME_CONTAINER_MASTER_PORT": str(ports[2]),
         **launch.environment,
-        "DET_AGENT_ID": f"agent-{container.node}",
-        "DET_CONTAINER_ID": container.container_id,
-        "DET_RESOURCES_ID": container.resources_id,
+        "DET_AGENT_ID": f"agent-{allocation.node}",
+        "DET_CONTAINER_ID": allocation.container_id,
+        "DET_RESOURCES_ID": allocation.resources_id,
         "DET_RESOURCES_TYPE": "docker-container",
-        "DET_SLOT_IDS": json.dumps(container.slot_ids),
-        "DET_UNIQUE_PORT_OFFSET": str(min(container.slot_ids, default=0)),
-        "HOSTNAME": f"node-{container.node}",
+        "DET_SLOT_IDS": json.dumps(allocation.slot_ids),
+        "DET_UNIQUE_PORT_OFFSET": str(min(allocation.slot_ids, default=0)),
+        "HOSTNAME": f"node-{allocation.node}",
         FOLDER_VARIABLE: str(folder),
         "HOSTNAME_CONTAINER_TMP": str(tmp),
-        "HOSTNAME_CONTAINER_ADDRESS": container.address,
         "HOSTNAME_CONTAINER_GRACE_S": str(launch.grace_s),
     }
     user_paths = environment.get("PYTHONPATH")
@@ -237,15 +219,3 @@ def _start(
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-
-
-_PORTS: dict[str, list[int]] = {}
-_PORTS_LOCK = threading.Lock()
-
-
-def _ports(allocation_id: str) -> list[int]:
-    """Four ports that were free a moment ago, the same for all containers of an allocation."""
-    with _PORTS_LOCK:
-        if allocation_id not in _PORTS:
-            _PORTS[allocation_id] = free_ports(4)
-        return _PORTS[allocation_id]

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from testing.master.accounts import Accounts
@@ -21,19 +21,17 @@ class Request:
     """A request whose sender is known.
 
     Attributes:
-        user: Who sent it; empty where no token is needed.
-        parts: What the path's placeholders stand for.
+        user: Its sender; empty where no token is needed.
+        parts: Values of the path's placeholders.
     """
 
-    method: str
-    path: str
     params: Mapping[str, list[str]]
     body: Json
     user: str
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str]
 
-    def id(self, name: str = "id") -> int:
-        return int(self.parts[name])
+    def id(self) -> int:
+        return int(self.parts["id"])
 
     def param(self, name: str, default: str = "") -> str:
         return self.params.get(name, [default])[0]
@@ -63,7 +61,6 @@ class Master:
         accounts: Accounts,
         version: str,
         poll_s: float,
-        drive: Callable[[], None],
     ) -> None:
         self.cluster = cluster
         self.accounts = accounts
@@ -72,11 +69,11 @@ class Master:
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
         self.redelivered: dict[int, list[Json]] = {}
-        self._drive = drive
 
     def drive(self) -> None:
-        """Does what is to be done now; called with the lock."""
-        self._drive()
+        """Start what fits now; called with the lock."""
+        if not self.stopping:
+            self.cluster.schedule()
         self.changed.notify_all()
 
     def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +13,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from testing.master import client_api, task_api
-from testing.master.errors import INVALID_ARGUMENT, ApiError
-from testing.master.faults import Fault, Faults
+from testing.master.errors import INTERNAL, ApiError
+from testing.master.faults import Fault
 from testing.master.requests import Answer, Master, Request, Stream, find
 
 ROUTES = [*client_api.ROUTES, *task_api.ROUTES]
@@ -23,20 +22,15 @@ ROUTES = [*client_api.ROUTES, *task_api.ROUTES]
 
 @dataclass(frozen=True)
 class Seen:
-    """A request and what became of it.
-
-    Attributes:
-        status: 0 for a connection that was dropped.
-    """
+    """A request and the status of its answer: 0 for a connection that was dropped."""
 
     method: str
     path: str
     status: int
-    user: str
 
 
 class _Dropped(Exception):
-    """The connection is to be closed without an answer."""
+    """The connection is closed without an answer."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -48,56 +42,49 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may go away at any time."""
+        """Clients may disconnect at any time."""
 
 
 class HttpServer:
-    """Serves a master; can go away and come back at the same port.
+    """Serves a master; can stop and come back at the same port.
 
     Attributes:
+        faults: In force; the first one that matches a request befalls it.
         seen: All requests that were answered or dropped, oldest first.
     """
 
     def __init__(self, master: Master) -> None:
         self.master = master
-        self.faults = Faults()
+        self.faults: list[Fault] = []
         self.seen: list[Seen] = []
-        self._connections: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self.connections: set[socket.socket] = set()
+        self.lock = threading.Lock()
         self._server = _Server(0, self)
         self.port = int(self._server.server_address[1])
         self._serve()
 
     def stop(self) -> None:
-        """Closes the port and drops all connections."""
+        """Close the port and drop all connections."""
         with self.master.changed:
             self.master.stopping = True
             self.master.changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
-        with self._lock:
-            open_ones = list(self._connections)
-        for connection in open_ones:
+        with self.lock:
+            still_open = list(self.connections)
+        for connection in still_open:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def start(self) -> None:
-        """Comes back, with everything as it was."""
+        """Come back, with the state as it was."""
         self.master.stopping = False
         self._server = _Server(self.port, self)
         self._serve()
 
-    def note(self, seen: Seen) -> None:
-        with self._lock:
-            self.seen.append(seen)
-
-    def opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.add(connection)
-
-    def closed(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
+    def fault_of(self, request: str) -> Fault | None:
+        with self.lock:
+            return next((fault for fault in self.faults if fault.befalls(request)), None)
 
     def _serve(self) -> None:
         # A short poll, for a quick shutdown.
@@ -118,52 +105,45 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.server.http.opened(self.connection)
+        with self.server.http.lock:
+            self.server.http.connections.add(self.connection)
 
     def finish(self) -> None:
-        self.server.http.closed(self.connection)
+        with self.server.http.lock:
+            self.server.http.connections.discard(self.connection)
         with contextlib.suppress(OSError):
             super().finish()
 
     def do_GET(self) -> None:
-        self._serve()
-
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-    def _serve(self) -> None:
         url = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        user = ""
         status = 0
         try:
-            fault = self.server.http.faults.of(f"{self.command} {url.path}")
-            self._before(fault)
-            user, answer = self._answer(url.path, url.query, body)
-            if fault is not None and fault.kind == "drop_answer":
+            fault = self.server.http.fault_of(f"{self.command} {url.path}")
+            if fault is not None and fault.kind == "drop":
+                raise _Dropped
+            if fault is not None and fault.kind == "status":
+                raise ApiError(INTERNAL, "injected", fault.status)
+            answer = self._answer(url.path, url.query, body)
+            if fault is not None:
                 raise _Dropped
             status = 200
             self._send(answer)
         except ApiError as error:
             status = error.status
-            self._send_json(error.body(), status)
+            self._send_json(error.body, status)
         except _Dropped:
             self.close_connection = True
         except OSError:
             self.close_connection = True
             status = 0
         finally:
-            self.server.http.note(Seen(self.command, url.path, status, user))
+            with self.server.http.lock:
+                self.server.http.seen.append(Seen(self.command, url.path, status))
 
-    def _before(self, fault: Fault | None) -> None:
-        if fault is None:
-            return
-        time.sleep(fault.delay_s)
-        if fault.kind == "drop":
-            raise _Dropped
-        if fault.kind == "status":
-            raise _OnOrder(fault.status)
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
 
-    def _answer(self, path: str, query: str, body: bytes) -> tuple[str, Answer]:
+    def _answer(self, path: str, query: str, body: bytes) -> Answer:
         master = self.server.http.master
         headers = {name.lower(): value for name, value in self.headers.items()}
         with master.changed:
@@ -171,25 +151,27 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Dropped
             route, parts = find(ROUTES, self.command, path)
             user = master.accounts.user_of(headers) if route.needs_login else ""
-            request = Request(
-                method=self.command,
-                path=path,
-                params=parse_qs(query),
-                body=_json(body),
-                user=user,
-                parts=parts,
-            )
-            answer = route.handler(master, request)
+            content = json.loads(body) if body else {}
+            answer = route.handler(master, Request(parse_qs(query), content, user, parts))
             master.drive()
             if master.stopping:
                 raise _Dropped
-        return user, answer
+        return answer
 
     def _send(self, answer: Answer) -> None:
-        if isinstance(answer, Stream):
-            self._send_stream(answer)
-        else:
+        if not isinstance(answer, Stream):
             self._send_json(answer, 200)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for row in answer.rows:
+            line = json.dumps(row).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+        self.wfile.flush()
 
     def _send_json(self, body: Mapping[str, Any], status: int) -> None:
         content = json.dumps(body).encode()
@@ -199,34 +181,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
         self.wfile.flush()
-
-    def _send_stream(self, stream: Stream) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for row in stream.rows:
-            line = json.dumps(row).encode() + b"\n"
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-            self.wfile.flush()
-        self.wfile.write(b"0\r\n\r\n")
-        self.wfile.flush()
-
-
-class _OnOrder(ApiError):
-    """A status that a fault asked for, as a proxy in front of the master would answer."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(INVALID_ARGUMENT, "on order")
-        self._status = status
-
-    @property
-    def status(self) -> int:
-        return self._status
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    if not body:
-        return {}
-    value = json.loads(body)
-    return value if isinstance(value, dict) else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,10 @@ from testing.master import archive
 from testing.master.accounts import Accounts
 from testing.master.allocation import Allocation
 from testing.master.cluster import Cluster
-from testing.master.effects import KillContainers, StartContainers
 from testing.master.experiment import Experiment
 from testing.master.faults import Fault
 from testing.master.logs import LogLine
-from testing.master.processes import Launch, Processes, processes_in
+from testing.master.processes import Launch, Processes
 from testing.master.requests import Master
 from testing.master.server import HttpServer, Seen
 from testing.master.trial import Trial
@@ -38,7 +36,7 @@ class StandIn:
     A context manager: leaving it kills what still runs.
 
     Args:
-        folder: For containers and checkpoints; a temporary one if None.
+        folder: For containers and checkpoints.
         nodes: The number of (CPU) slots of every agent.
         users: Passwords by name.
         version: What it says it is.
@@ -50,7 +48,7 @@ class StandIn:
 
     def __init__(
         self,
-        folder: Path | None = None,
+        folder: Path,
         *,
         nodes: Sequence[int] = (1,),
         users: Mapping[str, str] = DEFAULT_USERS,
@@ -60,22 +58,16 @@ class StandIn:
         projects: Sequence[tuple[str, str]] = (),
         grace_s: float = 0.2,
     ) -> None:
-        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
-        self.folder = Path(self._temporary.name) if self._temporary else Path(str(folder))
+        self.folder = folder
         self.users = dict(users)
-        self.checkpoint_folder = self.folder / "checkpoints"
-        self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = Cluster(
-            nodes,
-            str(self.checkpoint_folder),
-            projects,
-        )
+        checkpoints = self.folder / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        self.cluster = Cluster(self, nodes, str(checkpoints), projects)
         self.accounts = Accounts(self.users)
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
-        self._closed = False
         self._grace_s = grace_s
-        self._master = Master(self.cluster, self.accounts, version, poll_s, self._drive)
+        self._master = Master(self.cluster, self.accounts, version, poll_s)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
         )
@@ -94,14 +86,10 @@ class StandIn:
         self.close()
 
     def close(self) -> None:
-        with self._master.changed:
-            self._closed = True
         self.http.stop()
         for timer in self._timers:
             timer.cancel()
         self._processes.kill_all()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     # Where it is and who may use it.
 
@@ -205,25 +193,23 @@ class StandIn:
     # What tests do to it.
 
     def fault(self, pattern: str, **more: Any) -> Fault:
-        """Puts a fault in force; see `Fault`."""
-        return self.faults.add(Fault(pattern, **more))
+        """Put a fault in force; see `Fault`."""
+        fault = Fault(pattern, **more)
+        self.faults.append(fault)
+        return fault
 
     def signal(self, trial_id: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to all processes of a trial's containers, as by an OOM killer.
 
         With SIGKILL, that is the end of the container with status 137.
         """
-        allocation = self.cluster.trial(trial_id).allocation
-        assert allocation is not None, "the trial has no containers now"
-        for running in self._processes.of(allocation.id):
-            for process in processes_in(running.folder):
-                process.send_signal(number)
+        for process in self.processes(trial_id):
+            process.send_signal(number)
 
     def processes(self, trial_id: int) -> list[psutil.Process]:
-        """All living processes of a trial's containers."""
+        """All living processes of a trial's container."""
         allocation = self.cluster.trial(trial_id).allocation
-        runs = [] if allocation is None else self._processes.of(allocation.id)
-        return [process for running in runs for process in processes_in(running.folder)]
+        return [] if allocation is None else self._processes.of(allocation.id)
 
     def redeliver(self, experiment_id: int, *events: Json) -> None:
         """Puts events before those of the next answer, acknowledged or never sent by a master."""
@@ -240,21 +226,19 @@ class StandIn:
         """Makes all users log in again."""
         self.accounts.end_all_sessions()
 
-    # The effects of requests.
+    # What the cluster asks of the machine.
 
-    def _drive(self) -> None:
-        if self._closed:
-            return
-        for effect in self.cluster.take_effects():
-            if isinstance(effect, StartContainers):
-                self._processes.start(effect.allocation, self._launch(effect.allocation))
-            elif isinstance(effect, KillContainers):
-                self._processes.kill(effect.allocation)
-            else:
-                timer = threading.Timer(effect.delay_s, self._call, (effect.call,))
-                timer.daemon = True
-                timer.start()
-                self._timers.append(timer)
+    def start_container(self, allocation: Allocation) -> None:
+        self._processes.start(allocation, self._launch(allocation))
+
+    def kill_container(self, allocation: Allocation) -> None:
+        self._processes.kill(allocation.id)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, self._call, (call,))
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._master.changed:
@@ -266,8 +250,8 @@ class StandIn:
             self.cluster.logs.setdefault(task_id, []).append(line)
             self._master.changed.notify_all()
 
-    def _exited(self, allocation: Allocation, resources_id: str, exit_code: int) -> None:
-        self._call(lambda: allocation.container_exited(resources_id, exit_code))
+    def _exited(self, allocation: Allocation, exit_code: int) -> None:
+        self._call(lambda: allocation.container_exited(exit_code))
 
     def _launch(self, allocation: Allocation) -> Launch:
         trial = self.cluster.trial_of_task(allocation.task_id)

@@ -24,28 +24,11 @@ def accepted(master: Master, request: Request) -> Answer:
 
 
 def rendezvous(master: Master, request: Request) -> Answer:
-    """Blocks until all containers of the allocation asked."""
+    """Answer at once: every allocation has a single container."""
     allocation = master.cluster.allocation(request.parts["id"])
-    container = allocation.container(request.parts["resources"])
-    if container is None:
-        raise not_found(f"resources '{request.parts['resources']}' not found")
-    container.asked_rendezvous = True
-    master.changed.notify_all()
-    master.wait(lambda: allocation.ready or allocation.ended, timeout_s=600.0)
-    if allocation.ended:
-        raise not_found(f"allocation '{allocation.id}' not found")
-    return {
-        "rendezvousInfo": {
-            "addresses": [each.address for each in allocation.containers],
-            "rank": container.rank,
-            "slots": [len(each.slot_ids) for each in allocation.containers],
-        }
-    }
-
-
-def daemon(master: Master, request: Request) -> Answer:
-    master.cluster.allocation(request.parts["id"]).set_daemon(request.parts["resources"])
-    return {}
+    allocation.ready = True
+    slots = [len(allocation.slot_ids)]
+    return {"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": slots}}
 
 
 def preemption(master: Master, request: Request) -> Answer:
@@ -57,7 +40,7 @@ def preemption(master: Master, request: Request) -> Answer:
 
 
 def ack_preemption(master: Master, request: Request) -> Answer:
-    master.cluster.allocation(request.parts["id"]).acknowledge()
+    master.cluster.allocation(request.parts["id"]).acknowledged = True
     return {}
 
 
@@ -144,7 +127,6 @@ ROUTES = [
     Route("GET", "/api/v1/tasks/{id}/context_directory", context_directory),
     Route("POST", "/api/v1/allocations/{id}/acceleratorData", accepted),
     Route("GET", "/api/v1/allocations/{id}/resources/{resources}/rendezvous", rendezvous),
-    Route("POST", "/api/v1/allocations/{id}/resources/{resources}/daemon", daemon),
     Route("GET", "/api/v1/allocations/{id}/signals/preemption", preemption),
     Route("POST", "/api/v1/allocations/{id}/signals/ack_preemption", ack_preemption),
     Route("POST", "/api/v1/runs/start", start_run),

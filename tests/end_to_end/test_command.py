@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsat.inputs import ds_config
-from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.command import (
@@ -93,26 +91,6 @@ def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     assert {trial.stage for trial in others} <= {0, 1, 2, 3}
     assert OutcomeKind.OK in kinds_of(run)
     assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
-
-
-def test_the_log_says_what_the_profile_found(asha: tuple[Path, Told]) -> None:
-    _, told = asha
-    for part in (
-        "parameters 33,088 (trainable 33,088)",
-        "memory per slot",
-        "MiB per sample",
-        "stage 3: ",
-        "predicted largest micro batch",
-    ):
-        assert part in told.out
-
-
-def test_progress_is_told_in_plain_lines_without_a_terminal(asha: tuple[Path, Told]) -> None:
-    run_dir, told = asha
-    run = run_of(run_dir)
-    for number, trial in enumerate(run.trials.values(), start=1):
-        assert trial.kind is TrialKind.PROFILE or f"[{number}/5] {trial.name}: " in told.out
-    assert "\x1b" not in told.out
 
 
 def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
@@ -233,37 +211,20 @@ def test_deepspeed_takes_the_result_as_it_is(binary: tuple[Path, Told], tmp_path
 # -- random, an unmodified script, a batch size that must be kept
 
 
-@pytest.fixture(scope="module")
-def random(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+def test_random_with_determineds_own_helpers_and_a_demanded_batch_size(tmp_path: Path) -> None:
     """The script as it was for Determined's own autotuner."""
-    folder = tmp_path_factory.mktemp("random")
-    shutil.copytree(PROGRAMS / "tiny", folder / "model")
-    script = folder / "model" / "train.py"
+    shutil.copytree(PROGRAMS / "tiny", tmp_path / "model")
+    script = tmp_path / "model" / "train.py"
     text = script.read_text()
     assert text.count("\nimport dsat\n") == 1
     script.write_text(text.replace("\nimport dsat\n", "\nfrom determined.pytorch import dsat\n"))
+    run_dir = tmp_path / "run"
     options = [*FAST, "--slots", 1, "-mt", 7, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
-    return folder / "run", dsat(
-        "random",
-        "tiny",
-        folder / "run",
-        *options,
-        *["--train-batch-size", 48, "--divisible-by", 4],
-        model_dir=folder / "model",
-    )
-
-
-def test_random_with_determineds_own_helpers(random: tuple[Path, Told]) -> None:
-    run_dir, told = random
+    options += ["--train-batch-size", 48, "--divisible-by", 4]
+    told = dsat("random", "tiny", run_dir, *options, model_dir=tmp_path / "model")
     run = assert_a_result(run_dir, told)
     assert {run.outcomes[trial.id].kind for trial in searched(run)} == {OutcomeKind.OK}
-    assert {trial.stage for trial in searched(run)} == {0, 1}
-
-
-def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
-    run_dir, told = random
-    run = run_of(run_dir)
-    assert len(searched(run)) >= 5
+    assert {trial.stage for trial in searched(run)} == {0, 1} and len(searched(run)) >= 5
     for trial in searched(run):
         config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
         batch = [config[key] for key in ds_config.BATCH_KEYS]
@@ -272,25 +233,6 @@ def test_the_demanded_batch_size_is_kept(random: tuple[Path, Told]) -> None:
     assert len({trial.batch.micro_batch for trial in searched(run)}) >= 2
     assert run.best is not None and run.best.batch.train_batch_size == 48
     assert "multiply it by sqrt(48/4)" in told.out
-
-
-@pytest.mark.nightly
-def test_trials_run_cold(tmp_path: Path) -> None:
-    steps = FAST[: FAST.index("--slot-memory")]  # a fresh process has its libraries still to import
-    told = dsat("random", "tiny", tmp_path / "run", *steps, "--slots", 1, "-mt", 2, "--cold")
-    run = assert_a_result(tmp_path / "run", told)
-    assert kinds_of(run) == [OutcomeKind.OK]
-
-
-def test_two_trials_at_once(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    told = dsat("random", "tiny", run_dir, *FAST, "--slots", 1, "-mt", 5, "-mct", 2)
-    assert_a_result(run_dir, told)
-    running = most = 0
-    for event in events_of(run_dir):
-        running += {"proposed": 1, "finished": -1}.get(event["event"], 0)
-        most = max(most, running)
-    assert most == 2
 
 
 # -- what goes wrong
@@ -324,16 +266,6 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     assert last.startswith("dsat: error: the profile trial timed out: no result after 2 s")
     assert "--trial-timeout" in last
     assert processes_of(tmp_path) == []
-
-
-def test_a_pipeline_is_the_users_mistake(tmp_path: Path) -> None:
-    own = inline(train_micro_batch_size_per_gpu=2, behaviour="is a pipeline")
-    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
-    assert told.status == 2
-    [line] = told.err.splitlines()
-    assert line.startswith("dsat: error: ")
-    assert "was given a PipelineModule" in line
 
 
 def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
@@ -397,42 +329,3 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) ->
     background.kill()
     assert processes_of(run_dir) == []
     assert buffers_of(run_dir) == []
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path,
-) -> None:
-    run_dir = tmp_path / "run"
-    options = [*FAST, "-mt", 5, "-m", "throughput", "--slots", 1, "-mct", 1]
-    command = command_of("asha", "tiny", run_dir, *options)
-    before: list[dict[str, object]] = []
-    for moment in (1, 4, 7):
-        background = Background(command)
-        background.until_events(run_dir, moment)
-        assert background.below() or moment == 1, "the supervisor, for a trial"
-        background.kill()
-        assert processes_of(run_dir) == []
-        assert buffers_of(run_dir) == []
-        after = events_of(run_dir)
-        assert after[: len(before)] == before, "nothing is lost, nothing is changed"
-        assert len(after) >= moment
-        before = after
-        command = command_of("asha", "tiny", run_dir, *options, "--resume")
-    told = dsat("asha", "tiny", run_dir, *options, "--resume")
-    run = assert_a_result(run_dir, told)
-    events = events_of(run_dir)
-    assert events[: len(before)] == before
-    proposed = [event["trial"]["id"] for event in events if event["event"] == "proposed"]
-    assert proposed == list(range(5))
-    finished = [event["trial_id"] for event in events if event["event"] == "finished"]
-    assert sorted(finished) == list(range(5))
-    # A run that nothing happened to makes the same trials of the same outcomes.
-    assert run.plan is not None
-    calm = Tuner(run.plan, MemoryJournal([]))
-    while not calm.finished:
-        [trial] = calm.next_trials(1)
-        assert trial == run.trials[trial.id]
-        calm.record(trial.id, run.outcomes[trial.id])
-    assert calm.run.trials.keys() == run.trials.keys()
-    assert calm.run.best == run.best

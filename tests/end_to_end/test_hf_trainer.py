@@ -229,35 +229,3 @@ def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
             assert read_json(bench.path(trial) / "seen.json")["checkpointing"] is on
             command = bench.read(trial, "cmd.txt").splitlines()[0].split()
             assert ("--gradient_checkpointing" in command) is on
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_trainer_under_accelerates_plugin_follows_the_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
-) -> None:
-    """`accelerate launch --use_deepspeed` without `--deepspeed`; stage 3 needs `zero.Init`."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
-    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,gradient_accumulation_steps")
-    entry = f"python3 train.py --output_dir {tmp_path / 'output'} --record seen.json"
-    with bench_of(
-        "hf_trainer", tmp_path, entry=entry, slots_per_trial=slots, imported=True
-    ) as bench:
-        for stage in (1, 3):
-            trial = bench.trial(micro_batch=3, gas=2, stage=stage)
-            outcome = bench.run(trial)
-            assert outcome.ok, (outcome.message, bench.log(trial))
-            assert read_json(bench.path(trial) / "seen.json")["shapes"] == [[3, 16], [3, 16]]
-
-
-def test_a_loop_with_accelerator_prepare_follows_the_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with bench_of("accelerate_loop", tmp_path, imported=True) as bench:
-        for stage in (1, 3):
-            trial = bench.trial(micro_batch=4, gas=2, stage=stage)
-            outcome = bench.run(trial)
-            assert outcome.ok, (outcome.message, bench.log(trial))

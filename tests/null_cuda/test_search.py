@@ -21,6 +21,11 @@ from tests.null_cuda.conftest import MachineOf
 _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
+}
 
 # A library that wants to know of devices where it is imported; only asking CUDA itself tells. And
 # time for simulations, which import torch anew there: else a loaded machine predicts by formula.
@@ -37,7 +42,9 @@ if sys.orig_argv[1:3] == ["-m", "dsat"]:
 
 def _search(run_dir: Path, start: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
     options = ("--slots", "1", *_SHORT, *options)
-    command = ["python3", "train.py", "--deepspeed_config", "ds_config.json"]
+    config = run_dir.with_suffix(".json")
+    config.write_text(json.dumps(CONFIG))
+    command = ["python3", "only_cuda.py", "--deepspeed_config", str(config)]
     words = [*start, "model", "--run-dir", str(run_dir)]
     return subprocess.run(
         [*words, *options, "--", *command],
@@ -45,7 +52,7 @@ def _search(run_dir: Path, start: Sequence[str], *options: str) -> subprocess.Co
         text=True,
         check=False,
         timeout=2 * SLOW_MACHINE_S,
-        cwd=PROGRAMS / "names_cuda",
+        cwd=PROGRAMS / "styles",
     )
 
 

@@ -161,33 +161,6 @@ def test_a_trial_gets_what_a_real_container_has(master: StandIn, tmp_path: Path)
     }
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("nodes", [(2,), (1, 1)])
-def test_two_ranks_by_the_launcher_for_deepspeed(tmp_path: Path, nodes: tuple[int, ...]) -> None:
-    """On one node, and on two that are reached by pdsh and sshd.
-
-    The experiment has a name, for the one that a master makes up has parentheses: in the shell
-    commands that DeepSpeed 0.19 makes of determined's environment file, of JSON with those, they
-    are a syntax error.
-    """
-    with StandIn(tmp_path / "master", nodes=nodes) as master:
-        submit(
-            master,
-            "reports",
-            name="two",
-            entrypoint="python3 -m determined.launch.deepspeed python3 trial.py",
-            resources={"slots_per_trial": 2},
-        )
-        assert master.wait_ended(1, timeout_s=120) == "STATE_COMPLETED", master.log(1)
-        log = master.log(1)
-        assert len(master.metrics(1)) == 1
-    other = len(nodes) - 1
-    both = f"[[0, 0, 'agent-0', 'node-0'], [1, {other}, 'agent-{other}', 'node-{other}']]"
-    for rank in (0, 1):
-        assert f"[rank={rank}] || meets {both}" in log
-    assert not list(Path("/tmp").glob("hostfile-1.*")), "of this trial"
-
-
 def test_a_cancelled_experiment_lets_its_trials_leave(master: StandIn) -> None:
     experiment = submit(master, "waits")
     until_logged(master, 1, "of a trial that waits")
@@ -227,7 +200,7 @@ def test_nothing_is_left_when_a_test_is_killed(tmp_path: Path) -> None:
         "config = {'entrypoint': 'setsid sleep 600 & sleep 600; true', 'searcher':"
         " {'name': 'single', 'metric': 'x', 'max_length': 1}}\n"
         "master.cluster.create_experiment(yaml.safe_dump(config), b'', 'tester')\n"
-        "master._drive()\n"
+        "master.cluster.schedule()\n"
         "master.wait_until(lambda: len(master.processes(1)) >= 4)\n"
         "print(*(each.pid for each in master.processes(1)), flush=True)\n"
         "time.sleep(600)\n"

@@ -73,17 +73,6 @@ def redirect_port(module: ModuleType) -> None:
     module.TORCH_DISTRIBUTED_DEFAULT_PORT = int(MASTER_PORT)  # type: ignore[attr-defined]
 
 
-def redirect_sshd(module: ModuleType) -> None:
-    """`/usr/sbin/sshd`, which launchers name by its path."""
-
-    def with_path(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        if args and isinstance(args[0], list) and args[0][0] == "/usr/sbin/sshd":
-            args = (["sshd", *args[0][1:]], *args[1:])
-        return wrapped(*args, **kwargs)
-
-    wrap_function_wrapper(module, "Popen.__init__", with_path)
-
-
 def put_on_cpu(module: ModuleType) -> None:
     """The device of a DeepSpeedTrial, which refuses a node without GPUs."""
 
@@ -120,7 +109,6 @@ if FOLDER:
         ("determined.ipc", redirect_pid_server),
         ("determined.pytorch.deepspeed._deepspeed_context", put_on_cpu),
         ("deepspeed.constants", redirect_port),
-        ("subprocess", redirect_sshd),
         ("dsat.determined_cluster.master", expect_all_lines),
     ):
         register_post_import_hook(redirect, target)

@@ -57,44 +57,6 @@ class GPT(nn.Module):
         return logits
 
 
-class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.layers = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.layers(x) + self.shortcut(x))
-
-
-class SmallResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 7, 2, 3, bias=False)
-        widths, inputs, blocks = (32, 64, 128, 256), 32, []
-        for width in widths:
-            blocks.append(Bottleneck(inputs, width, 2))
-            inputs = 4 * width
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, 1000)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
-        return logits
-
-
 @dataclass(frozen=True)
 class Task:
     """A model, its batches and its loss, which is none of the model's."""
@@ -141,10 +103,10 @@ def _lora() -> nn.Module:
     return model
 
 
-def _resnet50() -> nn.Module:
+def _resnet(name: str) -> nn.Module:
     import torchvision
 
-    model: nn.Module = torchvision.models.resnet50()
+    model: nn.Module = getattr(torchvision.models, name)()
     return model
 
 
@@ -153,7 +115,7 @@ TASKS = {
     "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat=True),
     "offloading": Task(_offloading, _gpt(4096, 64, 256, 12, 4).batch),
     "lora": Task(_lora, _gpt(4096, 64, 256, 4, 4).batch),
-    "resnet": _images(SmallResNet, 64),
+    "resnet": _images(lambda: _resnet("resnet18"), 64),
     "gpt2_small": _gpt(50257, 128, 768, 12, 12),
-    "resnet50": _images(_resnet50, 224),
+    "resnet50": _images(lambda: _resnet("resnet50"), 224),
 }

@@ -1,10 +1,11 @@
-"""One real rank of any script: what torch's allocator held, by phase.
+"""A real rank of any script: peaks of torch's allocator by phase, on standard output.
 
     python3 measure.py SCRIPT [ARGUMENTS]
 
-From the end of the first optimizer step to the end of the second. On a CPU it is counted by
-`../memory/heap.c`, which must be preloaded, and the process group does nothing, because gloo makes
-copies, as NCCL does not.
+From the end of the first optimizer step to the end of the second. On a CPU they are counted by
+`memory/heap.c`, which must be preloaded: torch.profiler does not see what other threads free. A
+rank that is alone gets a process group that does nothing, because gloo makes copies of what it
+reduces and gathers, as NCCL does not.
 """
 
 import ctypes
@@ -27,10 +28,10 @@ if not on_device:
     heap_peak = ctypes.CDLL(None).heap_peak
     heap_peak.restype = ctypes.c_size_t
 torch.set_num_threads(1)
-make_process_group(1, "cuda" if on_device else "cpu")
+if os.environ["WORLD_SIZE"] == "1":
+    make_process_group(1, "cuda" if on_device else "cpu")
+    torch.distributed.init_process_group = lambda *args, **kwargs: None
 _initialize = deepspeed.initialize
-_init_process_group = torch.distributed.init_process_group
-torch.distributed.init_process_group = lambda *args, **kwargs: None
 peaks: dict[str, int] = {}
 phase = "script"
 
