@@ -124,10 +124,6 @@ class NullCuda:
         """From now on every call on a device fails, as after an Xid; 0 mends it."""
         self._books.device[index].error = error
 
-    def occupy(self, index: int, busy_bytes: int) -> None:
-        """Another program takes so much of a device."""
-        self._books.device[index].busy_bytes = busy_bytes
-
     def throttle(self, index: int, reasons: int) -> None:
         """What NVML says holds the clocks down: a bit mask."""
         self._books.device[index].throttle = reasons

@@ -28,7 +28,7 @@ null_cuda = needs("torch", "2.11", "the null CUDA is made of headers of CUDA 13"
     [
         pytest.param("the same, stage 3", False, marks=pytest.mark.nightly),
         pytest.param("vision and language", False, marks=pytest.mark.nightly),
-        pytest.param("packed sequences", True, marks=null_cuda),
+        pytest.param("packed sequences", True, marks=[pytest.mark.nightly, null_cuda]),
         pytest.param(
             "torch_autocast section, stage 3", True, marks=[pytest.mark.nightly, null_cuda]
         ),
