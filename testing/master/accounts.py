@@ -13,7 +13,7 @@ _SALT = "GubPEmmotfiK9TMD6Zdw"
 
 
 class Accounts:
-    """Who may use the master, and as whom.
+    """Users of the master and their sessions.
 
     Args:
         users: Passwords by user name.
@@ -25,7 +25,7 @@ class Accounts:
         self._tasks: dict[str, str] = {}
 
     def login(self, name: str, password: str, *, is_hashed: bool) -> str:
-        """A token of a new session.
+        """Return the token of a new session.
 
         Raises:
             ApiError: The user is unknown or the password wrong.
@@ -36,48 +36,33 @@ class Accounts:
         return self.session(name)
 
     def session(self, name: str) -> str:
-        token = f"v2.public.{secrets.token_hex(16)}"
-        self._sessions[token] = name
-        return token
+        return _token_in(self._sessions, name)
 
     def task_session(self, name: str) -> str:
-        token = f"v2.public.task.{secrets.token_hex(16)}"
-        self._tasks[token] = name
-        return token
+        return _token_in(self._tasks, name)
 
     def end_all_sessions(self) -> None:
-        """Makes every user's cached token invalid, as after a week."""
+        """Make every user's cached token invalid, as after a week."""
         self._sessions.clear()
 
     def user_of(self, headers: Mapping[str, str]) -> str:
-        """Who sent a request.
+        """Return the sender of a request.
 
         Raises:
             ApiError: It has no valid token.
         """
-        for header, known in (
-            ("authorization", self._sessions),
-            ("grpc-metadata-x-allocation-token", self._tasks),
-        ):
-            token = headers.get(header, "").removeprefix("Bearer ")
-            if token in known:
-                return known[token]
-        raise ApiError(UNAUTHENTICATED, "invalid credentials")
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        task = headers.get("grpc-metadata-x-allocation-token", "").removeprefix("Bearer ")
+        user = self._sessions.get(token) or self._tasks.get(task)
+        if user is None:
+            raise ApiError(UNAUTHENTICATED, "invalid credentials")
+        return user
 
 
-def user_json(name: str) -> dict[str, object]:
-    """v1User."""
-    return {
-        "id": 2,
-        "username": name,
-        "admin": False,
-        "active": True,
-        "agentUserGroup": None,
-        "displayName": "",
-        "modifiedAt": "2024-01-01T00:00:00Z",
-        "remote": False,
-        "lastAuthAt": None,
-    }
+def _token_in(tokens: dict[str, str], name: str) -> str:
+    token = f"v2.public.{secrets.token_hex(16)}"
+    tokens[token] = name
+    return token
 
 
 def _hashed(password: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from testing.master import archive, views
-from testing.master.accounts import user_json
 from testing.master.errors import FAILED_PRECONDITION, ApiError, not_found
 from testing.master.requests import Answer, Master, Request, Route, Stream
 from testing.master.states import State
@@ -33,11 +32,11 @@ def login(master: Master, request: Request) -> Answer:
     token = master.accounts.login(
         name, request.body.get("password") or "", is_hashed=bool(request.body.get("isHashed"))
     )
-    return {"token": token, "user": user_json(name)}
+    return {"token": token, "user": views.user(name)}
 
 
 def me(master: Master, request: Request) -> Answer:
-    return {"user": user_json(request.user)}
+    return {"user": views.user(request.user)}
 
 
 def create_experiment(master: Master, request: Request) -> Answer:
@@ -118,15 +117,19 @@ def kill_trial(master: Master, request: Request) -> Answer:
 
 def trial_logs(master: Master, request: Request) -> Answer:
     trial = master.cluster.trial(request.id())
-
-    def view(number: int, line: Any) -> Json:
-        return views.trial_log(number, trial.id, line)
-
-    return Stream(_log_rows(master, request, trial.task_id, view))
+    text, limit = request.param("searchText"), int(request.param("limit", "0"))
+    lines = enumerate(master.cluster.logs.get(trial.task_id, []), start=1)
+    rows = [views.trial_log(number, trial.id, line) for number, line in lines if text in line.log]
+    if request.param("orderBy") == "ORDER_BY_DESC":
+        rows.reverse()
+    return Stream([{"result": row} for row in (rows[:limit] if limit else rows)])
 
 
 def get_checkpoint(master: Master, request: Request) -> Answer:
-    return {"checkpoint": views.checkpoint(master.cluster, _checkpoint(master, request))}
+    found = master.cluster.checkpoints.get(request.parts["id"])
+    if found is None:
+        raise not_found(f"checkpoint '{request.parts['id']}' not found")
+    return {"checkpoint": views.checkpoint(master.cluster, found)}
 
 
 def searcher_events(master: Master, request: Request) -> Answer:
@@ -149,26 +152,6 @@ def _page(request: Request, name: str, rows: list[Json]) -> Json:
     return views.page(
         name, rows, int(request.param("offset", "0")), int(request.param("limit", "0"))
     )
-
-
-def _checkpoint(master: Master, request: Request) -> Json:
-    found = master.cluster.checkpoints.get(request.parts["id"])
-    if found is None:
-        raise not_found(f"checkpoint '{request.parts['id']}' not found")
-    return found
-
-
-def _log_rows(
-    master: Master, request: Request, task_id: str, view: Callable[[int, Any], Json]
-) -> Iterator[Json]:
-    text, limit = request.param("searchText"), int(request.param("limit", "0"))
-    with master.changed:
-        lines = list(enumerate(master.cluster.logs.get(task_id, []), start=1))
-    rows = [(number, line) for number, line in lines if text in line.log]
-    if request.param("orderBy") == "ORDER_BY_DESC":
-        rows.reverse()
-    for number, line in rows[:limit] if limit else rows:
-        yield {"result": view(number, line)}
 
 
 _STOPPED = (State.COMPLETED, State.CANCELED, State.ERROR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer that goes on: one JSON object a line."""
+    """An answer of one JSON object a line."""
 
-    rows: Iterator[Json]
+    rows: Sequence[Json]
 
 
 Answer = Json | Stream

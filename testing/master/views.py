@@ -103,9 +103,35 @@ def checkpoint(cluster: Cluster, one: Mapping[str, Any]) -> Json:
     }
 
 
+def user(name: str) -> Json:
+    """v1User."""
+    flags = {"admin": False, "active": True, "remote": False}
+    modified = {"modifiedAt": "2024-01-01T00:00:00Z"}
+    return {
+        "id": 2,
+        "username": name,
+        "agentUserGroup": None,
+        "displayName": "",
+        **flags,
+        **modified,
+    }
+
+
 def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
     """v1TrialLogsResponse."""
-    return {**_log(number, line), "trialId": trial_id}
+    return {
+        "id": str(number),
+        "trialId": trial_id,
+        "timestamp": line.timestamp,
+        "message": line.message,
+        "level": f"LOG_LEVEL_{line.level}" if line.level else "LOG_LEVEL_UNSPECIFIED",
+        "agentId": line.agent_id,
+        "containerId": line.container_id,
+        "rankId": line.rank,
+        "log": line.log,
+        "source": line.source,
+        "stdtype": line.stdtype,
+    }
 
 
 def page(name: str, rows: Sequence[Json], offset: int, limit: int) -> Json:
@@ -147,19 +173,4 @@ def _workload(report: Mapping[str, Any]) -> Json:
         "metrics": {"avgMetrics": report["metrics"], "batchMetrics": []},
         "numInputs": 0,
         "totalBatches": report["steps"],
-    }
-
-
-def _log(number: int, line: LogLine) -> Json:
-    return {
-        "id": str(number),
-        "timestamp": line.timestamp,
-        "message": line.message,
-        "level": f"LOG_LEVEL_{line.level}" if line.level else "LOG_LEVEL_UNSPECIFIED",
-        "agentId": line.agent_id,
-        "containerId": line.container_id,
-        "rankId": line.rank,
-        "log": line.log,
-        "source": line.source,
-        "stdtype": line.stdtype,
     }
