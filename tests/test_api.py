@@ -154,6 +154,7 @@ def test_a_search_from_python(
     assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
 
 
+@pytest.mark.slow
 def test_a_table_for_pandas(pretend: list[Prepared]) -> None:
     pytest.importorskip("pandas")
     result = dsat.tune(TINY, **SMALL)

@@ -104,6 +104,7 @@ def test_the_commands_that_look_at_runs_work(
         assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_first_dry_run_of_the_first_ten_minutes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path
     assert f"--port {port}: Address already in use" in err.getvalue()
 
 
+@pytest.mark.slow
 def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command with an engine that runs nothing, which looks at the page and stops it."""
     out, seen = io.StringIO(), list[tuple[str, int]]()

@@ -58,6 +58,7 @@ def _asked(
     return ledger.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAYED)
 def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
     episode = play(table, name, 1, 30, noisy=False)

@@ -421,6 +421,7 @@ def test_auto_stands_for_the_trainers_flags(
         }
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(folder: Folder) -> None:
     (folder / "ds_config.json").write_text("{")
     command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]

@@ -29,6 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 without_the_engine = needs("deepspeed", "0.18", "in stage 2 only engine.backward(loss) works")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "behaviour",
     [
@@ -55,6 +56,7 @@ def test_losses_are_those_that_the_script_sees(pair: Bench, behaviour: str) -> N
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
     outcome = pair.run(pair.trial("not a number"))
     assert outcome.kind is OutcomeKind.DIVERGED
