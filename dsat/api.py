@@ -74,8 +74,7 @@ class Result:
         interrupted: Ctrl-C ended it: this is the best so far.
         wall_s: seconds that it took, pauses left out.
         train_command: what to type to train with the best configuration.
-        experiment_id: on a Determined cluster, of the search runner.
-        url: of that experiment's page.
+        url: page of the search runner's experiment, on a Determined cluster.
         verdict: what `str` says.
     """
 
@@ -92,7 +91,6 @@ class Result:
     interrupted: bool = False
     wall_s: float = 0.0
     train_command: str | None = None
-    experiment_id: int | None = None
     url: str | None = None
     verdict: str = ""
 
@@ -241,7 +239,6 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
         {"metric": settings.metric, **told},
         run_dir=submitted.run_dir,
         interrupted=submitted.interrupted,
-        experiment_id=submitted.experiment_id,
         url=submitted.url,
     )
 
@@ -273,17 +270,12 @@ def _told(run: Run, folder: Path) -> dict[str, Any]:
 
 def _result(told: Mapping[str, Any], **known: Any) -> Result:
     """Return the result that a summary tells; it may have only a part of its fields."""
+    same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
-        metric=told["metric"],
-        best=told.get("best"),
-        best_value=told.get("best_value"),
+        **{name: told[name] for name in same if name in told},
         best_config=told.get("best_ds_config"),
-        baseline=told.get("baseline"),
-        gain=told.get("gain"),
         trials=tuple(told.get("trials", ())),
         warnings=tuple(told.get("warnings", ())),
-        stop_reason=told.get("stop_reason"),
-        wall_s=told.get("wall_s", 0.0),
         verdict="\n".join(told.get("verdict", ())),
         **known,
     )

@@ -162,13 +162,12 @@ def _shown(command: Sequence[str]) -> str:
 
 def _may_run_first(settings: Settings, source: Source) -> bool:
     """Decide whether the first trial is the command itself, on this machine."""
-    is_new = not (settings.dry_run or settings.resume)
-    if not is_new or settings.method in (TUNE, RUN) or not source.can_run_first():
+    if settings.dry_run or settings.resume or settings.method in (TUNE, RUN):
         return False
-    here = places.AUTO if settings.engine == places.AUTO else "local"
-    if here == places.AUTO:
-        here = places.detect(places.Environment(os.environ))
-    return here == "local" and settings.engine in (places.AUTO, "local")
+    engine = settings.engine
+    if engine == places.AUTO:
+        engine = places.detect(places.Environment(os.environ))
+    return engine == "local" and source.can_run_first()
 
 
 def _with_slots(

@@ -97,7 +97,7 @@ class Source:
         """
         if self.start_known and self.config_known:
             return self
-        _log.info("running `%s` up to its training, to see how it starts", shlex.join(self.command))
+        _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone tells its configuration.
         own = not self.program.hosts
         run = FirstRun(
@@ -320,13 +320,13 @@ def _recognised(program: Entrypoint) -> str:
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (
-            f"it starts {ranks}; each trial runs your command again: its ranks cannot be started "
+            f"Your command starts {ranks}. Each trial runs it again: its ranks cannot be started "
             f"by themselves, because {program.needs_command}"
         )
     words = [program.script] if program.script else ["-m", program.module]
     shown = shlex.join(["python", *words, *program.args])
     python = f" with {program.interpreter}" if program.interpreter else ""
-    return f"it starts {ranks} of `{shown}`{python}; from now on dsat starts them itself"
+    return f"Your command starts {ranks} of `{shown}`{python}. Trials start them directly."
 
 
 def _name(program: Entrypoint) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dsat.app import accelerate_launch
 from dsat.app.accelerate_launch import AccelerateLaunch
@@ -45,20 +47,75 @@ def as_shown(ready: Prepared, run: Run) -> Prepared:
     return ready
 
 
-def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
-    """The command that trains with the best configuration, which is in the file `config`.
+def line(ready: Prepared, run: Run, folder: Path) -> str:
+    """Return the command that trains with the best configuration from any folder."""
+    command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
+    if command is not None:
+        program = as_shown(ready, run).program
+        cwd = working_folder(ready.experiment, folder)
+        if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
+            cwd = Path(program.started_in)
+        return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
+    if ready.argv is None:
+        return (
+            f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "
+            "rest as before"
+        )
+    argv = list(ready.argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    kept, rest = argv[:end], argv[end:]
+    if "--run-dir" in kept:
+        position = kept.index("--run-dir")
+        del kept[position : position + 2]
+    again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
+    kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
+    return shlex.join(["python3", "-m", "dsat", *kept, *again, *rest])
 
-    None if its script cannot be told the file, runs as a Determined task only, or on several hosts.
+
+def text(ready: Prepared, run: Run, config: Path) -> str | None:
+    """Return the command that trains with the best configuration in the model's folder.
+
+    Args:
+        config: the file that holds the best configuration.
+
+    Returns:
+        None if the script cannot be given the file, or runs as a Determined task or on several
+        hosts only.
     """
-    program, slots = as_shown(ready, run).program, ready.plan.slots_per_trial
-    given = ready.experiment.entrypoint
-    needs_task = "determined" in (given if isinstance(given, str) else " ".join(map(str, given)))
-    over_hosts = slots > ready.machine.num_slots
-    accelerate = _accelerate(program, slots)
-    is_told = program.config_path is not None or accelerate is not None
-    if not is_told or needs_task or over_hosts or run.best is None:
+    ready, best = as_shown(ready, run), best_config(run) or {}
+    words = _words(ready, run, config, best)
+    if words is None:
         return None
-    best = best_config(run) or {}
+    limited = ready.plan.slot_memory_bytes is not None
+    return " ".join(
+        [
+            *(f"{name}={value}" for name, value in _variables(ready, best).items()),
+            *conditions(ready.machine, ready.plan.slots_per_trial, memory_is_limited=limited),
+            shlex.join(words),
+        ]
+    )
+
+
+def write_accelerate_file(ready: Prepared, run: Run, folder: Path) -> None:
+    """Write the user's own file of accelerate, if there is one, with the best configuration."""
+    accelerate = _accelerate(as_shown(ready, run).program, ready.plan.slots_per_trial)
+    if accelerate is None or run.best is None:
+        return
+    copy = accelerate.copy(folder / summary.BEST_CONFIG_FILE)
+    if copy is not None:
+        write_atomically(folder / accelerate_launch.CONFIG_FILE, copy)
+
+
+def _words(ready: Prepared, run: Run, config: Path, best: Mapping[str, Any]) -> list[str] | None:
+    program, slots = ready.program, ready.plan.slots_per_trial
+    entrypoint = ready.experiment.entrypoint
+    accelerate = _accelerate(program, slots)
+    takes_file = program.config_path is not None or accelerate is not None
+    needs_task = "determined" in (
+        entrypoint if isinstance(entrypoint, str) else " ".join(map(str, entrypoint))
+    )
+    if not takes_file or needs_task or slots > ready.machine.num_slots or run.best is None:
+        return None
     found = program.for_config(
         str(config.resolve()), best, run.best.script_args, ready.experiment.arg_mappings
     )
@@ -66,22 +123,33 @@ def of_run(ready: Prepared, run: Run, config: Path) -> list[str] | None:
         again = replace(accelerate, program=(accelerate.program[0], *found.args))
         return again.command(config, best)
     if runs_own_command(program, slots):
-        return _again(program, found)
+        command = program.started_by
+        if not _ends_with(command, program.args):
+            return None
+        return [*command[: len(command) - len(program.args)], *found.args]
+    return [*_launcher(ready, best), *_script(program), *found.args]
+
+
+def _launcher(ready: Prepared, best: Mapping[str, Any]) -> list[str]:
+    program, slots = ready.program, str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
-    launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
-    launcher += ["--standalone", f"--nproc-per-node={slots}"]
-    if program.passes_local_rank:
-        launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
-        launcher += ["--num_gpus", str(slots)]
-        if program.binds_cores:
-            config_of_best = best_config(run) or {}
-            launcher += binding_options(ready.machine, program, config_of_best, slots)
-    script = ["--module", program.module] if program.module else [program.script]
+    if not program.passes_local_rank:
+        launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
+        return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
+    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
+    launcher += ["--num_gpus", slots]
+    if program.binds_cores:
+        launcher += binding_options(ready.machine, program, best, ready.plan.slots_per_trial)
+    return launcher
+
+
+def _script(program: Entrypoint) -> list[str]:
+    """Return the words of a launcher that name the script or module."""
     if program.python_options:
-        launcher += ["--no_python" if program.passes_local_rank else "--no-python"]
+        no_python = "--no_python" if program.passes_local_rank else "--no-python"
         script = ["-m", program.module] if program.module else [program.script]
-        script = [own or "python3", *program.python_options, *script]
-    return [*launcher, *script, *found.args]
+        return [no_python, program.interpreter or "python3", *program.python_options, *script]
+    return ["--module", program.module] if program.module else [program.script]
 
 
 def _accelerate(program: Entrypoint, slots: int) -> AccelerateLaunch | None:
@@ -91,16 +159,6 @@ def _accelerate(program: Entrypoint, slots: int) -> AccelerateLaunch | None:
     if program.needs_command or not runs_own_command(program, slots):
         return None
     return AccelerateLaunch.of(program.started_by, len(program.args), Path(program.started_in))
-
-
-def write_accelerate_file(ready: Prepared, run: Run, folder: Path) -> None:
-    """Write the user's own file of accelerate, if there is one, with the best configuration."""
-    accelerate = _accelerate(as_shown(ready, run).program, ready.plan.slots_per_trial)
-    if accelerate is None or run.best is None:
-        return
-    text = accelerate.copy(folder / summary.BEST_CONFIG_FILE)
-    if text is not None:
-        write_atomically(folder / accelerate_launch.CONFIG_FILE, text)
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
@@ -127,14 +185,6 @@ def _ends_with(command: tuple[str, ...], args: tuple[str, ...]) -> bool:
     return command[max(len(command) - len(args), 0) :] == args
 
 
-def _again(seen: Entrypoint, wanted: Entrypoint) -> list[str] | None:
-    """The user's command with other arguments of its script; None if they do not end it."""
-    command = seen.started_by
-    if not _ends_with(command, seen.args):
-        return None
-    return [*command[: len(command) - len(seen.args)], *wanted.args]
-
-
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
     """Return the words in front of a command that give it a trial's conditions.
 
@@ -151,74 +201,23 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     return words
 
 
-def _variables(ready: Prepared, run: Run) -> dict[str, str]:
-    """The trials' environment where it is not the shell's, as words of a shell.
+def _variables(ready: Prepared, best: Mapping[str, Any]) -> dict[str, str]:
+    """Return the trials' environment where it is not the shell's, as words of a shell.
 
     Credentials are named and not written down; the shell refuses to go on without them.
     """
-    ready, words = as_shown(ready, run), {}
-    machine, program = ready.machine, ready.program
+    machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
         return dict(ALLOCATOR_SETTINGS) if unset else {}
-    own = {} if runs_own_command(program, ready.plan.slots_per_trial) else program.env
-    origins = dict.fromkeys(ready.experiment.env, "environment_variables")
-    origins |= dict.fromkeys(own, "your command")
+    own = {} if runs_own_command(program, slots) else program.env
+    words = {}
     for name, value in {**ready.experiment.env, **own}.items():
         shown = f"{name}={value}"
+        origin = "your command" if name in own else "environment_variables"
         is_open = without_secrets(shown) == shown
-        words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origins[name]}}}"'
+        words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origin}}}"'
     if not machine.is_cpu:  # on a CPU see `conditions`
-        config, slots = best_config(run) or {}, ready.plan.slots_per_trial
-        given = {**os.environ, **ready.experiment.env, **ready.program.env}
-        words |= settings_of_ranks(machine, ready.program, config, slots, given)
+        given = {**os.environ, **ready.experiment.env, **program.env}
+        words |= settings_of_ranks(machine, program, best, slots, given)
     return words
-
-
-def text(ready: Prepared, run: Run, config: Path) -> str | None:
-    """Return the command that trains with the best configuration in the model's folder.
-
-    Args:
-        config: the file that holds it.
-
-    Returns:
-        None where `of_run` is.
-    """
-    command = of_run(ready, run, config)
-    if command is None:
-        return None
-    words = [
-        *(f"{name}={value}" for name, value in _variables(ready, run).items()),
-        *conditions(
-            ready.machine,
-            ready.plan.slots_per_trial,
-            memory_is_limited=ready.plan.slot_memory_bytes is not None,
-        ),
-        shlex.join(command),
-    ]
-    return " ".join(words)
-
-
-def line(ready: Prepared, run: Run, folder: Path) -> str:
-    """Return the command that trains with the best configuration from any folder."""
-    command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
-    if command is not None:
-        program = as_shown(ready, run).program
-        cwd = working_folder(ready.experiment, folder)
-        if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
-            cwd = Path(program.started_in)
-        return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
-    if ready.argv is None:
-        return (
-            f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "
-            "rest as before"
-        )
-    argv = list(ready.argv)
-    end = argv.index("--") if "--" in argv else len(argv)
-    kept, rest = argv[:end], argv[end:]
-    if "--run-dir" in kept:
-        position = kept.index("--run-dir")
-        del kept[position : position + 2]
-    again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
-    kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
-    return shlex.join(["python3", "-m", "dsat", *kept, *again, *rest])

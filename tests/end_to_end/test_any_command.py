@@ -53,7 +53,7 @@ def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
         "--per_device_train_batch_size 4\ntouch went_on\n"
     )
     said = found(tmp_path / "work", options, ["bash", "run.sh"])
-    assert "it starts 1 rank of `python train.py --per_device_train_batch_size 4`" in said
+    assert "Your command starts 1 rank of `python train.py --per_device_train_batch_size 4`" in said
     assert not (tmp_path / "work" / "went_on").exists()
     run = run_of(tmp_path / "work" / "run")
     assert kinds_of(run) == [OutcomeKind.OK] * 3
@@ -175,7 +175,7 @@ def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Pa
     options = "--max-trials 3 --finals 0 -m throughput --zero-stages 1 --max-micro-batch 16"
     options += " --run-dir run --run-full-experiment --end-profile-step 4"
     said = found(place, options, ["python", "-c", (place / "alone.py").read_text()])
-    assert "it starts 1 rank; each trial runs your command again: its ranks cannot be" in said
+    assert "Your command starts 1 rank. Each trial runs it again: its ranks cannot be" in said
     assert not processes_of(place / "run")
     run = run_of(place / "run")
     assert set(kinds_of(run)) == {OutcomeKind.OK} and len(run.trials) == 3
