@@ -201,13 +201,7 @@ _CHECKED: Mapping[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(_WITHOUT_MEANING, lambda value, where: value),
 }
 _FIELDS = {key: each for each in fields(Autotuning) for key in each.metadata.get("keys", ())}
-_KEY_OF = {each.name: key for key, each in reversed(_FIELDS.items())}
 KEYS = frozenset({*_FIELDS, *_CHECKED})
-_IN_ORDER = (
-    ("start_profile_step", "end_profile_step"),
-    ("min_micro_batch", "max_micro_batch"),
-    ("min_train_batch_size", "max_train_batch_size"),
-)
 
 
 def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
@@ -218,7 +212,7 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
         where: the file to name in errors.
 
     Raises:
-        UserInputError: a key is unknown, a value is impossible, or two contradict each other.
+        UserInputError: a key is unknown, or a value is impossible.
     """
     section, place = config.get(SECTION), f"{where}: {SECTION}"
     section = {} if section is None else section
@@ -238,33 +232,14 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
             _CHECKED[key](value, f"{place}.{key}")
             continue
         own = _FIELDS[key]
-        found = own.metadata["read"](value, f"{place}.{key}")
-        if values.setdefault(own.name, found) != found:
-            raise UserInputError(
-                f"{' and '.join(own.metadata['keys'])} are two names of one setting",
-                where=f"{place}.{key}",
-                hint="Leave one of them out.",
-            )
+        values[own.name] = own.metadata["read"](value, f"{place}.{key}")
     if "start_profile_step" in values:
         values.setdefault("end_profile_step", values["start_profile_step"] + _MORE_STEPS)
     if section.get("tuner_early_stopping", 5) is None:
         values["early_stopping"] = 0
     read_section = Autotuning(**values, notes=tuple(_notes(config, section, where)))
-    _check_order(read_section, place)
     _check_mappings(read_section.arg_mappings, config, place)
     return read_section
-
-
-def _check_order(section: Autotuning, where: str) -> None:
-    for names in _IN_ORDER:
-        low, high = (getattr(section, name) for name in names)
-        smaller, larger = (_KEY_OF[name] for name in names)
-        if 0 < high < low:
-            raise UserInputError(
-                f"{smaller} {low} is more than {larger} {high}",
-                where=f"{where}.{smaller}",
-                hint="Correct one of them.",
-            )
 
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:

@@ -22,7 +22,6 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
 }
-HF_FLAGS: Mapping[str, str] = {**HF_BATCH_FLAGS, CHECKPOINTING: "--gradient_checkpointing"}
 # Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
 _HF_CHECKPOINTING_FLAGS = ("--gradient_checkpointing", "--activation_checkpointing")

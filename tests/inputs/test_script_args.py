@@ -9,12 +9,14 @@ import pytest
 
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
-from dsat.inputs.script_args import HF_FLAGS
+from dsat.inputs.script_args import CHECKPOINTING, HF_BATCH_FLAGS
 
 MICRO = "train_micro_batch_size_per_gpu"
 GAS = "gradient_accumulation_steps"
 HF = ["--deepspeed", "ds.json", "--output_dir", "out"]
 BATCH = {MICRO: 16, GAS: 2}
+
+HF_FLAGS = {**HF_BATCH_FLAGS, CHECKPOINTING: "--gradient_checkpointing"}
 
 
 def rewritten(
@@ -116,7 +118,7 @@ def test_the_flags_of_a_script() -> None:
     own = {MICRO: "--bs"}
     assert script_args.mappings_for(["--bs", "8"], own) == own
     assert script_args.mappings_for(["--bs", "8"], {}) == {}
-    hf = {key: HF_FLAGS[key] for key in (MICRO, GAS)}
+    hf = dict(HF_BATCH_FLAGS)
     assert script_args.mappings_for(HF, {}) == hf
     assert script_args.mappings_for(HF, own) == {**hf, **own}
     for flag in ("--gradient_checkpointing", "--activation_checkpointing"):
