@@ -211,11 +211,6 @@ def test_errors_name_the_problem_in_one_line(
     assert "\n" not in text
 
 
-def test_the_version_of_this_python_may_be_written(model_dir: Path) -> None:
-    major, minor = sys.version_info[:2]
-    assert parse(f"python{major}.{minor} train.py", model_dir) == script()
-
-
 def test_another_environment_of_the_same_python_is_another_python(
     model_dir: Path, tmp_path: Path
 ) -> None:
