@@ -43,7 +43,7 @@ def printed_line(ready: Prepared, folder: Path) -> str:
     best, run = own_configuration(ready), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
     run.apply({"event": "proposed", "trial": best})
-    run.apply({"event": "finished", "trial_id": best.id, "outcome": ran()})
+    run.apply({"event": "finished", "trial_id": best.id, "outcome": ran(1.0, ready.plan.metric)})
     line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)
     return line

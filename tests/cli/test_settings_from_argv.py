@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "include": (),
     "zero_stages": None,
     "start_profile_step": 3,
-    "random_seed": 42,
+    "seed": 42,
     "search_runner_config": None,
     "max_search_runner_restarts": 5,
 }
