@@ -19,7 +19,7 @@ from dsat.errors import UserInputError
 FIRST_WITHOUT = (0, 38)
 LOCAL = "With --engine local dsat tunes on this machine's own accelerators."
 _INTERVAL_S = 2.0
-_LATE = 2  # further requests after the end: the last lines may come after the news of it
+_LATE = 2  # further requests after the end: the last lines may come later
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
 _MARKS = "[dsat-"
-_LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the news of the trial's end
+_LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
 T = TypeVar("T")
 
 
 class Master:
-    """A session with a master; requests wait while the master is unreachable.
+    """Session with a master; requests wait while the master is unreachable.
 
     Args:
         determined: determined's client, logged in.

@@ -48,11 +48,11 @@ _WITHOUT_PROGRESS = ("initialOperations", "trialCreated")
 
 
 class Preempted(Exception):
-    """The runner's own experiment is paused or canceled."""
+    """Pause or cancellation of the runner's own experiment."""
 
 
 class Runner:
-    """The search of one experiment, from event to event.
+    """Search of one experiment, driven by the events of the master.
 
     Args:
         runner_id: the runner's own experiment.

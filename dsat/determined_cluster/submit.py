@@ -140,7 +140,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     submitted = Submitted(number, master.url(number))
     _log.info("Created experiment %d: %s", number, submitted.url)
     if detach:
-        _tell_how_to_go_on(master, number)
+        _log_how_to_follow(master, number)
         return submitted
     return _follow(master, submitted, ready.name)
 
@@ -172,7 +172,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         ended = clients.follow(master, number, _log.info)
     except KeyboardInterrupt:
         _log.info("detached: the search goes on")
-        _tell_how_to_go_on(master, number)
+        _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
     if ended.state != "COMPLETED":
         said = job.state_in_words(ended.state)
@@ -180,10 +180,10 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("without it nobody closes the trials of experiment %d: ended too", left_over)
-    told = dict(ended.result)
-    files = told.pop("files", None)
+    result = dict(ended.result)
+    files = result.pop("files", None)
     run_dir = None if files is None else _write_files(files, name)
-    return replace(submitted, state=ended.state, result=told, run_dir=run_dir)
+    return replace(submitted, state=ended.state, result=result, run_dir=run_dir)
 
 
 def _write_files(files: Mapping[str, str], name: str) -> Path:
@@ -249,7 +249,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     return Submission(choice.master, choice.reason, experiment.name, submitted, config, files, size)
 
 
-def _tell_how_to_go_on(master: Master, number: int) -> None:
+def _log_how_to_follow(master: Master, number: int) -> None:
     det = f"det -m {master.address}"
     _log.info("Follow it: dsat watch %d, or %s", number, master.url(number))
     _log.info("End it, and its trials: %s experiment cancel %d", det, number)

@@ -1,4 +1,4 @@
-"""The files that people look for after `deepspeed --autotuning`, under the names they have there.
+"""Result files of `deepspeed --autotuning`, under the names that they have there.
 
 Laid out as deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8) write them. The folder of each
 experiment, with its log and its metrics, is the trial engine's.

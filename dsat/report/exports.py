@@ -1,4 +1,4 @@
-"""A run in the form of other tools, each imported only when it is asked for."""
+"""Exports of a run to other tools, each imported only when it is used."""
 
 from __future__ import annotations
 

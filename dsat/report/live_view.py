@@ -1,4 +1,4 @@
-"""The terminal: lines, and below them a table of the trials that run."""
+"""Live view of a run: lines, and below them a table of its trials."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dsat.memory.forecast import Forecast
+from dsat.report import format as fmt
 from dsat.report import progress, terminal
 from dsat.report.run_view import RunView
 from dsat.report.table import Table
@@ -98,7 +99,11 @@ class LiveView:
         total, done = view.plan.max_trials, len(view.ended)
         bar.add_row(ProgressBar(total=total, completed=done, width=60))
         status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
-        lines = map(Text, (progress.best_line(run), *status))
+        best = "none yet"
+        if view.best is not None:
+            value = fmt.metric(view.plan.metric, view.best_value)
+            best = f"{view.best.trial.name}, {value}; {view.gain.headline}"
+        lines = map(Text, (f"best: {best}", *status))
         return Group(terminal.rich_table(Table(("trial", "result"), cells)), bar, *lines)
 
     def _doing(self, trial: Trial) -> str:

@@ -1,4 +1,4 @@
-"""Progress of a run: steps, the best so far, and the time left."""
+"""Progress of a run: trials, slots, steps and the time left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dsat.in_trial.rank import STEPS_FILE
 from dsat.report import format as fmt
-from dsat.report.verdict import search_gain
 from dsat.search.base import Outlook
 from dsat.tuning import finals
 from dsat.tuning.run import Run
@@ -20,25 +19,6 @@ from dsat.values.trial import TrialKind
 STATUS_FILE = "status.json"
 _LEAST_TRIALS = 3  # before anything is said of the time
 _RECENT = 20
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """Estimated time left, in seconds, if all remaining trials are run.
-
-    Attributes:
-        trials: that it may still have, those that run included.
-        low_s, high_s: if they take as long as the lower and the upper quartile of recent ones.
-    """
-
-    trials: int
-    low_s: float
-    high_s: float
-
-    def __str__(self) -> str:
-        few = f"at most {fmt.count(self.trials, 'more trial')}"
-        low, high = fmt.duration(self.low_s), fmt.duration(self.high_s)
-        return f"{few}: {low if low == high else f'{low} to {high}'} if all are run"
 
 
 @dataclass(frozen=True)
@@ -82,7 +62,7 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
         if status.outlook is not None:
             found.append(_outlook_line(run, status.outlook))
     left = time_left(run, 1 if status is None else status.at_once)
-    return found if left is None else [*found, str(left)]
+    return found if left is None else [*found, left]
 
 
 def doing(trial_folder: Path) -> str:
@@ -95,20 +75,10 @@ def doing(trial_folder: Path) -> str:
         return "starts"
 
 
-def best_line(run: Run) -> str:
-    """Return the best so far, and its gain over the user's own configuration."""
-    assert run.plan is not None
-    if run.best is None or run.best_value is None:
-        return "best: none yet"
-    line = f"best: {run.best.name}, {fmt.metric(run.plan.metric, run.best_value)}"
-    ratio = search_gain(run)
-    if ratio is None or run.best is run.baseline:
-        return line
-    return f"{line}, {ratio:.2f}x your own as measured once"
+def time_left(run: Run, at_once: int) -> str | None:
+    """Estimate the time left if all remaining trials are run; None before enough have ended.
 
-
-def time_left(run: Run, at_once: int) -> TimeLeft | None:
-    """Estimate the time left from the trials so far; None before there are enough of them.
+    The range is that of trials as long as the lower and as the upper quartile of recent ones.
 
     Args:
         run: that goes on.
@@ -128,8 +98,10 @@ def time_left(run: Run, at_once: int) -> TimeLeft | None:
     if run.finals is None:
         alone = min(left, finals.reserved(most - run.num_finals, run.plan.finals))
     rounds = alone + -(-(left - alone) // max(1, at_once))
-    low, _, high = statistics.quantiles(took, n=4, method="inclusive")
-    return TimeLeft(left, rounds * low, rounds * high)
+    quartiles = statistics.quantiles(took, n=4, method="inclusive")
+    low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
+    span = low if low == high else f"{low} to {high}"
+    return f"at most {fmt.count(left, 'more trial')}: {span} if all are run"
 
 
 def _outlook_line(run: Run, outlook: Outlook) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of texts.
 
     Attributes:
         numbers: headings of the columns that are aligned to the right.

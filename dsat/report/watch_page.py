@@ -1,4 +1,4 @@
-"""The pages of `dsat watch`: the report's, whose parts are fetched again when a run goes on."""
+"""Pages of `dsat watch`: the report, whose parts are fetched again while a run goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IS = {
 
 @dataclass(frozen=True)
 class Watched:
-    """A run as it is watched.
+    """Run on a page that follows it.
 
     Attributes:
         folder: of the run.

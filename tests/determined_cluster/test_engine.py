@@ -88,12 +88,6 @@ def test_a_trial_is_created_with_its_whole_configuration() -> None:
     assert hparams[ds_config.DSAT_TRIAL_KEY]["id"] == 3
 
 
-def test_the_operation_is_longer_than_the_measurement_can_take() -> None:
-    engine = engine_of(FakeMaster())
-    assert engine.length(trial()) == (2 + 20 + 60 + 2 * 500) * 2  # in micro batches
-    assert engine.length(trial(0, TrialKind.PROFILE)) == (2 + 1 + 60 + 2 * 500) * 2
-
-
 def test_a_trial_that_reports_is_closed_and_its_end_is_no_news() -> None:
     master = FakeMaster()
     engine = engine_of(master)

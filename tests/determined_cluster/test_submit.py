@@ -12,7 +12,6 @@ import yaml
 from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.determined_cluster import client, result
-from dsat.determined_cluster.submit import Submitted
 from dsat.errors import UserInputError
 from testing.local import PROGRAMS
 from testing.master import StandIn
@@ -117,15 +116,6 @@ def test_a_search_is_followed_again(
     assert Path(found["run_dir"]).name.startswith("pretend")
     assert main.main(["watch", "2"]) == 2
     assert master.url in refused(capsys)
-
-
-def test_why_a_search_did_not_come_to_its_end() -> None:
-    failed = Submitted(1, "u", "COMPLETED", {"over": True, "best": None, "stop_reason": "it broke"})
-    assert not failed.found and failed.why_not.endswith("found nothing: it broke")
-    killed = Submitted(1, "u", "CANCELED")
-    assert not killed.found and killed.why_not.endswith("no configuration was measured")
-    early = Submitted(1, "u", "COMPLETED", {"over": False, "best": {"name": "z1"}})
-    assert not early.found and early.why_not.endswith("ended early; best so far z1")
 
 
 @pytest.mark.usefixtures("master")
