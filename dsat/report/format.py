@@ -14,7 +14,7 @@ _UNITS = {
     "tokens_per_second": "tokens/s",
     "FLOPS_per_gpu": "FLOP/s per slot",
 }
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0.0, ""))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _MOST_OF_A_MESSAGE = 400
 
 
@@ -29,8 +29,8 @@ def metric(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name == "FLOPS_per_gpu":
-        size, prefix = next(pair for pair in _PREFIXES if value >= pair[0])
-        return f"{value / (size or 1):.4g} {prefix}{_UNITS[name]}"
+        size, prefix = next((pair for pair in _PREFIXES if value >= pair[0]), (1.0, ""))
+        return f"{value / size:.4g} {prefix}{_UNITS[name]}"
     number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return f"{number} {unit(name)}"
 
