@@ -39,6 +39,7 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"metric": "bwd"}, {"metric": "backward"}),
     ({"start_profile_step": 4}, {"start_profile_step": 4, "end_profile_step": 8}),
     ({"start_step": 4}, {"start_profile_step": 4, "end_profile_step": 8}),
+    ({"end_profile_step": 15}, {"end_profile_step": 15}),
     ({"start_step": 5, "end_step": 10}, {"start_profile_step": 5, "end_profile_step": 10}),
     ({"fast": False}, {"fast": False}),
     ({"tuner_type": " gridsearch "}, {}),
