@@ -17,7 +17,7 @@ import psutil
 
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
 from dsat.engines.local.ports import free_ports
-from dsat.in_trial.meter import HOST_ACCIDENTS
+from dsat.in_trial.measurement import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions

@@ -95,6 +95,7 @@ class FakeEngine:
 
 def attach(engine: Any, spec: MeterSpec = SPEC) -> Meter:
     meter = Meter(spec, lambda measurement: None)
+    meter.watch(engine)
     meter.attach(engine)
     return meter
 

@@ -33,7 +33,7 @@ from benchmarks.gpu import predicted_memory
 from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
 from dsat.engines.local.machine import problems_with
 from dsat.engines.local.supervisors import Supervisors
-from dsat.in_trial.rank import METRICS_FILE
+from dsat.in_trial.rank_files import METRICS_FILE
 from dsat.inputs import entrypoint, experiment
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run

@@ -18,6 +18,7 @@ from dsat.engines.local import LocalEngine, LocalOptions, leftovers
 from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.in_trial.failures import OF_DSAT
 from dsat.memory import anchors
 from dsat.memory.predictor import Basis
 from dsat.memory.remembered_script import start_of
@@ -308,6 +309,8 @@ def _failure(run: Run, trials: Path) -> DsatError:
         OutcomeKind.OOM: _does_not_fit(run),
         OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
     }
+    if OF_DSAT in outcome.message:
+        hints[OutcomeKind.ERROR] = " Please report it, with the traceback, as a bug of dsat."
     hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
     which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
     return SearchFailed(

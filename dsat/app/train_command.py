@@ -23,7 +23,7 @@ from dsat.engines.local.rank_settings import (
     settings_of_ranks,
 )
 from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
-from dsat.in_trial.rank import MALLOC_VARIABLES
+from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint

@@ -1,4 +1,4 @@
-"""Answer that DeepSpeed gets when it asks for the memory left on a device.
+"""Limits on a device's memory, and the answer that DeepSpeed gets when it asks for what is left.
 
 By that, ZeRO decides whether parameters are flattened on the device or on the host
 (`available_memory` in deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
@@ -16,14 +16,14 @@ BY_NAME = (
 
 
 def adapt(limit_bytes: int | None, warn: Callable[[str], None]) -> None:
-    """Makes the answer hold for a device that is named, and for a limit; on CUDA devices only.
+    """Make the answer hold for a device that is named, and for a limit; on CUDA devices only.
 
     With pynvml DeepSpeed asks NVML, by a number that it reads from CUDA_VISIBLE_DEVICES, where
     there may be UUIDs or MIG devices.
 
     Args:
         limit_bytes: what a rank may use of the device, if that is less than there is.
-        warn: told what the user should know.
+        warn: takes a message for the user.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -45,3 +45,15 @@ def adapt(limit_bytes: int | None, warn: Callable[[str], None]) -> None:
         return min(left, limit_bytes - int(accelerator.memory_allocated(device_index)))
 
     accelerator.available_memory = available_memory
+
+
+def limit_allocator(limit_bytes: int | None, device: int) -> None:
+    """Make the allocator of a CUDA device refuse more than a slot may use."""
+    from deepspeed.accelerator import get_accelerator
+
+    if limit_bytes is None or get_accelerator().device_name() != "cuda":
+        return
+    import torch
+
+    fraction = limit_bytes / get_accelerator().total_memory(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)

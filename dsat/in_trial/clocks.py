@@ -13,7 +13,7 @@ from dsat.values.outcome import MemoryUse
 
 
 class Clock:
-    """Marks on the host's clock: right where operations are finished when they return."""
+    """Marks on the host's clock, for devices whose operations are finished when they return."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -45,16 +45,16 @@ def clock_for(accelerator: Any) -> Clock:
     return _DeviceClock(accelerator)
 
 
-_BACK_WITHIN_S = 20.0  # a driver frees what a killed process held
+_BACK_WITHIN_S = 20.0  # a driver frees the memory of a killed process
 _UNCHANGED_FOR_S = 3.0
 _POLL_S = 0.1
 _MAY_BE_HELD = 0.1  # of a device: contexts and what else is small
 
 
 def wait_for_memory(accelerator: Any, index: int) -> None:
-    """Waits while a device gets memory back that a process held which has ended.
+    """Wait while a device gets memory back from a process that has ended.
 
-    What does not come back within a few seconds is another program's, and not waited for.
+    Memory that does not come back within a few seconds is another program's.
 
     Args:
         accelerator: DeepSpeed's.
@@ -167,12 +167,12 @@ class ProcessMemory:
 
 
 def _peak_data_bytes() -> int:
-    """The kernel keeps the peak of all mappings only: what is no data now was none then."""
+    """Return the peak of the data segment; the kernel has the peak of all mappings only."""
     return _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
 
 
 def _of_status(key: str) -> int:
-    """A size of /proc/self/status in bytes; where there is none, the peak resident set."""
+    """Return a size of /proc/self/status in bytes; where there is none, the peak resident set."""
     try:
         with open("/proc/self/status") as file:
             for line in file:

@@ -2,10 +2,10 @@
 
 There the user's own entrypoint runs: nothing of dsat is in a process before the script calls one of
 the helpers of `dsat`. The first call attaches to the trial that the hyperparameters name: it
-installs the meter, a limit on the time, and a hook that says why the script failed. What came of
-the trial goes to the master in `dsat_reporting_context`. What that cannot tell (a rank that is not
-the chief ran out of memory, the script failed outside of it) goes to the trial's log, on a line
-that the search runner finds there.
+installs the meter, a limit on the time, and a hook that reports why the script failed. The outcome
+goes to the master in `dsat_reporting_context`. Outcomes that it cannot report (a rank that is not
+the chief ran out of memory, the script failed outside of it) go to the trial's log, on a line that
+the search runner finds there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dsat.in_trial import config_injection, failures, runner_watch
+from dsat.in_trial import failures, runner_watch
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.runner_watch import RunnerWatch
@@ -33,7 +33,7 @@ OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "
 ATTACHED_MARK = "[dsat-attached] "  # the script has come to a call of dsat
 _LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: ranks that share a pipe cannot tear each other's lines
-_SETTLED = (
+_WOULD_REPEAT = (
     OutcomeKind.OOM,
     OutcomeKind.HOST_OOM,
     OutcomeKind.INVALID,
@@ -56,7 +56,7 @@ def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[st
 
 
 def attach(hparams: Mapping[str, Any] | None) -> Task | None:
-    """The cluster's trial that this process is a rank of, made ready at the first call.
+    """Return the cluster's trial that this process is a rank of, prepared at the first call.
 
     Args:
         hparams: the trial's hyperparameters; those of the local engine name no such trial.
@@ -66,7 +66,6 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=_slots_of_this_host())
         _attached = Task(install(spec, lambda outcome: None), spec.options.timeout_s)
-        config_injection.on_initialize(_attached.begin_engine)
         _attached.watch()
         if _rank() == 0:
             _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
@@ -82,24 +81,19 @@ class Task:
         timeout_s: from now on, when the trial is ended.
 
     Attributes:
-        runner: looks after the search runner, if this is the chief.
+        runner: watch of the search runner, if this is the chief.
     """
 
     def __init__(self, meter: Meter, timeout_s: float) -> None:
         self.meter = meter
         self._timeout_s = timeout_s
         self._began_s = time.monotonic()
-        self._told = False
-        self._began_engine = False
+        self._reported = False
         self.runner: RunnerWatch | None = None
         self._report_completed: Callable[[Any], None] | None = None
 
-    def begin_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Notes that the script has called `deepspeed.initialize`."""
-        self._began_engine = True
-
     def watch(self) -> None:
-        """From now on the process says why it fails, and ends when it takes too long."""
+        """Report a failure of this process, and end it when it takes too long."""
         previous = sys.excepthook
 
         def hook(
@@ -117,38 +111,38 @@ class Task:
     # -- outcomes
 
     def measured(self) -> Outcome | None:
-        """The outcome, if anything was measured."""
+        """Return the outcome, if anything was measured."""
         found = self.meter.outcome
         return None if found is None else replace(found, duration_s=self._duration_s())
 
     def failed(self, error: BaseException) -> Outcome:
-        """The outcome of a rank that ends with an exception."""
+        """Return the outcome of a rank that ends with an exception."""
         found = failures.outcome(error)
         return replace(
             found,
             message=f"rank {_rank()}: {found.message}",
             duration_s=self._duration_s(),
-            before_engine=not self._began_engine,
+            before_engine=not self.meter.initialized,
         )
 
     def ended(self) -> Outcome:
-        """The outcome of a script that came to its own end."""
+        """Return the outcome of a script that came to its own end."""
         too_short = self.meter.watches
         return self.measured() or Outcome(
             OutcomeKind.INVALID,
             message=self.meter.shortfall,
             duration_s=self._duration_s(),
             smaller_may_run=too_short,
-            before_engine=not self._began_engine,
+            before_engine=not self.meter.initialized,
         )
 
     def _duration_s(self) -> float:
         return round(time.monotonic() - self._began_s, 3)
 
-    # -- telling
+    # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Reports for the script if it completes the operation by itself, at its own end."""
+        """Report for the script if it completes the operation by itself, at its own end."""
         if core_context.distributed.rank != 0 or self._report_completed is not None:
             return
         self._report_completed = op.report_completed
@@ -160,8 +154,8 @@ class Task:
         op.report_completed = report_completed
 
     def report(self, core_context: Any, op: Any, outcome: Outcome, steps_completed: int) -> None:
-        """The chief's report: metrics that the web UI plots, and the searcher's own."""
-        if core_context.distributed.rank != 0 or self._told:
+        """Report an outcome as the chief: metrics that the web UI plots, and the searcher's own."""
+        if core_context.distributed.rank != 0 or self._reported:
             return
         metrics = numbers(outcome, measures=self.meter.spec.measures)
         if metrics:
@@ -170,27 +164,27 @@ class Task:
             )
         complete = self._report_completed or op.report_completed
         complete({**metrics, OUTCOME_KEY: outcome.to_json()})
-        self._told = True
+        self._reported = True
 
     def stay_until_closed(self) -> None:
-        """Waits until the search runner has heard the report, or is gone."""
-        if self._told and self.runner is not None:
+        """Wait until the search runner has closed the trial, or is gone."""
+        if self._reported and self.runner is not None:
             self.runner.stay_until_closed()
 
     def report_failure(
         self, core_context: Any, op: Any, error: BaseException, steps_completed: int
     ) -> None:
-        """The same of a failure which another attempt would only repeat."""
+        """Report a failure which another attempt would only repeat."""
         outcome = self.failed(error)
-        if outcome.kind in _SETTLED:
+        if outcome.kind in _WOULD_REPEAT:
             self.report(core_context, op, outcome, steps_completed)
             self.stay_until_closed()
 
     def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
-        """A line in the trial's log; `ended` if the script came to its own end."""
-        if self._told:
+        """Write a line to the trial's log; `ended` if the script came to its own end."""
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         os.write(2, log_line(outcome, run=_allocation(), ended=ended))
 
     def _at_exit(self) -> None:
@@ -206,9 +200,9 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """The values of an outcome that can be plotted.
+    """Return the values of an outcome that can be plotted.
 
-    Of a profile its own alone: with the metric that is searched it would rank among the trials.
+    A profile has none of the metric that is searched, with which it would rank among the trials.
     """
     part = outcome.metrics if measures else outcome.profile
     found: dict[str, Any] = {} if part is None else part.to_json()
@@ -216,11 +210,11 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """An outcome for the trial's log: one line, not too long, the end of its detail kept."""
+    """Return an outcome for the trial's log: a line, not too long, the end of its detail kept."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
-        told = replace(outcome, detail=detail, step_ms=())
-        data = {**told.to_json(), "run": run, "ended": ended}
+        short = replace(outcome, detail=detail, step_ms=())
+        data = {**short.to_json(), "run": run, "ended": ended}
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line

@@ -1,123 +1,125 @@
 """Hook that every Python process of the user's command runs first.
 
-A copy of this file lies as `sitecustomize.py` in a folder in front of `PYTHONPATH`. Nothing happens
-but that the script gets the arguments of the trial, unless the process imports DeepSpeed: then
-`dsat.in_trial.command_rank` makes it ready to be a rank of the trial. dsat is found by `PYTHONPATH`
-as well, which holds nothing else of the environment that it is installed in.
+A copy of this file is `sitecustomize.py` in a folder in front of `PYTHONPATH`. It gives the script
+the arguments of the trial. If the process imports DeepSpeed, `dsat.in_trial.command_rank` prepares
+it to be a rank. dsat itself is found by `PYTHONPATH` as well, in a folder that holds nothing else
+of the environment in which it is installed.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-# What dsat needs and the environment may lack; never in front of what it has.
-if __name__ == "sitecustomize":
-    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare"))
-
-from dsat.in_trial.start_recorder import (
-    FOLDER_VARIABLE,
-    AfterImport,
-    run_hidden_sitecustomize,
-    what_records,
-)
-
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
-CHANGES_FILE = "command.json"  # what is different in the trial, in its folder
+_CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
+_SPARE_FOLDER = "spare"  # packages that dsat needs and the environment may lack
 _LOCAL_RANK = "--local_rank="
-_Adapters = dict[str, Callable[[ModuleType], None]]
 
 
-def _change_for_trial(folder: str) -> None:
-    """Gives the script the arguments and variables of the trial, if it has those that were seen."""
-    path = os.path.join(folder, CHANGES_FILE)
-    if not os.path.exists(path):  # the first run, which is as the user has it
-        return
-    with open(path, encoding="utf-8") as file:
-        changes = json.load(file)
-    seen, wanted = changes["args"]
-    own = sys.argv[1:]
-    local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
-    if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
-        sys.argv[1:] = [*local_rank, *wanted]
-    seen, wanted = changes["env"]
-    if seen and seen.items() <= os.environ.items():
-        for name in seen:
-            del os.environ[name]
-        os.environ.update(wanted)
+class _Process:
+    """This process, which may become a rank of the trial.
 
+    Args:
+        folder: of the trial.
+    """
 
-def _rank_of_trial(folder: str) -> _Adapters:
-    """Return adapters that make a process a rank at its first relevant import."""
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._start = {
+            "pid": os.getpid(),
+            "argv": list(sys.argv),
+            "cwd": os.getcwd(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "env": dict(os.environ),
+        }
 
-    def begin(module: ModuleType) -> None:
+    def change_arguments(self) -> None:
+        """Replace arguments and variables that the first run had by those of the trial."""
+        path = os.path.join(self._folder, _CHANGES_FILE)
+        if not os.path.exists(path):  # the first run, which is as the user has it
+            return
+        with open(path, encoding="utf-8") as file:
+            changes = json.load(file)
+        seen, wanted = changes["args"]
+        own = sys.argv[1:]
+        local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
+        if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
+            sys.argv[1:] = [*local_rank, *wanted]
+        seen, wanted = changes["env"]
+        if seen and seen.items() <= os.environ.items():
+            for name in seen:
+                del os.environ[name]
+            os.environ.update(wanted)
+
+    def watch_imports(self) -> None:
+        """Adapt modules as soon as the program imports them."""
+        import wrapt
+
+        for name, adapt in (
+            ("deepspeed", self._begin),
+            ("transformers", self._begin),  # its lazy package, before any module that is adapted
+            ("multiprocessing.process", self._report_end),
+            ("torch.distributed.launcher.api", self._refuse_nodes),
+            ("deepspeed.launcher.multinode_runner", self._refuse_nodes),
+        ):
+            wrapt.register_post_import_hook(adapt, name)
+
+    def _begin(self, _: ModuleType) -> None:
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and not hasattr(deepspeed, "initialize"):
-            return  # DeepSpeed below 0.18 imports transformers itself; it begins when that is done
+            return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
         from dsat.in_trial import command_rank
 
-        command_rank.begin(folder)
+        command_rank.begin(self._folder, self._start)
 
-    def watch(module: ModuleType) -> None:
-        """Processes that multiprocessing makes show their errors to nobody but each other."""
+    def _refuse_nodes(self, module: ModuleType) -> None:
+        from dsat.in_trial import start_record
+
+        start_record.refuse_nodes(self._folder, module)
+
+    def _report_end(self, module: ModuleType) -> None:
+        """Report the end of processes of multiprocessing, which call no hooks."""
         process: Any = module.BaseProcess
         original = process.run
 
-        def run(self: Any) -> None:
+        def run(own: Any) -> None:
             try:
-                original(self)
+                original(own)
             except BaseException as error:
-                _tell("failed", error)
+                _report("failed", error)
                 raise
-            _tell("ended")
+            _report("ended")
 
         process.run = run
 
-    return {
-        "deepspeed": begin,
-        "transformers": begin,  # its lazy package, before any module that is adapted
-        "multiprocessing.process": watch,
-    }
 
-
-def _both(first: _Adapters, then: _Adapters) -> _Adapters:
-    """Join what adapts modules by their names."""
-
-    def one_after_the_other(name: str) -> Callable[[ModuleType], None]:
-        def adapt(module: ModuleType) -> None:
-            for each in (first, then):
-                if name in each:
-                    each[name](module)
-
-        return adapt
-
-    return {name: one_after_the_other(name) for name in {**first, **then}}
-
-
-def _tell(what: str, *arguments: Any) -> None:
-    """Has the process tell its end, if it has come so far that it may be a rank."""
+def _report(what: str, *arguments: Any) -> None:
     module: Any = sys.modules.get("dsat.in_trial.command_rank")
     if module is not None:
         getattr(module, what)(*arguments)
 
 
-def _install() -> None:
-    trial = os.environ.get(TRIAL_VARIABLE)
-    if trial is not None:
-        _change_for_trial(trial)
-        adapt = _rank_of_trial(trial)
-        records = os.environ.get(FOLDER_VARIABLE)
-        if records is not None:
-            adapt = _both(what_records(records, __file__, goes_on=True), adapt)
-        for name in adapt.keys() & sys.modules.keys():
-            adapt[name](sys.modules[name])
-        sys.meta_path.insert(0, AfterImport(adapt))
-    run_hidden_sitecustomize(__file__)
+def _run_hidden_sitecustomize() -> None:
+    """Run a `sitecustomize` of the environment's own, which this file hides."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
 
 
 if __name__ == "sitecustomize":
-    _install()
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), _SPARE_FOLDER))
+    if TRIAL_VARIABLE in os.environ:
+        _process = _Process(os.environ[TRIAL_VARIABLE])
+        _process.change_arguments()
+        _process.watch_imports()
+    _run_hidden_sitecustomize()

@@ -2,9 +2,9 @@
 
 `dsat.in_trial.command_hook` begins it in each process that imports DeepSpeed; which of them is a
 rank is not known before one calls `deepspeed.initialize`. The script has no frame of dsat's around
-it here, and what started the process is the user's own: when a rank has measured everything, or has
-failed, it says so in the trial's folder and stays where it is until the engine ends the command,
-which therefore never goes on behind its training.
+it here, and its process was started by the user's own: when a rank has measured everything, or has
+failed, it reports that in the trial's folder and waits until the engine ends the command, which
+therefore never goes on behind its training.
 """
 
 from __future__ import annotations
@@ -22,51 +22,50 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, determined_shim, failures, loopback
+from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
-from dsat.in_trial.rank import (
-    DOING_FILE,
+from dsat.in_trial.rank import outcome_of_ended
+from dsat.in_trial.rank_files import (
+    DONE_FILE,
     MODULES_FILE,
+    PORTS_FILE,
     SPEC_FILE,
-    Doing,
+    Progress,
     RankSpec,
-    default_local_rank,
-    lay_over,
-    libraries,
-    limit_memory,
     result_file,
-    step_counter,
-    tell_of_compiling,
     write_outcome,
 )
-from dsat.in_trial.start_recorder import rank_and_size
+from dsat.in_trial.start_record import rank_and_size
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
-# In the trial's folder.
-DONE_FILE = "done"  # there once nothing is to be learned from the command any more
-PORTS_FILE = "ports"  # where ranks met, a line each; there once a rank has an engine
 _IS_ENDED_WITHIN_S = 30.0
 _begun: CommandRank | None = None
 
 
-def begin(folder: str) -> None:
-    """Makes this process ready to be a rank of the trial in the folder; does nothing twice."""
+def begin(folder: str, start: Mapping[str, Any]) -> None:
+    """Prepare this process to be a rank of the trial in the folder; does nothing twice.
+
+    Args:
+        start: see `start_record.install`.
+    """
     global _begun
-    if _begun is None:
+    if _begun is None and (Path(folder) / SPEC_FILE).exists():
         _begun = CommandRank(Path(folder))
-        _begun.prepare()
+        _begun.prepare(start)
+    elif _begun is None:
+        start_record.install(Path(folder), start, waits=True)
 
 
 def failed(error: BaseException) -> None:
-    """Tells with what this process ends, if it was to be a rank."""
+    """Report the error with which this process ends, if it was to be a rank."""
     if _begun is not None:
         _begun.failed(error)
 
 
 def ended() -> None:
-    """Tells that this process has come to its end, if it was to be a rank."""
+    """Report that this process has come to its end, if it was to be a rank."""
     if _begun is not None:
         _begun.ended()
 
@@ -80,17 +79,15 @@ class CommandRank:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._spec = RankSpec.from_json(json.loads((folder / SPEC_FILE).read_text()))
-        self._doing = Doing(folder / DOING_FILE)
-        self._meters: list[Meter] = []
+        self._spec = RankSpec.of_folder(folder)
+        self._progress = Progress(folder)
+        self._meter: Meter | None = None
         self._engine_in: int | None = None  # a process that is forked from a rank is none
-        self._count: Callable[[int], None] | None = None
         self._known, self._env = set(sys.modules), dict(os.environ)
 
-    def prepare(self) -> None:
-        """Adapts DeepSpeed and what else the script uses, as in any rank."""
+    def prepare(self, start: Mapping[str, Any]) -> None:
+        """Adapt DeepSpeed and what else the script uses, as in any rank."""
         import deepspeed  # noqa: F401  (it may be transformers that was imported first)
-        import torch
 
         if self._spec.own:
             self._spec = _with_own_devices(self._spec)
@@ -98,19 +95,20 @@ class CommandRank:
         programs, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):
             os.environ["PATH"] = os.pathsep.join([programs, path])
-        tell_of_compiling(self._doing)
-        if self._spec.threads is not None:
-            torch.set_num_threads(self._spec.threads)
-        loopback.install()
-        task: Mapping[str, Any] = {**self._spec.task, "folder": self._folder}
-        determined_shim.install(determined_shim.LocalTask(**task))
-        self._doing.say("your command runs, up to its first optimizer step")
+        config_injection.on_initialize(self._begin_engine)
+        self._meter = preparation.prepare(
+            self._spec,
+            self._folder,
+            self._progress,
+            on_complete=self._report,
+            on_step=self._count_step,
+        )
+        start_record.install(self._folder, start, waits=False)
+        preparation.prevent_side_effects(self._spec, self._folder)
+        self._progress.set_activity("your command runs, up to its first optimizer step")
         # What the script imports from here on does not count, as in a forked rank.
         if self._spec.cpu_memory_bytes is not None:
             _before_first_module(functools.partial(_limit, self._spec.cpu_memory_bytes))
-        spec = replace(self._spec, cpu_memory_bytes=None)
-        self._meters = lay_over(spec, self._folder, self._tell, self._count_step)
-        config_injection.on_initialize(self._begin_engine)
         previous = sys.excepthook
 
         @functools.wraps(previous)
@@ -125,7 +123,7 @@ class CommandRank:
         self._env = dict(os.environ)
 
     def failed(self, error: BaseException) -> None:
-        """Tells with what this process ends."""
+        """Report the error with which this process ends."""
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.ended()
             return
@@ -133,38 +131,31 @@ class CommandRank:
         hidden = error.__context__ if isinstance(error, SystemExit) else None
         found = failures.outcome(hidden or error)
         if self._has_engine:
-            self._tell(found)
+            self._report(found)
         elif self._engine_in is None and not any(self._folder.glob(result_file("*"))):
             # The launcher of ranks that failed fails as well, after them.
-            self._tell(replace(found, before_engine=True))
+            self._report(replace(found, before_engine=True))
 
     def ended(self) -> None:
-        """Tells that a rank's script has come to its own end before enough was measured."""
-        if not (self._has_engine and self._meters):
+        """Report that a rank's script has come to its own end before enough was measured."""
+        if self._meter is None or not self._has_engine:
             return
         uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
         if uncaught is not None:
             self.failed(uncaught)
         else:
-            [meter] = self._meters
-            try:
-                meter.finish()
-            except (InvalidTrial, RuntimeError) as error:
-                self._tell(failures.outcome(error))
-                return
-            too_short = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
-            self._tell(meter.outcome or failures.outcome(too_short))
+            self._report(outcome_of_ended(self._meter))
 
     @property
     def _has_engine(self) -> bool:
         return self._engine_in == os.getpid()
 
-    def _begin_engine(self, arguments: Mapping[str, Any]) -> None:
+    def _begin_engine(self, _: Any) -> None:
         self._engine_in = os.getpid()
         _, size = rank_and_size()
         if self._spec.own and self._spec.threads:  # slots are cores: those that a trial has
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:size])
-        if size == 1:  # no launcher told it, and DeepSpeed would look for one
+        if size == 1:  # without a launcher, which DeepSpeed would look for
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
@@ -173,43 +164,36 @@ class CommandRank:
 
     def _count_step(self, steps: int) -> None:
         if rank_and_size()[0] == 0:
-            self._count = self._count or step_counter(self._folder, self._doing)
-            self._count(steps)
+            self._progress.count(steps)
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         rank, _ = rank_and_size()
         write_outcome(self._folder, rank, outcome)
         if outcome.ok and rank == 0 and self._spec.own:
-            names = libraries(self._known, self._env)
+            names = preparation.libraries(self._known, self._env)
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
-        if not (self._has_engine and self._meters):
+        if self._meter is None or not self._has_engine:
             return  # the command goes on as it would
         if rank == 0 or not outcome.ok:
             (self._folder / DONE_FILE).touch()
-        self._wait_for_end()
-
-    def _wait_for_end(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        time.sleep(_IS_ENDED_WITHIN_S)
+        time.sleep(_IS_ENDED_WITHIN_S)  # the engine ends the command
         os._exit(0)
 
 
 def _with_own_devices(spec: RankSpec) -> RankSpec:
-    """The specification of the user's own run, with what only its processes know of the devices."""
+    """The specification of the user's own run, with the devices that its processes have."""
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().is_synchronized_device()
     if spec.task["slots"] > 1:  # dsat started them, with no launcher that passes --local_rank
-        default_local_rank(os.environ["LOCAL_RANK"])
+        preparation.default_local_rank(os.environ["LOCAL_RANK"])
     slots = rank_and_size()[1]
+    devices = [] if on_cpu else list(map(str, range(slots)))
     return replace(
         spec,
-        task={
-            **spec.task,
-            "slots": slots,
-            "devices": [] if on_cpu else list(map(str, range(slots))),
-        },
+        task={**spec.task, "slots": slots, "devices": devices},
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )

@@ -5,7 +5,7 @@
 reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from a file and
 writes the version, the first problem of each configuration, keys that DeepSpeed does not read, and
 its defaults into another. No list of settings is ours: DeepSpeed's models refuse keys and types,
-and what its other readers ask a section for is recorded while they read it.
+and the keys that its other readers ask a section for are recorded while they read it.
 """
 
 from __future__ import annotations
@@ -113,28 +113,26 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     """
     found = Verdict()
     kept = _without_auto(config)
-    said: dict[str, str] = {}  # the key that is refused by itself, by DeepSpeed's words
+    refused: dict[str, str] = {}  # the key that is refused by itself, by DeepSpeed's words
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
-            return Verdict(_problem_of_model(key, error, version))
-        if error is not None:
-            said[_text(error)] = key
-        elif key not in section.defaults:
-            near = did_you_mean(key, section.defaults, likeness=_SLIP)
-            if near:
-                return Verdict(Problem(key, f"DeepSpeed {version} reads no setting {key!r}", near))
+            found.problem = _problem_of_model(key, error, version)
+        elif error is not None:
+            refused[_text(error)] = key
+        else:
+            found.problem = _slip(section, [key], "", version)
+        if found.problem is not None:
+            return found
+        if error is None and key not in section.defaults:
             found.ignored.append(key)
             found.hints[key] = did_you_mean(key, section.defaults)
-        else:
-            problem = _of_values(section, [key], (), version)
-            if problem is not None:
-                return Verdict(problem)
     if whole:
         error = _read(kept)[1]
         if error is not None:
             text = _text(error)
-            found.problem = Problem(said.get(text, ""), f"DeepSpeed {version} refuses it: {text}")
+            place = refused.get(text, "")
+            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {text}")
     return found
 
 
@@ -148,11 +146,8 @@ def default(path: str) -> Any:
 
     top, _, rest = path.partition(".")
     if top == "zero_optimization":
-        model: Any = DeepSpeedZeroConfig
         *sections, key = rest.split(".")
-        for section in sections:
-            model = _model_in(_field(model, section))
-        found = _field(model, key).get_default()
+        found = _field(_model_at(DeepSpeedZeroConfig, sections), key).get_default()
     else:
         whole: Any = _read({top: {"dsat asks": 0}})[0]
         found = whole[top].defaults[rest] if rest else whole.defaults[top]
@@ -190,45 +185,40 @@ def _problem_of_model(key: str, error: Any, version: str) -> Problem:
     return Problem(".".join(path), f"must be {wanted}, not {first['input']!r}")
 
 
-def _of_values(
-    section: _Section, keys: Iterable[str], path: tuple[str, ...], version: str
-) -> Problem | None:
-    """Return the first typing error and the first value that is not of the type of its default."""
+def _slip(section: _Section, keys: Iterable[str], path: str, version: str) -> Problem | None:
+    """Return the first key that DeepSpeed ignores and that is nearly one that it reads."""
     for key in keys:
-        place, value = ".".join([*path, key]), dict.get(section, key)
-        if key not in section.defaults:
+        value = dict.get(section, key)
+        if key in section.defaults:
+            problem = None
+            if isinstance(value, _Section):
+                problem = _slip(value, dict.keys(value), f"{path}{key}.", version)
+        else:
             near = "" if section.is_open else did_you_mean(key, section.defaults, likeness=_SLIP)
-            if near:
-                return Problem(place, f"DeepSpeed {version} reads no setting {key!r}", near)
-            continue
-        if isinstance(value, _Section):
-            problem = _of_values(value, dict.keys(value), (*path, key), version)
-            if problem is not None:
-                return problem
-        wanted = _type_of(section.defaults[key])
-        if wanted and value is not None and not isinstance(value, wanted[0]):
-            return Problem(place, f"must be {wanted[1]}, not {value!r}")
+            said = f"DeepSpeed {version} reads no setting {key!r}"
+            problem = Problem(path + key, said, near) if near else None
+        if problem is not None:
+            return problem
     return None
-
-
-def _type_of(default: Any) -> tuple[tuple[type, ...], str] | None:
-    """Return the types that a reader with this default can use, and what people call them."""
-    if isinstance(default, bool):
-        return (bool, int), "true or false"
-    if isinstance(default, (int, float)):
-        return (int, float), "a number"
-    return ((str,), "text") if isinstance(default, str) and default != AUTO else None
 
 
 def _names(title: str, path: Iterable[Any]) -> list[str]:
     """Return the settings of a model by its name, or of one inside it."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-    model = next((cls for cls in _subclasses(DeepSpeedConfigModel) if cls.__name__ == title), None)
-    for key in path:
-        model = model and _model_in(_field(model, str(key)))
+    models = _subclasses(DeepSpeedConfigModel)
+    model = _model_at(next((m for m in models if m.__name__ == title), None), path)
     fields = {} if model is None else model.model_fields
     return [name for key, found in fields.items() for name in (key, found.alias or key)]
+
+
+def _model_at(model: Any, path: Iterable[Any]) -> Any:
+    """Return the model inside a model at a path, or None."""
+    for key in path:
+        annotation = _field(model, str(key)).annotation
+        kinds = [annotation, *typing.get_args(annotation)]
+        model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    return model
 
 
 def _field(model: Any, name: str) -> Any:
@@ -237,12 +227,6 @@ def _field(model: Any, name: str) -> Any:
         if name in (key, found.alias):
             return found
     raise KeyError(name)
-
-
-def _model_in(found: Any) -> Any:
-    """Return the model among the types of a field, or None."""
-    kinds = [found.annotation, *typing.get_args(found.annotation)]
-    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:

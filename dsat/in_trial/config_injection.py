@@ -1,9 +1,9 @@
-"""Brings a trial's DeepSpeed configuration to the engine, whatever the script passes.
+"""The door by which a trial's configuration reaches the script: `deepspeed.initialize`, wrapped.
 
-Many scripts build their configuration in code, or read a file that no argument names. Inside a rank
-`deepspeed.initialize` is therefore wrapped: what the script passes is left alone if it agrees with
-the trial, as a file of the trial's own does that the Hugging Face libraries have filled in, and is
-replaced otherwise. The wrapper knows the signatures of deepspeed 0.14 to 0.19.
+Many scripts build their configuration in code, or read a file that no argument names. The
+configuration that the script passes is left alone if it agrees with the trial, as a file of the
+trial's own does that the Hugging Face libraries have completed, and is replaced otherwise. The
+wrapper knows the signatures of deepspeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dsat.inputs.ds_config import AUTO
 
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
+_Handlers = list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]]
 
 
 @dataclass(frozen=True)
@@ -41,79 +42,24 @@ class Passed:
     content: dict[str, Any]
 
 
-def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Check that a configuration has every setting of `overrides`, section by section."""
-    for key, wanted in overrides.items():
-        value = config.get(key)
-        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-            if not agrees(value, wanted):
-                return False
-        elif value != wanted:
-            return False
-    return True
-
-
-def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a trial's configuration, its "auto" values taken from what the script passed."""
-    result = {}
-    for key, value in config.items():
-        other = passed.get(key)
-        if isinstance(value, Mapping):
-            result[key] = completed(value, other if isinstance(other, Mapping) else {})
-        else:
-            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
-    return result
-
-
-def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
-    """The configuration in the arguments of `deepspeed.initialize`, by name.
-
-    None if there is none, if there are two (DeepSpeed refuses that) or if it cannot be read.
-    """
-    args = arguments.get("args")
-    given = [(name, arguments.get(name)) for name in _BY_ARGUMENT]
-    # Of these two DeepSpeed takes the first and ignores the other.
-    found = [pair for pair in given if pair[1] is not None][:1]
-    found += [(name, getattr(args, name, None)) for name in _BY_ATTRIBUTE]
-    found = [pair for pair in found if pair[1] is not None]
-    if len(found) != 1:
-        return None
-    [(name, value)] = found
-    content = _content(value)
-    return None if content is None else Passed(name, value, content)
-
-
-def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `deepspeed.initialize` by name, without any configuration in them."""
-    found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
-    args = found.get("args")
-    if any(getattr(args, name, None) is not None for name in _BY_ATTRIBUTE):
-        found["args"] = args = copy.copy(args)
-        for name in _BY_ATTRIBUTE:
-            if hasattr(args, name):
-                setattr(args, name, None)
-    return found
-
-
-def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
-    """Check that the engine gets an optimizer; a reference model gets none."""
-    return names_what_to_train(arguments) or "optimizer" in passed.content
-
-
-def names_what_to_train(arguments: Mapping[str, Any]) -> bool:
-    """Check that the script itself names what to train."""
-    return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
-
-
-def on_initialize(handle: Callable[[dict[str, Any]], None]) -> None:
-    """Has `handle` called with the arguments of each `deepspeed.initialize`, before it is done.
+def on_initialize(
+    before: Callable[[dict[str, Any]], None], after: Callable[[Any], None] = lambda engine: None
+) -> None:
+    """Register functions that each call of `deepspeed.initialize` runs, in this order.
 
     Args:
-        handle: gets the arguments by name and may change them.
+        before: takes the arguments by name, and may change them.
+        after: takes the engine.
     """
     import deepspeed
 
-    original = deepspeed.initialize
+    if not hasattr(deepspeed.initialize, "dsat_handlers"):
+        deepspeed.initialize = _wrapped(deepspeed.initialize)
+    deepspeed.initialize.dsat_handlers.append((before, after))
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    handlers: _Handlers = []
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -122,21 +68,26 @@ def on_initialize(handle: Callable[[dict[str, Any]], None]) -> None:
             bound = signature.bind(*args, **kwargs)
         except TypeError:  # the script's own mistake, which DeepSpeed reports
             return original(*args, **kwargs)
-        handle(bound.arguments)
-        return original(*bound.args, **bound.kwargs)
+        for before, _ in handlers:
+            before(bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        for _, after in handlers:
+            after(result[0])
+        return result
 
-    deepspeed.initialize = initialize
+    initialize.dsat_handlers = handlers  # type: ignore[attr-defined]
+    return initialize
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
-    """Makes engines that train use a trial's configuration.
+    """Make engines that train use a trial's configuration.
 
     A second engine whose configuration is not that of the first keeps its own: it is another
     model's, and only one configuration is tuned.
 
     Args:
         config: the trial's whole configuration.
-        overrides: the part of it that the trial is about; what has it is left as it is.
+        overrides: the settings of it that the trial decides; a configuration that has them is kept.
         path: the file that holds `config`.
     """
     first: list[dict[str, Any]] = []
@@ -145,18 +96,25 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
         passed = passed_config(arguments)
         if passed is None or not trains(arguments, passed):
             return
-        if not first and names_what_to_train(arguments):
+        if not first and _names_what_to_train(arguments):
             first.append(dict(passed.content))
         if agrees(passed.content, overrides) or (first and passed.content != first[0]):
             return
-        _replace(arguments, passed, config, path)
+        replace(arguments, passed, config, path)
 
     on_initialize(inject)
 
 
-def _replace(
+def replace(
     arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
+    """Replace the configuration in the arguments of `deepspeed.initialize`.
+
+    Args:
+        passed: the one that they name.
+        config: the new one; its "auto" values are taken from the old.
+        path: the file that holds it.
+    """
     if passed.name in _BY_ATTRIBUTE:
         args = arguments["args"]
         if passed.name == "deepscale_config":
@@ -170,6 +128,68 @@ def _replace(
         passed.value.update(wanted)
     else:
         arguments[passed.name] = wanted
+
+
+def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has every setting of `overrides`, section by section."""
+    for key, wanted in overrides.items():
+        value = config.get(key)
+        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
+            if not agrees(value, wanted):
+                return False
+        elif value != wanted:
+            return False
+    return True
+
+
+def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration, its "auto" values taken from what the script passed."""
+    result = {}
+    for key, value in config.items():
+        other = passed.get(key)
+        if isinstance(value, Mapping):
+            result[key] = completed(value, other if isinstance(other, Mapping) else {})
+        else:
+            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
+    return result
+
+
+def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
+    """Return the configuration in the arguments of `deepspeed.initialize`, by name.
+
+    None if there is none, if there are two (DeepSpeed refuses that) or if it cannot be read.
+    """
+    args = arguments.get("args")
+    # Of these two DeepSpeed takes the first and ignores the other.
+    found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
+    found = found[:1] + [(name, getattr(args, name, None)) for name in _BY_ATTRIBUTE]
+    found = [pair for pair in found if pair[1] is not None]
+    if len(found) != 1:
+        return None
+    [(name, value)] = found
+    content = _content(value)
+    return None if content is None else Passed(name, value, content)
+
+
+def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `deepspeed.initialize` by name, without any configuration in them."""
+    found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
+    args = found.get("args")
+    if any(getattr(args, name, None) is not None for name in _BY_ATTRIBUTE):
+        found["args"] = args = copy.copy(args)
+        for name in _BY_ATTRIBUTE:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    return found
+
+
+def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
+    """Return whether the engine gets an optimizer; a reference model gets none."""
+    return _names_what_to_train(arguments) or "optimizer" in passed.content
+
+
+def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:
+    return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
 
 
 def _content(value: Any) -> dict[str, Any] | None:

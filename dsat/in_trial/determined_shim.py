@@ -1,7 +1,7 @@
 """An unmodified Determined script without a master.
 
-Installed in a rank before the user's script runs. determined itself is not imported here, and need
-not be there: it is adapted as soon as the script imports it. From then on `det.get_cluster_info()`
+determined itself is not imported here, and need not be there: it is adapted as soon as the script
+imports it. From then on `det.get_cluster_info()`
 answers with the trial's hyperparameters, and `det.core.init()` gives a context whose metrics,
 checkpoints and searcher operations stay in the trial's folder. Works with determined 0.28 to 0.37,
 whose parts it builds on (`determined._info`, `determined.core._context._dummy_init`, the Dummy
@@ -15,7 +15,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,41 +62,38 @@ class LocalTask:
 
 
 def install(task: LocalTask) -> None:
-    """Makes determined, in this process, believe that it runs `task`; once it is imported."""
+    """Make determined answer as in a task, once the script imports it."""
     wrapt.register_post_import_hook(functools.partial(_adapt, task), "determined")
 
 
 def _adapt(task: LocalTask, determined: Any) -> None:
-    """Adapts determined, which has just been imported.
+    """Adapt determined, which has just been imported.
 
     Raises:
         InvalidTrial: it is of a version that works otherwise.
     """
-    _check_version(determined.__version__)
+    version, (first, last) = determined.__version__, _SUPPORTED
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+        raise InvalidTrial(
+            f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
+            "pip install 'dsat[determined]'"
+        )
     from determined import _info, core
 
     _info._info = _cluster_info(task)
     init = functools.partial(_init, task)
     core.init = init
     core._context.init = init
-    _listen(core.DistributedContext, task.ports, task.hosts[0])
-
-
-def _check_version(version: str) -> None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    first, last = _SUPPORTED
-    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
-        raise InvalidTrial(
-            f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
-            "pip install 'dsat[determined]'"
-        )
+    _listen(task.ports, task.hosts[0])
 
 
 def _cluster_info(task: LocalTask) -> Any:
     from determined import _info
 
-    config = _with_defaults(task.experiment_config)
-    config["hyperparameters"] = dict(task.hparams)
+    config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
+    for section in ("optimizations", "profiling", "searcher"):  # others hold the key of a unit
+        config[section] = {**_CONFIG_DEFAULTS[section], **(config[section] or {})}
     return _info.ClusterInfo(
         master_url="http://127.0.0.1:8080",
         cluster_id="dsat-local",
@@ -126,16 +122,6 @@ def _cluster_info(task: LocalTask) -> Any:
         resources_info=_info.ResourcesInfo(gpu_uuids=list(task.devices)),
     )
 
-
-def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    config = {**_CONFIG_DEFAULTS, **given}
-    for section in _FILLED_IN_BY_KEY:
-        config[section] = {**_CONFIG_DEFAULTS[section], **(given.get(section) or {})}
-    return config
-
-
-# Other sections hold a single key, that of the unit.
-_FILLED_IN_BY_KEY = ("optimizations", "profiling", "searcher")
 
 # What a master fills in (master/pkg/schemas/expconf of 0.37) and the harness reads.
 _CONFIG_DEFAULTS: dict[str, Any] = {
@@ -178,32 +164,28 @@ def _init(
         checkpoint_storage=checkpoint_storage or str(task.folder / "checkpoints"),
         preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
     )
-    reports = _Reports(task.folder / "reports.jsonl", context.distributed.rank == 0)
+    is_chief = context.distributed.rank == 0
+    reports = task.folder / "reports.jsonl" if is_chief else Path(os.devnull)
+    report = functools.partial(_append, reports)
     context.info = determined.get_cluster_info()
     searcher = context.info.trial._config["searcher"]
-    context.train = _train_context(reports, task.folder / "tensorboard", searcher)
-    context.searcher = _searcher_context(context.distributed, task, reports)
+    context.train = _train_context(report, task.folder / "tensorboard", searcher)
+    context.searcher = _searcher_context(context.distributed, task, report)
     return context
 
 
-class _Reports:
-    """Reports of the script, appended to a file by the chief."""
+def _append(path: Path, kind: str, **values: Any) -> None:
+    """Append a report of the script to a file."""
+    from determined import util
 
-    def __init__(self, path: Path, is_chief: bool) -> None:
-        self._path = path
-        self._is_chief = is_chief
-
-    def add(self, kind: str, **values: Any) -> None:
-        if not self._is_chief:
-            return
-        from determined import util
-
-        line = json.loads(util.json_encode({"kind": kind, **values}))
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    line = json.loads(util.json_encode({"kind": kind, **values}))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-def _train_context(reports: _Reports, tensorboard: Path, searcher: Mapping[str, Any]) -> Any:
+def _train_context(
+    report: Callable[..., None], tensorboard: Path, searcher: Mapping[str, Any]
+) -> Any:
     from determined import core, util
 
     better = min if searcher["smaller_is_better"] else max
@@ -215,31 +197,31 @@ def _train_context(reports: _Reports, tensorboard: Path, searcher: Mapping[str, 
             self, group: Any, steps_completed: int, metrics: Any, *args: Any, **kwargs: Any
         ) -> None:
             group = getattr(group, "value", group)
-            reports.add("metrics", group=group, steps_completed=steps_completed, metrics=metrics)
+            report("metrics", group=group, steps_completed=steps_completed, metrics=metrics)
             value = metrics.get(searcher.get("metric"))
             if group == "validation" and util.is_numerical_scalar(value):
                 self.best = float(value if self.best is None else better(self.best, value))
 
         def get_experiment_best_validation(self) -> float | None:
-            """By it the harness knows which checkpoints the policy `best` is about."""
+            """Return the value by which the harness keeps checkpoints under the policy `best`."""
             return self.best
 
     tensorboard.mkdir(exist_ok=True)
     return TrainContext(tensorboard)
 
 
-def _searcher_context(distributed: Any, task: LocalTask, reports: _Reports) -> Any:
+def _searcher_context(distributed: Any, task: LocalTask, report: Callable[..., None]) -> Any:
     from determined import core
 
     class Operation(core.DummySearcherOperation):  # type: ignore[misc]
         def report_progress(self, length: float) -> None:
             if not self._is_chief:
                 raise RuntimeError("you must only call op.report_progress() from the chief worker")
-            reports.add("progress", length=length)
+            report("progress", length=length)
 
         def report_completed(self, searcher_metric: Any) -> None:
             super().report_completed(searcher_metric)
-            reports.add("completed", searcher_metric=searcher_metric)
+            report("completed", searcher_metric=searcher_metric)
 
     class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
         def operations(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -254,47 +236,38 @@ def _searcher_context(distributed: Any, task: LocalTask, reports: _Reports) -> A
     return SearcherContext(distributed, task.length)
 
 
-def _listen(context: Any, ports: Sequence[int], address: str) -> None:
-    """Gives every trial ports of its own, and keeps the chief's sockets off other networks.
+def _listen(ports: Sequence[int], address: str) -> None:
+    """Give every trial ports of its own, and keep the chief's sockets off other networks.
 
     determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
     """
-    from determined import ipc
+    from determined import core, ipc
 
-    original = context.__init__
+    numeric = socket.gethostbyname(address)
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, port in zip(_CHIEF_PORTS, ports, strict=True):
-            kwargs.setdefault(name, port)
-        original(self, *args, **kwargs)
+    def init(original: Any, _: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **{**dict(zip(_CHIEF_PORTS, ports, strict=True)), **kwargs})
 
-    context.__init__ = init
-    server, numeric = ipc.ZMQBroadcastServer.__init__, socket.gethostbyname(address)
-
-    @functools.wraps(server)
-    def serve(self: Any, *args: Any, **kwargs: Any) -> None:
+    def serve(original: Any, _: Any, args: Any, kwargs: Any) -> None:
         for name in ("pub_url", "pull_url"):
             if kwargs.get(name):
                 kwargs[name] = kwargs[name].replace("tcp://*:", f"tcp://{numeric}:")
-        server(self, *args, **kwargs)
+        original(*args, **kwargs)
 
-    ipc.ZMQBroadcastServer.__init__ = serve
+    wrapt.wrap_function_wrapper(core, "DistributedContext.__init__", init)
+    wrapt.wrap_function_wrapper(ipc, "ZMQBroadcastServer.__init__", serve)
 
 
 def adapt_trial_classes(*, on_cpu: bool) -> None:
-    """Adapt what determined's Trial classes need beyond a task.
+    """Adapt determined's Trial classes, which need more than a task.
 
     DeepSpeedTrial insists on a GPU, although its context works on a CPU device as well. Checkpoints
     get no copy of the model folder, which a container has at a fixed place.
     """
     import torch
-    from determined import load, util
+    from determined import util
     from determined.pytorch import deepspeed
 
-    load.trial_class_from_entrypoint = functools.partial(
-        _load_trial_class, load.trial_class_from_entrypoint, deepspeed.DeepSpeedTrial
-    )
     util.write_user_code = lambda *args, **kwargs: None
     if not on_cpu:
         return
@@ -304,42 +277,3 @@ def adapt_trial_classes(*, on_cpu: bool) -> None:
         context.device = torch.device("cpu")
 
     deepspeed.DeepSpeedTrialContext._init_device = init_device
-
-
-def _load_trial_class(original: Callable[[str], Any], deepspeed_trial: Any, spec: str) -> Any:
-    """In place of `determined.load.trial_class_from_entrypoint`: says what is wrong with `spec`.
-
-    Raises:
-        InvalidTrial: `spec` does not name a DeepSpeedTrial.
-    """
-    module = spec.partition(":")[0]
-    try:
-        found = original(spec)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise  # one that the user's module imports
-        raise InvalidTrial(
-            f"--trial {spec}: there is no module {error.name!r} in {os.getcwd()}"
-        ) from error
-    except (AttributeError, AssertionError) as error:
-        if module not in sys.modules:
-            raise  # from the user's module itself
-        raise InvalidTrial(
-            f"--trial {spec} names no Trial class; give module:Class. "
-            + _trials_in(sys.modules[module], deepspeed_trial)
-        ) from error
-    if not issubclass(found, deepspeed_trial):
-        raise InvalidTrial(
-            f"--trial {spec} is no DeepSpeedTrial, and only DeepSpeed's training can be tuned. "
-            + _trials_in(sys.modules[module], deepspeed_trial)
-        )
-    return found
-
-
-def _trials_in(module: Any, deepspeed_trial: Any) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, deepspeed_trial)
-    ]
-    return f"{module.__name__} has {', '.join(names) if names else 'no DeepSpeedTrial'}"

@@ -62,6 +62,9 @@ _FOR_WANT_OF_MEMORY = (
 )
 _NEARLY_FULL = 0.03  # of the device that is left
 
+OF_DSAT = "an error inside dsat, not of your script"
+# Errors of earlier work of a device, which surface wherever it is waited for.
+_ASYNCHRONOUS = ("cuda error", "hip error")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 _DSAT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
@@ -108,7 +111,7 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    return f"an error inside dsat, not of your script: {said}" if _is_of_dsat(error) else said
+    return f"{OF_DSAT}: {said}" if _is_of_dsat(error) else said
 
 
 def of_text(text: str) -> OutcomeKind:
@@ -146,7 +149,8 @@ def _is_of_dsat(error: BaseException) -> bool:
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     mine = bool(files) and files[-1].startswith(_DSAT) and files[-1] not in _FOR_SCRIPTS
-    return mine and classify(error) is OutcomeKind.ERROR
+    asynchronous = _has(str(error).lower(), _ASYNCHRONOUS)
+    return mine and not asynchronous and classify(error) is OutcomeKind.ERROR
 
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:

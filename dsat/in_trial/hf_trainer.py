@@ -1,10 +1,9 @@
-"""Hugging Face's Trainer inside a trial.
+"""Hugging Face's Trainer and accelerate inside a trial.
 
-Installed in a rank before the user's script runs. When the script makes its `TrainingArguments`,
-they get the trial's configuration and batch sizes, wherever the script has them from: its command
-line, a file or its code. In a measured trial they also lose what would make it long or leave
-something behind. transformers itself is not imported here: its modules are adapted as soon as the
-script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15.
+When the script makes its `TrainingArguments`, they get the trial's configuration and batch sizes,
+wherever the script has them from: its command line, a file or its code. In a measured trial they
+also lose what would make it long or leave something behind. The libraries are adapted as soon as
+the script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -55,70 +54,59 @@ class TrainerSettings:
     max_steps: int | None = None
 
 
-def install(settings: TrainerSettings | None, warn: Callable[[str], None], *, on_cpu: bool) -> None:
-    """Adapts transformers and accelerate in this process, whether they are imported yet or not.
+def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
+    """Adapt transformers and accelerate in this process, whether they are imported yet or not.
 
     Args:
-        settings: of the trial; None leaves `TrainingArguments` as the script makes them.
-        warn: takes what a person should know.
+        settings: of the trial.
+        warn: takes messages for the user.
         on_cpu: the slots are processor cores.
     """
-    if settings is not None:
-        arguments = functools.partial(_adapt_arguments, settings, warn)
-        wrapt.register_post_import_hook(arguments, "transformers.training_args")
-    if settings is not None and settings.config_path is not None:
+    hook = wrapt.register_post_import_hook
+    hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
+    if settings.config_path is not None:
         plugin = functools.partial(_adapt_plugin, settings.config_path, settings.gas)
-        wrapt.register_post_import_hook(plugin, "accelerate.utils.dataclasses")
-    if settings is not None and settings.max_steps is not None:
-        wrapt.register_post_import_hook(_never_resume, "transformers.trainer")
+        hook(plugin, "accelerate.utils.dataclasses")
+    if settings.max_steps is not None:
+        hook(_never_resume, "transformers.trainer")
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        wrapt.register_post_import_hook(
-            functools.partial(_join_cpu_ranks, warn), "accelerate.state"
-        )
+        hook(functools.partial(_join_cpu_ranks, warn), "accelerate.state")
 
 
 def by_accelerate() -> bool:
-    """Tell whether `accelerate launch` gives this process a DeepSpeed configuration."""
+    """Return whether `accelerate launch` gives this process a DeepSpeed configuration."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
 
 
 def prepare(args: Any, settings: TrainerSettings) -> list[str]:
-    """Sets the fields of `TrainingArguments` that a trial decides, before they are checked.
+    """Set the fields of `TrainingArguments` that a trial decides, before they are checked.
 
     Returns:
-        What a person should know: settings of the script's own that were replaced.
+        Warnings about settings of the script's own that were replaced.
     """
-    warnings: list[str] = []
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
     if not (args.deepspeed or by_accelerate()):
-        return warnings
+        return []
     if settings.config_path is None:
         args.max_steps = _scheduled_steps(_own_config(args.deepspeed)) or args.max_steps
-        return warnings
+        return []
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
-    batch = {
-        "per_device_train_batch_size": settings.micro_batch,
-        "gradient_accumulation_steps": settings.gas,
-    }
-    if any(getattr(args, name) != value for name, value in batch.items()):
-        warnings.append(OTHER_BATCH)
-    for name, value in batch.items():
-        setattr(args, name, value)
+    own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    warnings = [] if own == (settings.micro_batch, settings.gas) else [OTHER_BATCH]
+    args.per_device_train_batch_size = settings.micro_batch
+    args.gradient_accumulation_steps = settings.gas
     if settings.max_steps is not None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
-    wanted = settings.gradient_checkpointing
-    if wanted is not None and wanted != _checkpointing(args):
-        warnings.append(OTHER_CHECKPOINTING)
-    if wanted is not None:
-        setattr(args, _checkpointing_field(args), wanted)
+    if settings.gradient_checkpointing is not None:
+        warnings += _set_checkpointing(args, settings.gradient_checkpointing)
     return warnings
 
 
 def _own_config(given: Any) -> Mapping[str, Any]:
-    """The configuration in TrainingArguments; empty if it cannot be read, which DeepSpeed says."""
+    """The configuration in TrainingArguments; empty if it cannot be read."""
     if isinstance(given, Mapping):
         return given
     try:
@@ -128,18 +116,14 @@ def _own_config(given: Any) -> Mapping[str, Any]:
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
-    """Nothing is evaluated, saved or sent anywhere, and no step is made of less than a batch."""
+    """Have nothing evaluated, saved or sent, and no step made of less than a batch."""
     args.max_steps = max_steps
     # Not switched off: callbacks such as EarlyStoppingCallback insist on evaluation.
-    for strategy, steps in (
-        ("eval_strategy", "eval_steps"),
-        ("evaluation_strategy", "eval_steps"),  # before transformers 4.46
-        ("save_strategy", "save_steps"),
-    ):
-        value = getattr(args, strategy, None)
-        if value is not None and getattr(value, "value", value) != "no":
-            setattr(args, strategy, "steps")
-            setattr(args, steps, NEVER)
+    for kind in ("eval", "save"):
+        strategy = getattr(args, f"{kind}_strategy")
+        if getattr(strategy, "value", strategy) != "no":
+            setattr(args, f"{kind}_strategy", "steps")
+            setattr(args, f"{kind}_steps", NEVER)
     args.report_to = "none"
     args.dataloader_drop_last = True
     args.resume_from_checkpoint = None
@@ -149,20 +133,21 @@ def _keep_short(args: Any, max_steps: int) -> None:
 
 
 def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
-    """The length of training that the configuration itself names; the Trainer must agree."""
+    """The length of training in the configuration itself, with which the Trainer must agree."""
     scheduler = config.get("scheduler") or {}
     total = (scheduler.get("params") or {}).get("total_num_steps")
     return total if isinstance(total, int) else None
 
 
-def _checkpointing_field(args: Any) -> str:
-    new = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
-    return new if hasattr(args, new) else "gradient_checkpointing"
-
-
-def _checkpointing(args: Any) -> bool:
-    value = getattr(args, _checkpointing_field(args))
-    return bool(args.gradient_checkpointing if value is None else value)
+def _set_checkpointing(args: Any, wanted: bool) -> list[str]:
+    """Switch gradient checkpointing; return a warning if the script's own setting is another."""
+    name = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
+    if not hasattr(args, name):
+        name = "gradient_checkpointing"
+    value = getattr(args, name)
+    own = bool(args.gradient_checkpointing if value is None else value)
+    setattr(args, name, wanted)
+    return [] if own == wanted else [OTHER_CHECKPOINTING]
 
 
 def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:
@@ -200,7 +185,7 @@ def _adapt_plugin(config_path: Path, gas: int, module: Any) -> None:
 
 
 def _never_resume(module: Any) -> None:
-    """A checkpoint is of another configuration, and would end a trial before its first step."""
+    """Ignore checkpoints, which would end a trial before its first step."""
 
     def train(original: Callable[..., Any], trainer: Any, positional: Any, keywords: Any) -> Any:
         if positional:
@@ -211,7 +196,7 @@ def _never_resume(module: Any) -> None:
 
 
 def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
-    """Has accelerate see all ranks where DeepSpeed runs on processor cores.
+    """Make accelerate find all ranks where DeepSpeed runs on processor cores.
 
     It looks for a device to choose a backend by, finds none, and takes each rank for the only one
     (accelerate/state.py: PartialState._prepare_backend).

@@ -13,22 +13,11 @@ _samples: dict[int, int] = {}  # the most that a loader has, by its batch size
 
 
 def watch() -> None:
-    """From now on, notes what each loader that is iterated has."""
+    """Note the size of each loader that is iterated from now on."""
     from torch.utils.data import DataLoader
 
-    if hasattr(DataLoader.__iter__, "dsat_watches"):
-        return
-    kinds: list[Any] = [DataLoader]
-    for kind in kinds:  # torchdata's StatefulDataLoader, for example, iterates by itself
-        kinds += kind.__subclasses__()
-        _watch(kind)
-    DataLoader.__init_subclass__ = classmethod(_watch)  # type: ignore[assignment]
-
-
-def _watch(kind: Any) -> None:
-    """Watch loaders of a class."""
-    original = vars(kind).get("__iter__")
-    if original is None or hasattr(original, "dsat_watches"):
+    original = DataLoader.__iter__
+    if hasattr(original, "dsat_watches"):
         return
 
     @functools.wraps(original)
@@ -42,28 +31,21 @@ def _watch(kind: Any) -> None:
         return original(self)
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
-    kind.__iter__ = iterate
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
 
 def batches_in_store() -> int:
-    """The most batches that a loader of this process has made in advance."""
+    """Return the most batches that a loader of this process has made in advance."""
     return _in_store
 
 
 def samples_of_epoch(batch_size: int) -> int:
-    """The most samples of an epoch that a loader of this process has.
-
-    Args:
-        batch_size: of the loaders that are meant.
-
-    Returns:
-        0 if there is no such loader, or none that knows its length.
-    """
+    """Return the most samples of an epoch that a loader of such batches has; 0 if unknown."""
     return _samples.get(batch_size, 0)
 
 
 def _samples_of(loader: Any) -> tuple[int, int] | None:
-    """A loader's batch size and how many samples this process gets of it in an epoch.
+    """Return a loader's batch size and the samples that this process gets of it in an epoch.
 
     Exact for PyTorch's own batches of a sampler; of other batches, as accelerate's, no less than it
     gets. None if it is not known, as of a stream.

@@ -18,7 +18,7 @@ _ANY_PORT = 9
 
 
 def install() -> None:
-    """Has rank 0's store listen on loopback where the others look for it, and nowhere else.
+    """Make rank 0's store listen on loopback where the others look for it, and nowhere else.
 
     Between hosts, gloo is given the interface that leads to rank 0: by itself it takes the one that
     the host's own name stands for, which is loopback where /etc/hosts says so.
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def interface_to(address: str) -> str:
-    """The name of the interface by which this host reaches an address; empty if there is none."""
+    """Return the name of the interface by which this host reaches an address; empty if unknown."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""In which numbers a training computes; how far rounding may take two trainings apart follows.
+"""Precision of a training, on which the effect of rounding on two equal trainings depends.
 
-A DeepSpeed configuration does not tell: scripts autocast by themselves, load their weights in half
-precision, or allow TF32.
+A DeepSpeed configuration does not tell it: scripts autocast by themselves, load their weights in
+half precision, or allow TF32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _entered: set[str] = set()
 
 
 def watch() -> None:
-    """From now on, notes in which numbers autocasting computes."""
+    """Note the precisions of autocasting from now on."""
     import torch
 
     original = torch.autocast.__enter__
@@ -35,7 +35,7 @@ def watch() -> None:
 
 
 def of_engine(engine: Any) -> str:
-    """The coarsest numbers of an engine's training so far: one of `PRECISIONS`."""
+    """Return the lowest precision of an engine's training so far: one of `PRECISIONS`."""
     import torch
 
     found = {*_entered, *(_of_dtype(p.dtype) for p in engine.module.parameters())}

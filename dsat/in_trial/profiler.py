@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
 from dsat.values.outcome import ModelProfile
 
@@ -18,24 +19,23 @@ class ModelProfiler:
 
     Args:
         engine: a DeepSpeed engine.
-        micro_batch: samples of the micro step.
-        host_slots: slots that share the memory of a host without accelerators.
-        slot_memory_bytes: what a slot may use, if less than it has.
+        spec: of the measurement, with the engine's micro batch.
+
+    Attributes:
+        flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
     """
 
-    def __init__(
-        self, engine: Any, *, micro_batch: int, host_slots: int, slot_memory_bytes: int | None
-    ) -> None:
+    def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
-        self._micro_batch = micro_batch
-        self._host_slots = host_slots
-        self._slot_memory_bytes = slot_memory_bytes
+        self._micro_batch = spec.micro_batch
+        self._host_slots = spec.host_slots
+        self._slot_memory_bytes = spec.options.slot_memory_bytes
         self._flops = _count_flops()
         self._counting = False
         self._done = False
         self._storages: dict[int, int] = {}
         self._hooks: Any = None
-        self._flops_per_sample = 0.0
+        self.flops_per_sample = 0.0
 
     def enter_forward(self) -> None:
         import torch
@@ -53,14 +53,14 @@ class ModelProfiler:
             self._hooks = None
 
     def finish_micro_steps(self, count: int) -> None:
-        """Ends the counting after so many micro steps: more than one if the script accumulates."""
+        """End the counting after so many micro steps: more than one if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
-            self._flops_per_sample = self._flops.get_total_flops() / (self._micro_batch * count)
+            self.flops_per_sample = self._flops.get_total_flops() / (self._micro_batch * count)
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sees every tensor that autograd keeps for the backward pass."""
+        """Note a tensor that autograd keeps for the backward pass."""
         import torch
 
         parameter = torch.nn.Parameter
@@ -77,7 +77,7 @@ class ModelProfiler:
             trainable_params=sum(trainable),
             param_bytes=max((p.element_size() for p in parameters), default=4),
             activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
-            flops_per_sample=self._flops_per_sample,
+            flops_per_sample=self.flops_per_sample,
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
         )
@@ -94,7 +94,7 @@ class ModelProfiler:
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Address and bytes of what a tensor consists of: jagged ones, for example, of several."""
+    """Addresses and bytes of a tensor's storages: jagged tensors, for example, have several."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -118,7 +118,7 @@ def _host_memory(accelerator: Any) -> int:
 
 
 def _count_flops() -> Any:
-    """A FLOP counter that leaves out what activation checkpointing computes a second time."""
+    """Return a FLOP counter that leaves out the recomputation of activation checkpointing."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -27,7 +27,7 @@ _TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
 def get_ds_config_from_hparams(
     hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
 ) -> dict[str, Any]:
-    """The DeepSpeed configuration of this trial, for `deepspeed.initialize(config=...)`.
+    """Return the DeepSpeed configuration of this trial, for `deepspeed.initialize(config=...)`.
 
     The file that `hparams["deepspeed_config"]` names, with `hparams["overwrite_deepspeed_args"]`
     laid over it: dicts are merged key by key, anything else is replaced. Drop-in for
@@ -57,7 +57,7 @@ def get_ds_config_from_hparams(
 def get_batch_config_from_mbs_gas_and_slots(
     ds_config: Mapping[str, Any], slots: int
 ) -> dict[str, int]:
-    """The three batch sizes that follow from two of a configuration's and the slots.
+    """Return the three batch sizes that follow from two of a configuration's and the slots.
 
     Drop-in for `determined.pytorch.dsat.get_batch_config_from_mbs_gas_and_slots`.
 
@@ -72,7 +72,7 @@ def get_batch_config_from_mbs_gas_and_slots(
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
-    """The command-line arguments with which a Hugging Face Trainer runs this trial.
+    """Return the command-line arguments with which a Hugging Face Trainer runs this trial.
 
     `--deepspeed` is pointed to a configuration with `hparams["overwrite_deepspeed_args"]` laid over
     the file that it names, and the batch sizes among the arguments are made to agree with it.
@@ -112,7 +112,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def dsat_reporting_context(
     core_context: Any, op: Any, steps_completed: int | None = None
 ) -> Iterator[None]:
-    """Reports what dsat measures as the trial's result; outside a dsat run it does nothing.
+    """Report what dsat measures as the trial's result; outside a dsat run it does nothing.
 
     The engine's `forward`, `backward` and `step` must be called inside. Drop-in for
     `determined.pytorch.dsat.dsat_reporting_context`.
@@ -149,13 +149,13 @@ def dsat_reporting_context(
 
 
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
-    """On a cluster, makes this process a rank of the trial that the hyperparameters name."""
+    """On a cluster, make this process a rank of the trial that the hyperparameters name."""
     if not hparams or DSAT_TRIAL_KEY not in hparams:
         return None
     from dsat.in_trial import cluster_rank as task
 
     attached = task.attach(hparams)
-    # DeepSpeedTrial calls the one that it was born with, which knows less of outcomes.
+    # DeepSpeedTrial calls determined's own, which knows less of outcomes.
     ancestor: Any = sys.modules.get("determined.pytorch.dsat")
     if attached is not None and ancestor is not None:
         ancestor.dsat_reporting_context = dsat_reporting_context

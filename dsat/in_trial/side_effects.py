@@ -65,22 +65,23 @@ def install(folder: Path, warn: Callable[[str], None]) -> None:
         folder: of the trial, where anything may be written.
         warn: takes one message for each saver, the first time that it is called.
     """
-    told: set[str] = set()
+    warned: set[str] = set()
 
     def skip(name: str) -> None:
-        if name not in told:
-            told.add(name)
+        if name not in warned:
+            warned.add(name)
             warn(NOT_SAVED.format(name))
 
+    hook = wrapt.register_post_import_hook
     os.environ.update(trackers_off(folder))
     config_injection.on_initialize(_without_reports)
-    _after_import("deepspeed.runtime.engine", functools.partial(_adapt_engine, skip))
+    hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
     for module, names in _SAVERS.items():
-        _after_import(module, functools.partial(_adapt_savers, skip, names))
+        hook(functools.partial(_adapt_savers, skip, names), module)
     for module, writer in _FILE_WRITERS.items():
-        _after_import(module, functools.partial(_adapt_writer, skip, folder.resolve(), writer))
-    _after_import("torch.utils.tensorboard.writer", functools.partial(_adapt_tensorboard, folder))
-    _after_import("hydra._internal.utils", functools.partial(_adapt_hydra, folder))
+        hook(functools.partial(_adapt_writer, skip, folder.resolve(), writer), module)
+    hook(functools.partial(_adapt_tensorboard, folder), "torch.utils.tensorboard.writer")
+    hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
 
 
 def trackers_off(folder: Path) -> dict[str, str]:
@@ -99,19 +100,13 @@ def without_reports(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_reports(arguments: dict[str, Any]) -> None:
     passed = config_injection.passed_config(arguments)
-    if passed is None:
-        return
-    wanted = without_reports(passed.content)
-    if wanted == passed.content:
+    wanted = {} if passed is None else without_reports(passed.content)
+    if passed is None or wanted == passed.content:
         return
     if isinstance(passed.value, dict):
         passed.value.update(wanted)  # in place: the script may yet read its batch size from there
     else:
         arguments.update({**config_injection.without_config(arguments), "config": wanted})
-
-
-def _after_import(module: str, adapt: Callable[[Any], None]) -> None:
-    wrapt.register_post_import_hook(adapt, module)
 
 
 def _adapt_engine(skip: Callable[[str], None], module: Any) -> None:
@@ -148,16 +143,12 @@ def _adapt_writer(
 
     def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         path = kwargs.get(keyword, args[position] if len(args) > position else None)
-        if isinstance(path, (str, os.PathLike)) and not _is_in(Path(path), folder):
+        if isinstance(path, (str, os.PathLike)) and not Path(path).resolve().is_relative_to(folder):
             skip(f"{module.__name__}.{name}")
             return None
         return original(*args, **kwargs)
 
     wrapt.wrap_function_wrapper(module, name, save)
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder)
 
 
 def _adapt_tensorboard(folder: Path, module: Any) -> None:

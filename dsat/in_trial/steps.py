@@ -8,6 +8,7 @@ averages over it; with Student's t for independent steps it would be far too nar
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ class StepTimes:
 
 
 def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = None) -> StepTimes:
-    """The mean of step times, with an interval that holds for autocorrelated steps.
+    """Return the mean of step times, with an interval that holds for autocorrelated steps.
 
     Args:
         values: of consecutive steps, positive.
@@ -63,7 +64,7 @@ def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = 
 
 
 def relative_ci95(values: Sequence[float]) -> float:
-    """Half-width of the 95 % interval of the mean, as a fraction of the mean.
+    """Return the half-width of the 95 % interval of the mean, as a fraction of the mean.
 
     The steps' model is a stationary Gaussian AR(1) process with a coefficient r in [0, 0.97]. Given
     r, the mean has a t distribution (generalised least squares); the coefficients are weighted by
@@ -114,7 +115,7 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """Number of steps to measure before the next look."""
+    """Return the number of steps to measure before the next check."""
     wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most twice as many at a time: the first few steps say little of the spread.
     return max(count + 1, min(most, wanted, 2 * count))
@@ -122,15 +123,10 @@ def steps_wanted(count: int, ci95: float, most: int) -> int:
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
     """Steps far beyond the others, if they are rare."""
-    median = _median(values)
-    spread = 1.4826 * _median([abs(value - median) for value in values])
+    median = statistics.median(values)
+    spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)
     found = [i for i, value in enumerate(values) if value > bound]
     if len(found) * RAREST > len(values) or not all(may_be[i] for i in found):
         return []
     return found
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
@@ -20,11 +20,10 @@ REASONS = {
 
 
 class Throttling:
-    """Looks at a device now and then, for reasons that would make its speed an accident.
+    """Watch of a device for reasons that slow it down.
 
     Args:
-        accelerator: DeepSpeed's; where it is not an NVIDIA GPU, or nothing is told of that one,
-            there never is a reason.
+        accelerator: DeepSpeed's; there is never a reason where NVML does not know its device.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -36,7 +35,7 @@ class Throttling:
             self._open()
 
     def look(self) -> None:
-        """Asks, unless that was done a moment ago; waits for nothing on the device."""
+        """Ask for reasons, unless that was done a moment ago; does not wait for the device."""
         now = time.monotonic()
         if self._library is None or now < self._next_s:
             return
@@ -45,9 +44,20 @@ class Throttling:
         if not self._ask(self._handle, ctypes.byref(reasons)):
             self._seen |= reasons.value
 
-    def flags(self) -> list[float]:
-        """Return 1 for each of `REASONS` that was seen, for a maximum over ranks."""
-        return [float(bool(self._seen & bit)) for bit in REASONS]
+    def warning(self, maximum: Callable[[list[float]], list[float]]) -> list[str]:
+        """Return a message for the user if a rank's device was slowed down; a collective call.
+
+        Args:
+            maximum: the elementwise maximum over ranks.
+        """
+        flags = maximum([float(bool(self._seen & bit)) for bit in REASONS])
+        seen = [why for why, flag in zip(REASONS.values(), flags, strict=True) if flag]
+        if not seen:
+            return []
+        return [
+            f"a GPU ran below its clocks while it was measured ({', '.join(seen)}): training may "
+            "be as slow for as long as that lasts"
+        ]
 
     def _open(self) -> None:
         import torch
@@ -64,14 +74,3 @@ class Throttling:
                 self._library = library
         except (OSError, AttributeError):  # no such library, function or attribute
             return
-
-
-def warning(flags: Sequence[float]) -> str | None:
-    """For people, from the flags of all ranks; None if nothing was seen."""
-    seen = [why for why, flag in zip(REASONS.values(), flags, strict=True) if flag]
-    if not seen:
-        return None
-    return (
-        f"a GPU ran below its clocks while it was measured ({', '.join(seen)}): training may be "
-        "as slow for as long as that lasts"
-    )

@@ -1,6 +1,6 @@
 """The program that the ranks of a command run, from the recorded starts of its Python processes.
 
-Pure; `dsat.in_trial.start_recorder` records them.
+Pure; `dsat.in_trial.start_record` records them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_A_START = frozenset(
     ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
     CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES OMP_NUM_THREADS KMP_AFFINITY
     PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
-    NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK DSAT_TRIAL_DIR DSAT_RECORD_DIR
+    NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK DSAT_TRIAL_DIR
     """.split()
 )
 _PREFIXES_OF_A_START = tuple(

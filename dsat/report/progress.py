@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.in_trial.rank import STEPS_FILE
+from dsat.in_trial.rank_files import STEPS_FILE
 from dsat.report import format as fmt
 from dsat.search.base import Outlook
 from dsat.tuning import finals

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsat.in_trial import samples
+from dsat.in_trial import batches
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
@@ -153,7 +153,7 @@ def _of_samples(run: Run, best: Outcome) -> list[str]:
     """Return warnings about the counting of samples, of the best and of the user's own."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     found = dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)])
-    return [f"{text[0].upper()}{text[1:]}." for text in found if samples.is_about(text)]
+    return [f"{text[0].upper()}{text[1:]}." for text in found if batches.is_about(text)]
 
 
 def _of_finals(run: Run) -> list[str]:

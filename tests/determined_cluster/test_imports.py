@@ -20,7 +20,7 @@ GIVEN = {"determined", "numpy", "yaml", "torch", "deepspeed", "dsat"}
 BY_NEED = {
     ("in_trial.profiler", "psutil"),
     ("inputs.ds_config", "hjson"),
-    ("in_trial.start_recorder", "hjson"),
+    ("inputs.ds_config", "hjson"),
     ("search.threads", "threadpoolctl"),
 }
 IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")

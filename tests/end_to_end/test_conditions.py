@@ -18,7 +18,7 @@ from dsat.app.local import local_engine
 from dsat.app.prepare import Prepared
 from dsat.in_trial import side_effects
 from dsat.in_trial.loopback import INTERFACES
-from dsat.in_trial.rank import MALLOC_VARIABLES
+from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.values.trial import Trial
 from testing.local import PROGRAMS, read_json
 from testing.printed import own_configuration, prepared, printed_line

@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "zero_optimization.overlap_comm",
         "not 'often'",
     ),
-    "a word for a number": ({"gradient_clipping": "much"}, "gradient_clipping", "not 'much'"),
     "a number out of bounds": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 1.5}}},
         "zero_optimization.offload_optimizer.ratio",

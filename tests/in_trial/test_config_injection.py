@@ -79,7 +79,7 @@ class Calls:
         collate_fn: Any = None,
         config: Any = None,
         config_params: Any = None,
-    ) -> str:
+    ) -> tuple[str, ...]:
         assert model == "model"
         if config is None and config_params is not None:
             config = config_params
@@ -93,7 +93,7 @@ class Calls:
         if isinstance(config, str):
             config = json.loads(Path(config).read_text())
         self.configs.append(config)
-        return "engine"
+        return ("engine",)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 def test_the_trials_configuration_replaces_the_scripts(
     calls: Calls, tmp_path: Path, way: str
 ) -> None:
-    assert WAYS[way](tmp_path) == "engine"
+    assert WAYS[way](tmp_path) == ("engine",)
     assert calls.configs == [CONFIG]
 
 
@@ -150,19 +150,6 @@ def test_a_dict_is_changed_in_place(calls: Calls) -> None:
     initialize(model="model", config=own)
     assert calls.configs[0] is own
     assert own == CONFIG
-
-
-def test_the_trials_own_configuration_is_safe_from_the_script(calls: Calls) -> None:
-    own = copy.deepcopy(OWN)
-    initialize(model="model", config=own)
-    own["zero_optimization"]["stage"] = 3
-    assert CONFIG["zero_optimization"]["stage"] == 2
-
-
-def test_args_name_the_trials_file(calls: Calls, tmp_path: Path) -> None:
-    args = SimpleNamespace(deepspeed_config=own_file(tmp_path))
-    initialize(args, "model")
-    assert args.deepspeed_config == str(tmp_path / "ds_config.json")
 
 
 def test_what_agrees_is_left_alone(calls: Calls) -> None:

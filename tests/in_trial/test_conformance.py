@@ -1,4 +1,4 @@
-"""Ranks that share samples are told so, and not that the batch sizes contradict each other."""
+"""Ranks that share samples, pipelines and other numbers of ranks are refused by name."""
 
 from __future__ import annotations
 
@@ -9,79 +9,64 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.conformance import (
-    check_engine,
-    refuse_other_ranks,
-    refuse_pipeline,
-    refuse_shared_samples,
-)
+from dsat.in_trial.conformance import check_arguments, check_engine
+
+
+class PipelineModule:
+    """A class of the name that DeepSpeed's has."""
+
+
+class Mine(PipelineModule):
+    pass
 
 
 @pytest.fixture(autouse=True)
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-
-
-def engine(**more: Any) -> Any:
-    return SimpleNamespace(
-        train_micro_batch_size_per_gpu=lambda: 2,
-        gradient_accumulation_steps=lambda: 1,
-        zero_optimization_stage=lambda: 1,
-        **more,
-    )
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "slots", "problem"),
     [
-        ({"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)}, "2 slots .* mpu"),
-        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, "4 slots .* mpu"),
-        ({"mesh_param": (2, 2)}, "2 slots share each sample by the mesh_param"),
+        ({"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)}, 4, "2 slots .* mpu"),
+        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, 4, "4 slots .* mpu"),
+        ({"mesh_param": (2, 2)}, 4, "2 slots share each sample by the mesh_param"),
+        ({"model": Mine()}, 4, "was given a PipelineModule"),
+        ({}, 8, r"4 ranks on 8 slots: .*resources\.slots_per_trial"),
     ],
 )
-def test_a_script_that_splits_samples_is_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidTrial, match=said):
-        refuse_shared_samples(arguments)
+def test_refused(arguments: dict[str, Any], slots: int, problem: str) -> None:
+    with pytest.raises(InvalidTrial, match=problem):
+        check_arguments(arguments, slots)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
+        {"model": torch.nn.Linear(1, 1)},
         {"mpu": None, "mesh_param": None},
         {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 4)},
         {"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 1)},
         {"mesh_param": (4, 1)},
     ],
 )
-def test_others_are_not(arguments: dict[str, Any]) -> None:
-    refuse_shared_samples(arguments)
+@pytest.mark.parametrize("slots", [0, 4])
+def test_accepted(arguments: dict[str, Any], slots: int) -> None:
+    check_arguments(arguments, slots)
 
 
-def test_a_pipeline_is_refused_before_deepspeed_sees_it() -> None:
-    class PipelineModule:
-        pass
-
-    class Mine(PipelineModule):
-        pass
-
-    refuse_pipeline({"model": torch.nn.Linear(1, 1)})
-    refuse_pipeline({})
-    with pytest.raises(InvalidTrial, match="was given a PipelineModule"):
-        refuse_pipeline({"model": Mine()})
-
-
-def test_fewer_ranks_than_slots_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    refuse_other_ranks(4)
-    refuse_other_ranks(0)
-    with pytest.raises(InvalidTrial, match=r"4 ranks on 8 slots: .*resources\.slots_per_trial"):
-        refuse_other_ranks(8)
-
-
-def test_an_engine_with_fewer_data_parallel_ranks_is_refused() -> None:
-    check_engine(engine(dp_world_size=4), micro_batch=2, gas=1, stage=1)
-    check_engine(engine(dp_world_size=None), micro_batch=2, gas=1, stage=1)
-    with pytest.raises(InvalidTrial, match="2 slots share each sample"):
-        check_engine(engine(dp_world_size=2), micro_batch=2, gas=1, stage=1)
+@pytest.mark.parametrize("ranks", [4, None, 2])
+def test_an_engine_with_fewer_data_parallel_ranks_is_refused(ranks: int | None) -> None:
+    engine = SimpleNamespace(
+        train_micro_batch_size_per_gpu=lambda: 2,
+        gradient_accumulation_steps=lambda: 1,
+        zero_optimization_stage=lambda: 1,
+        dp_world_size=ranks,
+    )
+    if ranks == 2:
+        with pytest.raises(InvalidTrial, match="2 slots share each sample"):
+            check_engine(engine, micro_batch=2, gas=1, stage=1)
+    else:
+        check_engine(engine, micro_batch=2, gas=1, stage=1)

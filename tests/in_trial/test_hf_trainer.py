@@ -63,7 +63,7 @@ def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: 
 
 
 def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None:
-    args = script_args(eval_strategy=Strategy.EPOCH, evaluation_strategy=Strategy.NO)
+    args = script_args(eval_strategy=Strategy.EPOCH)
     hf_trainer.prepare(args, settings(config_path, max_steps=82))
     changed = {
         name: value for name, value in vars(args).items() if value != vars(script_args()).get(name)
@@ -74,7 +74,6 @@ def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None
         "gradient_accumulation_steps": 2,
         "max_steps": 82,
         "eval_strategy": "steps",
-        "evaluation_strategy": Strategy.NO,
         "eval_steps": NEVER,
         "save_steps": NEVER,
         "report_to": "none",

@@ -74,15 +74,3 @@ def test_of_several_loaders_the_longest_counts() -> None:
     for count in (30, 100, 20):
         next(iter(DataLoader(TensorDataset(torch.zeros(count)), batch_size=8)))
     assert loaders.samples_of_epoch(8) == 100
-
-
-def test_a_loader_that_iterates_by_itself_is_watched() -> None:
-    """As torchdata's StatefulDataLoader does, which may be imported later."""
-
-    class Stateful(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return iter([torch.zeros(8)])
-
-    assert len(list(Stateful(DATA, batch_size=8, num_workers=2, prefetch_factor=3))) == 1
-    assert loaders.samples_of_epoch(8) == 103
-    assert loaders.batches_in_store() == 6

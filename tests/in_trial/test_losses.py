@@ -172,9 +172,3 @@ def test_ranks_that_see_no_loss_do_not_count() -> None:
     watch = watch_of(4.0)
     watch.read(lambda values: [value / 2 for value in values])  # the other rank has none
     assert watch.curve().losses == (4.0,)
-
-
-def test_an_old_outcome_has_no_curve() -> None:
-    outcome = Outcome(OutcomeKind.OOM).to_json()
-    del outcome["training"]
-    assert Outcome.from_json(outcome).training is None

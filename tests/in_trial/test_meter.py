@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from dsat.errors import Diverged, InvalidTrial
+from dsat.in_trial.batches import UNSEEN
+from dsat.in_trial.measurement import STORE_NOT_USED_UP
 from dsat.in_trial.meter import (
     SEVERAL_ENGINES,
-    STORE_NOT_USED_UP,
     Meter,
     TrialComplete,
     install,
 )
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
-from dsat.in_trial.samples import UNCOUNTED, UNSEEN
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.metered import (
@@ -46,28 +46,6 @@ def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
     assert metrics.ci95 == pytest.approx(0)
     assert metrics.FLOPS_per_gpu is None
     assert measured.step_ms == pytest.approx((10, 10, 10))
-
-
-def test_the_first_steps_are_not_measured(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
-
-    def slow_at_first(step: int) -> None:
-        engine.times_ms = (1000.0, 1000.0, 1000.0) if step < 3 else (3.0, 5.0, 2.0)
-
-    measured = train(engine, before=slow_at_first)
-    assert measured is not None and metrics_of(measured).latency == pytest.approx(10)
-
-
-def test_all_micro_steps_of_a_step_count(clock: Clock) -> None:
-    engine = FakeEngine(clock, gas=4)
-    attach(engine, replace(SPEC, gas=4, slots=2))
-    measured = train(engine)
-    assert measured is not None
-    metrics = metrics_of(measured)
-    assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((12, 20, 2))
-    assert metrics.latency == pytest.approx(34)
-    assert metrics.throughput == pytest.approx(4 * 4 * 2 / 0.034)
 
 
 def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
@@ -192,19 +170,6 @@ def test_an_engine_with_other_settings_is_refused(
         attach(FakeEngine(clock, *sizes))
 
 
-@pytest.mark.parametrize(
-    ("shape", "warns"),
-    [((4, 9), False), ((9, 4), False), ((4,), False), ((9, 9), True), ((8,), True)],
-)
-def test_says_what_cannot_be_counted(clock: Clock, shape: tuple[int, ...], warns: bool) -> None:
-    engine = FakeEngine(clock)
-    meter = attach(engine)
-    meter.warn("look")
-    measured = train(engine, inputs=torch.zeros(shape))
-    assert measured is not None
-    assert measured.warnings == ("look", *([UNCOUNTED] if warns else []))
-
-
 def test_measures_the_first_engine_that_trains(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +187,7 @@ def test_measures_the_first_engine_that_trains(
     deepspeed.initialize = initialize
     told: list[Outcome] = []
     meter = install(replace(SPEC, profile=True), told.append)
-    monkeypatch.setattr("dsat.in_trial.meter.ModelProfiler", NoProfiler)
+    monkeypatch.setattr("dsat.in_trial.step_recorder.ModelProfiler", NoProfiler)
     plain, offloaded = (
         deepspeed.initialize(None)[0],
         deepspeed.initialize(DeepSpeedZeRoOffload())[0],
@@ -334,6 +299,8 @@ def backward_only(engine: FakeEngine) -> None:
 
 class NoProfiler:
     """Counts nothing."""
+
+    flops_per_sample = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

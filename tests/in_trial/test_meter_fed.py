@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.meter import SHORT_BATCHES, Meter, TrialComplete
+from dsat.in_trial.measurement import SHORT_BATCHES
+from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.values.outcome import Outcome, SequenceLengths
 from testing.metered import (
     SPEC,

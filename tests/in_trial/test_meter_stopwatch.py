@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from dsat.in_trial.marks import PHASES
+from dsat.in_trial.step_recorder import PHASES
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing.local import Bench, bench_of

@@ -125,8 +125,25 @@ INPUT_FLOPS = 2 * WIDE * HIDDEN
 
 @pytest.mark.usefixtures("accelerator")
 class TestCounts:
-    def test_flops_of_a_perceptron(self) -> None:
-        assert profile_of(Perceptron()).flops_per_sample == FLOPS
+    @pytest.mark.parametrize(
+        ("options", "flops"),
+        [
+            ({}, FLOPS),
+            ({"gas": 3}, FLOPS),
+            ({"backward": lambda engine, loss: loss.backward()}, FLOPS),
+            ({"evaluate_first": True}, FLOPS),
+            ({"inputs_need_grad": True}, FLOPS + INPUT_FLOPS),
+        ],
+        ids=[
+            "plain",
+            "accumulates",
+            "calls backward itself",
+            "evaluates first",
+            "inputs' gradient",
+        ],
+    )
+    def test_flops_of_a_perceptron(self, options: dict[str, Any], flops: int) -> None:
+        assert profile_of(Perceptron(), **options).flops_per_sample == flops
 
     def test_a_script_that_calls_its_model_itself(self) -> None:
         plain, itself = (
@@ -138,23 +155,8 @@ class TestCounts:
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_recomputation_earns_nothing(self, reentrant: bool) -> None:
         """A reentrant checkpoint needs an input with a gradient, which is counted then as well."""
-        plain = profile_of(Perceptron(), inputs_need_grad=True).flops_per_sample
-        assert plain == FLOPS + INPUT_FLOPS
         again = profile_of(Perceptron(reentrant), inputs_need_grad=True).flops_per_sample
-        assert again == plain
-
-    @pytest.mark.parametrize("gas", [1, 3])
-    def test_flops_are_per_sample_whatever_the_accumulation(self, gas: int) -> None:
-        assert profile_of(Perceptron(), gas=gas).flops_per_sample == FLOPS
-
-    def test_flops_when_the_script_calls_backward_itself(self) -> None:
-        def backward(engine: RealEngine, loss: torch.Tensor) -> None:
-            loss.backward()  # type: ignore[no-untyped-call]
-
-        assert profile_of(Perceptron(), backward=backward).flops_per_sample == FLOPS
-
-    def test_an_evaluation_before_is_not_counted(self) -> None:
-        assert profile_of(Perceptron(), evaluate_first=True).flops_per_sample == FLOPS
+        assert again == FLOPS + INPUT_FLOPS
 
     def test_activations_of_a_perceptron(self) -> None:
         """The input, what relu returned, and the outputs and targets in the loss."""

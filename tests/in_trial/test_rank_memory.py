@@ -17,7 +17,7 @@ import sys
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from dsat.in_trial import rank
+from dsat.in_trial import memory_limit
 
 
 def compiled(self, verbose=True):
@@ -26,7 +26,7 @@ def compiled(self, verbose=True):
 
 
 OpBuilder.jit_load = compiled
-rank.limit_memory(BUDGET)
+memory_limit.limit_memory(BUDGET)
 """
 
 

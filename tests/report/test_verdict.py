@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.in_trial.samples import OF_ITS_OWN, UNCOUNTED, UNSEEN
+from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import best_config
 from dsat.report.verdict import gain, learning_rate_advice, say_gain, verdict

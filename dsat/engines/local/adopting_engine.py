@@ -10,7 +10,7 @@ from typing import Any
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.first_run import FirstRun
 from dsat.engines.local.retries import refuses_segments
-from dsat.in_trial.rank import CONFIG_FILE
+from dsat.in_trial.rank_files import CONFIG_FILE
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial

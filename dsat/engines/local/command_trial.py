@@ -9,15 +9,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dsat.engines.local.launch import Launch, assignments
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set, cores_of
 from dsat.in_trial import command_hook
-from dsat.in_trial.command_hook import CHANGES_FILE
-from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
+from dsat.in_trial.rank_files import CHANGES_FILE, DONE_FILE, PORTS_FILE
 from dsat.in_trial.side_effects import trackers_off
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.files import write_atomically
@@ -29,7 +27,6 @@ def with_hook(
     folder: Path,
     *,
     packages: Sequence[Path] = (),
-    source: ModuleType = command_hook,
 ) -> dict[str, str]:
     """Return an environment in which every Python process of a command runs dsat's hook first.
 
@@ -37,11 +34,10 @@ def with_hook(
         env: of the command without it.
         folder: where the hook's own folder is made.
         packages: folders that processes may import from besides their own.
-        source: of the hook.
     """
     hook = folder.resolve() / "hook"
     hook.mkdir()
-    shutil.copyfile(str(source.__file__), hook / "sitecustomize.py")
+    shutil.copyfile(command_hook.__file__, hook / "sitecustomize.py")
     path = [str(hook), *filter(None, [env.get("PYTHONPATH")]), *map(str, packages)]
     return {**env, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 

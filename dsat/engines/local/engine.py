@@ -32,7 +32,7 @@ from dsat.engines.local.slots import Slots
 from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import MODULES_FILE, result_file
+from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment

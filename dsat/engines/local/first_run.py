@@ -28,11 +28,10 @@ from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_se
 from dsat.engines.local.running import Running, Start, Way
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.errors import EngineError, ScriptFailed, UserInputError
-from dsat.in_trial import side_effects, start_recorder
-from dsat.in_trial.command_rank import DONE_FILE, PORTS_FILE
+from dsat.in_trial import side_effects, start_record
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import SPEC_FILE, RankSpec
+from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE, RECORDS_FOLDER, SPEC_FILE, RankSpec
 from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
@@ -42,8 +41,6 @@ from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-# A command that goes on after its training may start another one, which imports torch first.
-_REST_OF_THE_COMMAND_S = 20.0
 _BETWEEN_RANKS_S = 30.0
 _OF_AN_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _HERE = 0
@@ -81,19 +78,17 @@ class FirstRun:
         self._command = command
         self._cwd = cwd.resolve()
         self._timeout_s = timeout_s
-        self._is_measured = options is not None
         self._recorded: list[RankStart] = []
-        self._records = self.folder / "records"
+        self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
-        self.env = _environment(self.folder, self._records)
+        self.env = _environment(self.folder)
         slots: tuple[str, ...] = ()
         if options is not None and machine.has_no_accelerator():
             slots = machine_of_cores().devices  # one thread each, as in all trials
             self.env["OMP_NUM_THREADS"] = "1"
-        if options is None:
-            hooked = with_hook(self.env, self.folder, source=start_recorder)
-        else:
-            hooked = self._measured_env(options, ranks or 0)
+        if options is not None:
+            self._write_spec(options, ranks or 0)
+        hooked = self._hooked_env()
         shares = (Share(_HERE, _NOT_LOOKED_AT, ()),)
         self._running = Running(Start(_OWN, self.folder, None), shares, Way.COMMAND)
         self._supervisors = Supervisors([_NOT_LOOKED_AT], self.folder, env={})
@@ -139,10 +134,9 @@ class FirstRun:
             if len(found) > count:
                 news_at, count = now, len(found)
             is_complete = bool(found) and len(found) >= found[0].size
-            if self._has_ended or (is_complete and self._is_measured):
+            if self._has_ended or is_complete:
                 break
-            limit_s = _REST_OF_THE_COMMAND_S if is_complete else _BETWEEN_RANKS_S
-            if now - news_at > (limit_s if found else self._timeout_s):
+            if now - news_at > (_BETWEEN_RANKS_S if found else self._timeout_s):
                 break
         self._recorded = self._read()
         if not self._recorded:
@@ -196,8 +190,8 @@ class FirstRun:
         if not keep_files:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _measured_env(self, options: TrialOptions, ranks: int) -> dict[str, str]:
-        """Return the environment of a run whose ranks go on to train and are measured."""
+    def _write_spec(self, options: TrialOptions, ranks: int) -> None:
+        """Have the ranks go on to train and be measured."""
         if has_nvml() and not allocator_is_set(self.env):
             self.env.update(ALLOCATOR_SETTINGS)
         meter = MeterSpec(
@@ -228,6 +222,9 @@ class FirstRun:
             own=True,
         )
         write_atomically(self.folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+
+    def _hooked_env(self) -> dict[str, str]:
+        """Return the environment of the command, in which its processes can import dsat."""
         packages = self.folder / "packages"
         hooked = with_hook(self.env, self.folder, packages=[packages])
         spare = self.folder / "hook" / "spare"
@@ -277,7 +274,7 @@ class FirstRun:
         return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:
-        path = self._records / start_recorder.SEVERAL_NODES_FILE
+        path = self._records / start_record.SEVERAL_NODES_FILE
         if path.exists():
             nodes = json.loads(path.read_text())["nodes"]
             raise UserInputError(
@@ -287,17 +284,16 @@ class FirstRun:
             )
 
     def _read(self) -> list[RankStart]:
-        paths = sorted(self._records.glob(f"{start_recorder.RECORD_PREFIX}*.json"))
+        paths = sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
         return [RankStart.from_json(json.loads(path.read_text())) for path in paths]
 
 
-def _environment(folder: Path, records: Path) -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     [port] = free_ports(1)
     return {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "DSAT_TRIAL_DIR": str(folder),
-        start_recorder.FOLDER_VARIABLE: str(records),
         # Here too: what a launcher's process adds would be recorded as the user's own.
         **side_effects.trackers_off(folder),
         **INTERFACES,

@@ -17,7 +17,7 @@ from dsat.engines.local.machine import Machine
 from dsat.engines.local.rank_settings import cores_of, settings_of_ranks
 from dsat.engines.local.running import FULL_RUN_ID, Start
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
-from dsat.in_trial.rank import RankSpec
+from dsat.in_trial.rank_files import RankSpec
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams

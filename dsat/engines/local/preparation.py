@@ -15,7 +15,7 @@ from dsat.engines.local.hosts import Share
 from dsat.engines.local.launch import COMMAND_FILE, Launch, LocalOptions
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.running import Running, Start, Way
-from dsat.in_trial.rank import CONFIG_FILE, SPEC_FILE
+from dsat.in_trial.rank_files import CONFIG_FILE, SPEC_FILE
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment

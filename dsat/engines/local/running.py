@@ -12,7 +12,7 @@ from typing import Any
 
 from dsat.engines.local.hosts import Share
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import DOING_FILE
+from dsat.in_trial.rank_files import ACTIVITY_FILE
 from dsat.values import slow
 from dsat.values.trial import Trial
 
@@ -116,7 +116,7 @@ def slow_activities(
 ) -> Iterator[tuple[str, str]]:
     """Yield what trials have been doing for more than a moment, with their names."""
     for each in running:
-        path = each.folder / DOING_FILE
+        path = each.folder / ACTIVITY_FILE
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > slow.LONG_S:
                 yield each.trial.name, path.read_text()

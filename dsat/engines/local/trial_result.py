@@ -11,8 +11,7 @@ from pathlib import Path
 from dsat.engines.local.launch import log_files
 from dsat.engines.local.running import FULL_RUN_ID, Running, Way
 from dsat.in_trial import failures
-from dsat.in_trial.command_rank import PORTS_FILE
-from dsat.in_trial.rank import METRICS_FILE, result_file
+from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind

@@ -1,0 +1,307 @@
+"""Counts of the samples and tokens that a script feeds, whatever form its batches have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsat.errors import InvalidTrial
+from dsat.values.outcome import SequenceLengths
+
+if TYPE_CHECKING:
+    import torch
+
+    Leaves = Mapping[str, torch.Tensor]
+    Shape = tuple[int, ...]
+
+_ASSUMED_FULL = (
+    "throughput assumes that every micro batch is full, so make sure that the data loader takes "
+    "its batch size from the DeepSpeed configuration"
+)
+UNCOUNTED = (
+    "the samples that the script feeds cannot be counted, because no tensor has the micro batch as "
+    f"its first or second dimension (packed sequences, perhaps): {_ASSUMED_FULL}"
+)
+UNSEEN = (
+    "the samples that the script feeds cannot be counted, because it calls neither the engine nor "
+    f"its model (but parts of it, perhaps): {_ASSUMED_FULL}"
+)
+OF_ITS_OWN = (
+    "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
+    "here): {advice}"
+)
+_ADVICE = (
+    "take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+    "--arg-mapping train_micro_batch_size_per_gpu={flag}"
+)
+_DEPTH = 4  # of containers that are searched for tensors
+
+
+def is_about(warning: str) -> bool:
+    """Return whether a warning is about the samples that were fed."""
+    return warning in (UNCOUNTED, UNSEEN) or warning.startswith(OF_ITS_OWN.partition("{")[0])
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Contents of one call of the model.
+
+    Attributes:
+        rows: samples; None if they cannot be counted.
+        tokens: on whatever device they were counted; None if there are none.
+        elements: of all tensors, the padding included.
+    """
+
+    rows: int | None
+    tokens: Any
+    elements: int
+
+
+class BatchCounter:
+    """Counter of the samples and tokens of micro batches.
+
+    Samples are the rows of tensors that have the micro batch as a dimension. The first call tells
+    which tensors and dimensions these are. A dimension may have that size by chance, so the profile
+    trial, which had another micro batch, takes precedence.
+
+    Tokens are the elements of an integer tensor of two dimensions: the one called `input_ids`, or
+    else the model's first input. Elements that an `attention_mask` of the same shape masks do not
+    count.
+
+    Args:
+        micro_batch: the trial's.
+        own: that of the user's own configuration, if it is known.
+        known: the dimension of the samples by the tensor's place, from the profile trial.
+        fed_before: `fed_instead` of the profile trial.
+
+    Attributes:
+        dimensions: of the samples, by place, where the first call leaves no doubt.
+        fed_instead: see `ModelProfile`.
+        warning: about the first call; None if it can be counted.
+    """
+
+    def __init__(
+        self,
+        micro_batch: int,
+        own: int | None = None,
+        known: Mapping[str, int] | None = None,
+        fed_before: Mapping[str, int] | None = None,
+    ) -> None:
+        self._micro_batch = micro_batch
+        self._own = own
+        self._known = known or {}
+        self._fed_before = fed_before or {}
+        self._carriers: dict[str, int] | None = None  # dimension of the samples by place
+        self._lengths: list[int] = []
+        self.dimensions: dict[str, int] = {}
+        self.fed_instead: dict[str, int] = {}
+        self.warning: str | None = None
+
+    def count(self, leaves: Leaves) -> Fed:
+        """Count one call; does not wait for an asynchronous device.
+
+        Args:
+            leaves: the tensors among the arguments of the forward pass, by their places.
+
+        Raises:
+            InvalidTrial: the script feeds its own micro batch instead of the trial's, or has fewer
+                samples than the micro batch.
+        """
+        shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
+        if self._carriers is None:
+            self._carriers = self._find_carriers(shapes)
+        rows = [_size(shapes[p], d) for p, d in self._carriers.items() if p in shapes]
+        tokens, length = self._tokens(leaves)
+        if length is not None:
+            self._lengths.append(length)
+        return Fed(
+            rows=max((size for size in rows if size is not None), default=None),
+            tokens=tokens,
+            elements=sum(leaf.numel() for leaf in leaves.values()),
+        )
+
+    def lengths(
+        self, module: Any, maximum: Callable[[list[float]], list[float]]
+    ) -> SequenceLengths | None:
+        """Return the lengths of sequences so far; a collective call.
+
+        Args:
+            module: the model.
+            maximum: the elementwise maximum over ranks.
+        """
+        own = [-math.inf, 0.0, 0.0]
+        if self._lengths:
+            own = [-min(self._lengths), max(self._lengths), float(_longest_of(module))]
+        shortest, longest, most = maximum(own)
+        if not longest:
+            return None
+        return SequenceLengths(round(-shortest), round(longest), round(most) or None)
+
+    def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
+        self.dimensions = {p: found[0] for p, found in fitting.items() if len(found) == 1}
+        for dimension in (0, 1):
+            carriers: dict[str, int] = {
+                p: dimension for p, found in fitting.items() if dimension in found
+            }
+            if carriers:
+                return carriers
+        if self._feeds_own(shapes.values()):
+            raise InvalidTrial(
+                f"the script feeds {self._own} samples, its own micro batch, although the trial's "
+                f"train_micro_batch_size_per_gpu is {self._micro_batch}: {_advice(self._own or 0)}",
+                most_samples=self._fewer(self._own),
+            )
+        self.warning = UNCOUNTED
+        # A single row is for all samples, or has all of them, packed.
+        rows = {_size(shape, self._dimension(p)) for p, shape in shapes.items()} - {1, None}
+        if len(rows) != 1:
+            return {}
+        [samples] = rows
+        assert samples is not None
+        self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
+        before = self._fed_before
+        if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
+            self.warning = OF_ITS_OWN.format(
+                rows=samples, micro_batch=self._micro_batch, advice=_advice(samples)
+            )
+            if self._micro_batch != self._own:
+                raise InvalidTrial(self.warning, most_samples=self._fewer(samples))
+            at = {place: self._dimension(place) for place in shapes}
+            return {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
+        if samples < self._micro_batch:
+            raise InvalidTrial(
+                f"the first batch has {samples} samples, fewer than the micro batch of "
+                f"{self._micro_batch}: there are no more data on a rank, or the data loader has a "
+                "batch size of its own",
+                most_samples=samples,
+            )
+        return {}
+
+    def _fitting(self, place: str, shape: Shape) -> list[int]:
+        """Dimensions that may be that of the samples."""
+        candidates = (self._known[place],) if place in self._known else (0, 1)
+        return [d for d in candidates if _size(shape, d) == self._micro_batch]
+
+    def _feeds_own(self, shapes: Iterable[Shape]) -> bool:
+        """Return whether the rows are certainly those of the user's own micro batch.
+
+        Twice the trial's micro batch may be pairs (a chosen and a rejected answer), which do not
+        make throughput too high.
+        """
+        own = self._own
+        if own is None or own in (self._micro_batch, 2 * self._micro_batch):
+            return False
+        return {shape[0] for shape in shapes} in ({own}, {own, 1})
+
+    def _fewer(self, samples: int | None) -> int | None:
+        return samples if samples is not None and samples < self._micro_batch else None
+
+    def _dimension(self, place: str) -> int:
+        return self._known.get(place, 0)
+
+    def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
+        """Tokens, and the length of the sequences; None where samples share a row."""
+        import torch
+
+        named = [leaf for place, leaf in leaves.items() if _name(place) == "input_ids"]
+        ids = next(
+            (leaf for leaf in [*named, *list(leaves.values())[:1]] if _is_of_ids(leaf)), None
+        )
+        if ids is None:
+            return None, None
+        masks = [leaf for place, leaf in leaves.items() if _name(place) == "attention_mask"]
+        mask = next((mask for mask in masks if _shape(mask) == _shape(ids)), None)
+        tokens = ids.numel() if mask is None else torch.count_nonzero(mask)
+        rows, length = ids.shape
+        if length == self._micro_batch != rows:
+            rows, length = length, rows
+        return tokens, length if rows > 1 or rows == self._micro_batch else None
+
+
+def leaves_of(values: Iterable[Any]) -> Leaves:
+    """Return all tensors among values that have a dimension, by their places (`1.input_ids`).
+
+    Containers, dataclasses and other objects that hold tensors are searched. Named arguments are to
+    be given as a mapping.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for place, value in enumerate(values):
+        found.update(_leaves(value, str(place), _DEPTH))
+    return found
+
+
+def batch_flag(args: Sequence[str], fed: int) -> str | None:
+    """Return the flag of a script that sets its batch size, by name; None if it was given none.
+
+    Args:
+        args: of the script.
+        fed: samples that it feeds; a flag with this value comes first.
+    """
+    named = {}
+    for word, after in zip(args, [*args[1:], ""], strict=False):
+        flag, has_value, value = word.partition("=")
+        if flag.startswith("--") and "batch" in flag.lower():
+            named[flag] = value if has_value else after
+    of_that_value = [flag for flag, value in named.items() if value == str(fed)]
+    return next(iter([*of_that_value, *named]), None)
+
+
+def _advice(fed: int) -> str:
+    return _ADVICE.format(flag=batch_flag(sys.argv[1:], fed) or "--batch-size")
+
+
+def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.dim():
+            yield place, value
+        return
+    if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module)):
+        return
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, (list, tuple)):
+        inside = enumerate(value)
+    elif dataclasses.is_dataclass(value):
+        inside = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
+    elif type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
+        inside = vars(value).items()
+    for name, part in inside:
+        yield from _leaves(part, f"{place}.{name}", depth - 1)
+
+
+def _name(place: str) -> str:
+    return place.rpartition(".")[2]
+
+
+def _shape(leaf: torch.Tensor) -> Shape:
+    """Return the shape; of nested tensors only the number of sequences."""
+    return (leaf.size(0),) if leaf.is_nested else tuple(leaf.shape)
+
+
+def _size(shape: Shape, dimension: int) -> int | None:
+    return shape[dimension] if dimension < len(shape) else None
+
+
+def _is_of_ids(tensor: torch.Tensor) -> bool:
+    import torch
+
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    is_integer = is_integer and tensor.dtype is not torch.bool
+    return is_integer and not tensor.is_nested and tensor.dim() == 2 and max(tensor.shape) > 1
+
+
+def _longest_of(model: Any) -> int:
+    """Return `max_position_embeddings` of a transformers model, wrapped or not; 0 of any other."""
+    for module in model.modules():
+        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        if isinstance(most, int) and most > 0:
+            return most
+    return 0

@@ -1,0 +1,347 @@
+"""Stopping rule of a trial: which optimizer steps are measured, and when they are enough."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsat.errors import Diverged, InvalidTrial
+from dsat.in_trial import compiling, loaders
+from dsat.in_trial.agreement import Ranks
+from dsat.in_trial.batches import UNSEEN
+from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
+from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
+from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
+from dsat.values.objective import Objective
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind
+
+MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
+LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
+CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
+
+OWN_ACCUMULATION = (
+    "the script makes an optimizer step of {k} times as many micro batches as "
+    "gradient_accumulation_steps says: such steps are measured, and their global batch is "
+    "that many times train_batch_size. To have accumulation tuned, call engine.step() after every "
+    "micro batch and leave the rest to the engine"
+)
+SHORT_BATCHES = (
+    "some optimizer steps had fewer samples than they should, as at the end of an epoch; they were "
+    "not measured. Give the script more data, or drop_last=True to its data loader"
+)
+COMPILED = (
+    "torch compiled in some steps after the first (for batches of a new shape, perhaps); they were "
+    "not measured, and your training will have more of them"
+)
+ALWAYS_COMPILES = (
+    "torch compiled something in every step: the measured time is mostly the compiler's. Give the "
+    "script batches of equal shapes, or let it mark what changes (torch._dynamo.mark_dynamic)"
+)
+NOT_WARM = (
+    "the script ended after {steps} optimizer steps, before its device was warm: its last steps "
+    "were measured. Give it more data for reliable figures"
+)
+STORE_NOT_USED_UP = (
+    "the data loader's workers prepare {batches} batches in advance, too many to use up within "
+    f"{LONGEST_STORE_S:g} s: if your training waits for its data, it is slower than measured. "
+    "Fewer workers, or a smaller prefetch_factor, would show it"
+)
+HOST_ACCIDENTS = (
+    "rare steps took far longer than all others, by the host's doing rather than the training's; "
+    "they are counted apart, and throughput is that of the others"
+)
+
+
+@dataclass(frozen=True)
+class AgreedStep:
+    """An optimizer step over all ranks.
+
+    Attributes:
+        ms: latency, then the phases; the slowest rank's.
+        elements: the most that a rank was fed.
+        is_short: a rank lacked samples.
+        compiled: torch compiled something on a rank.
+        samples, tokens: the mean over the ranks; NaN if unknown.
+    """
+
+    ms: tuple[float, ...]
+    elements: float
+    is_short: bool
+    compiled: bool
+    samples: float
+    tokens: float
+
+
+class Measurement:
+    """Measurement of one engine; makes the same decisions on all ranks.
+
+    Args:
+        spec: what to measure.
+        recorder: of the engine.
+        ranks: its reductions.
+        warnings: messages for the user; more may come.
+
+    Attributes:
+        outcome: the measurement so far; equal on every rank but for warnings and profile.
+        is_complete: nothing more needs to be measured.
+        steps_seen: optimizer steps of the script, skipped ones included.
+    """
+
+    def __init__(
+        self, spec: MeterSpec, recorder: StepRecorder, ranks: Ranks, warnings: dict[str, None]
+    ) -> None:
+        self.outcome: Outcome | None = None
+        self.is_complete = False
+        self.steps_seen = 0
+        self._spec = spec
+        self._recorder = recorder
+        self._ranks = ranks
+        self._warnings = warnings
+        self._skipped = 0
+        self._began = recorder.marks.begin
+        self._first_measured = spec.options.start_step
+        self._next_check = spec.options.end_step - spec.options.start_step + 1
+        self._steps: list[StepMarks] = []
+        self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
+
+    def take(self, marks: StepMarks, skipped: bool) -> None:
+        """Take an optimizer step that was made.
+
+        Args:
+            skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
+
+        Raises:
+            Diverged: the loss is not finite any more.
+            InvalidTrial: no step was full.
+        """
+        self.steps_seen += 1
+        if skipped:
+            self._take_skipped()
+            return
+        spec, applied = self._spec, self.steps_seen - self._skipped
+        if marks.micro_steps > spec.gas:
+            self._warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / spec.gas:g}"))
+        start = spec.options.start_step
+        # Only a step that was made tells how many the warm-up needs.
+        if applied == max(start - 1, 1) and spec.measures:
+            self._plan_warm_up(marks, applied)
+        if start <= applied < self._first_measured:
+            self._early.append(marks)
+        self._recorder.notes_memory = applied + 1 < self._first_measured
+        if applied >= self._first_measured:
+            self._steps.append(marks)
+            self._recorder.throttling.look()
+            if len(self._steps) >= self._next_check:
+                self._check()
+
+    def finish(self) -> None:
+        """Use the last steps of a script that came to its own end before its device was warm.
+
+        Does nothing if something was measured, or if even the steps that are always wanted are
+        missing. Called on all ranks, if on any; they then make the same steps.
+
+        Raises:
+            InvalidTrial: none of these steps was full.
+        """
+        if self.outcome is not None or not self._spec.measures:
+            return
+        self._steps = [*self._early, *self._steps]
+        fewest = -int(self._ranks.maximum([-float(len(self._steps))])[0])
+        if fewest >= self._next_check:
+            self._steps = self._steps[-fewest:]
+            self._warn(NOT_WARM.format(steps=self.steps_seen))
+            self._check(is_last=True)
+
+    def _warn(self, text: str) -> None:
+        self._warnings[text] = None
+
+    def _take_skipped(self) -> None:
+        self._skipped += 1
+        if self._skipped > MAX_SKIPPED_STEPS:
+            raise Diverged(
+                f"{self._skipped} optimizer steps were skipped because of fp16 overflows: the loss "
+                "is not finite. Train in bf16, or check the data and the learning rate"
+            )
+        if self._skipped % CHECK_SKIPPED_EVERY == 0:
+            self._recorder.losses.read(self._ranks.mean)
+
+    # -- number of steps
+
+    def _plan_warm_up(self, marks: StepMarks, applied: int) -> None:
+        """Decide which step is the first that is measured."""
+        last_ms = self._recorder.clock.ms(marks.begin, marks.end)
+        own = [float(self._missing_warm_up(marks, applied, last_ms)), last_ms]
+        more, slowest_ms = self._ranks.maximum(own)
+        if more:
+            self._first_measured = applied + 1 + int(more)
+        self._next_check = self._affordable(self._next_check, slowest_ms / 1e3)
+        self._early = deque(maxlen=self._next_check)
+        self._recorder.restart()
+
+    def _missing_warm_up(self, marks: StepMarks, applied: int, last_ms: float) -> int:
+        """Remaining steps until data loaders, DeepCompile and the device run as they will."""
+        prepared = loaders.batches_in_store()
+        in_store = math.ceil(prepared / max(1, marks.micro_steps))
+        used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
+        if in_store > used_up:
+            self._warn(STORE_NOT_USED_UP.format(batches=prepared))
+            in_store = used_up
+        missing_ms = 0.0
+        if self._recorder.is_asynchronous:
+            run_ms = self._recorder.clock.ms(self._began, marks.end)
+            missing_ms = self._spec.options.warm_up_s * 1e3 - run_ms
+        unsteady = max(in_store + 1 if in_store else 0, compiling.steps_until_planned())
+        steps = max(unsteady - applied, missing_ms / max(last_ms, 1e-3))
+        return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
+
+    def _affordable(self, wanted: int, step_s: float) -> int:
+        """Number of the wanted steps that may be measured, at least one."""
+        longest_s = self._spec.longest_s
+        if longest_s is None or wanted * step_s <= longest_s:
+            return max(wanted, 1)
+        return max(int(longest_s / step_s), 1)
+
+    def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
+        """Return the number of steps to have before the next check; None if these are enough."""
+        seen, step_s = len(self._steps), measured_s / usable
+        most = self._affordable(self._spec.options.max_steps, step_s)
+        limit = most + MAX_EXTRA_STEPS
+        missing_s = 0.0
+        if self._recorder.is_asynchronous and self._spec.measures:
+            missing_s = self._spec.options.measured_s - measured_s
+        missing = min(math.ceil(missing_s / max(step_s, 1e-6)), limit - seen)
+        enough = metrics.ci95 <= CI_TARGET or usable >= most or self._is_beaten(metrics)
+        if (enough and missing <= 0) or seen >= limit:
+            return None
+        ci95 = math.inf if usable < 3 else metrics.ci95
+        wanted = max(steps_wanted(usable, ci95, most), usable + missing)
+        # Steps that were not full are made up for.
+        return min(limit, seen + max(1, wanted - usable))
+
+    def _is_beaten(self, metrics: Metrics) -> bool:
+        """Return whether even the better end of the interval misses the best so far."""
+        return any(
+            (value := metrics.value(name)) is not None
+            and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1
+            for name, best in self._spec.to_beat.items()
+        )
+
+    # -- checks
+
+    def _check(self, *, is_last: bool = False) -> None:
+        """Agree with the other ranks on the measured steps, and decide whether they are enough."""
+        agreed = self._agree()
+        self._recorder.losses.read(self._ranks.mean)
+        usable = self._usable(agreed, is_last=is_last)
+        next_check: int | None = 2 * len(agreed)
+        if usable:
+            times = _times_of(usable)
+            metrics = self._metrics(usable, times)
+            self.outcome = self._outcome(metrics, usable, accidents=bool(times.accidents))
+            measured_s = sum(step.ms[0] for step in usable) / 1e3
+            next_check = self._next_check_after(len(usable), measured_s, metrics)
+        self.is_complete = is_last or next_check is None
+        if next_check is not None:
+            self._next_check = next_check
+            self._recorder.restart()  # the time of the check belongs to no step
+
+    def _agree(self) -> list[AgreedStep]:
+        spec, clock, count = self._spec, self._recorder.clock, len(self._steps)
+        rows = self._ranks.slowest(
+            [
+                [
+                    *marks.milliseconds(clock),
+                    float(marks.elements),
+                    float(not marks.is_full(spec.gas, spec.micro_batch)),
+                    float(marks.compiled),
+                ]
+                for marks in self._steps
+            ]
+        )
+        fed = self._ranks.mean(
+            [marks.samples(spec.gas, spec.micro_batch) for marks in self._steps]
+            + [marks.tokens() for marks in self._steps]
+        )
+        if not all(marks.calls for marks in self._steps):
+            self._warn(UNSEEN)
+        return [
+            AgreedStep(tuple(ms), elements, bool(short), bool(compiled), samples, tokens)
+            for (*ms, elements, short, compiled), samples, tokens in zip(
+                rows, fed[:count], fed[count:], strict=True
+            )
+        ]
+
+    def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
+        """Return the full steps in which nothing was compiled; none if more steps may have some."""
+        spec = self._spec
+        full = [step for step in agreed if not step.is_short]
+        if not full:
+            raise InvalidTrial(
+                f"none of {len(agreed)} optimizer steps was full: there are not {spec.gas} micro "
+                f"batches of {spec.micro_batch} samples in an epoch of the data. Give the script "
+                "more data, or drop the last batch of an epoch (drop_last)",
+                smaller_may_run=True,
+            )
+        if len(full) < len(agreed):
+            self._warn(SHORT_BATCHES)
+        found = [step for step in full if not step.compiled]
+        if len(found) == len(full):
+            return full
+        most = spec.options.max_steps + MORE_WHILE_COMPILING
+        if not found and not is_last and len(agreed) < most:
+            return []
+        self._warn(COMPILED if found else ALWAYS_COMPILES)
+        return found or full
+
+    def _metrics(self, steps: Sequence[AgreedStep], times: StepTimes) -> Metrics:
+        """Return the metrics of steps, accidents left out."""
+        slots = self._spec.slots
+        kept = [step for i, step in enumerate(steps) if i not in times.accidents]
+        count, taken_s = len(kept), times.mean * len(kept) / 1e3
+        throughput = sum(step.samples for step in kept) * slots / taken_s
+        tokens_per_second = sum(step.tokens for step in kept) * slots / taken_s
+        profiler = self._recorder.profiler
+        flops = profiler.flops_per_sample if profiler else self._spec.flops_per_sample
+        phases = {
+            phase: sum(step.ms[1 + k] for step in kept) / count for k, phase in enumerate(PHASES)
+        }
+        return Metrics(
+            throughput=throughput,
+            latency=times.mean,
+            **phases,
+            FLOPS_per_gpu=None if flops is None else flops * throughput / slots,
+            num_steps=count,
+            ci95=times.ci95 if math.isfinite(times.ci95) else 1.0,
+            accidents=len(times.accidents),
+            lost_to_accidents=times.lost,
+            tokens_per_second=None if math.isnan(tokens_per_second) else tokens_per_second,
+        )
+
+    def _outcome(
+        self, metrics: Metrics, steps: Sequence[AgreedStep], *, accidents: bool
+    ) -> Outcome:
+        slowed = self._recorder.throttling.warning(self._ranks.maximum)
+        warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
+        return Outcome(
+            OutcomeKind.OK,
+            metrics=metrics,
+            warnings=tuple(warnings),
+            step_ms=tuple(round(step.ms[0], 4) for step in steps),
+            **self._recorder.observed(self._ranks, self._spec.micro_batch),
+        )
+
+
+def _times_of(steps: Sequence[AgreedStep]) -> StepTimes:
+    """Return the step times.
+
+    A step may be an accident if it spent its time inside its phases with no more work than usual:
+    waiting for data is the script's own, and longer sequences are more work.
+    """
+    usual = statistics.median(step.elements for step in steps)
+    may_be_accident = [
+        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
+    ]
+    return summarize([step.ms[0] for step in steps], may_be_accident)

@@ -1,0 +1,52 @@
+"""Limit on the memory of a rank whose slot is a processor core."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import resource
+from typing import Any
+
+import wrapt
+
+from dsat.in_trial.clocks import ProcessMemory
+
+_SLACK_BYTES = 16 * 2**20
+# malloc.h of glibc.
+_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
+_MAPPED_FROM_BYTES = 2**18
+# The same by mallopt's variables (glibc), for a program that is started by hand.
+MALLOC_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": _MAPPED_FROM_BYTES,
+    "MALLOC_MMAP_MAX_": 2**30,
+    "MALLOC_ARENA_MAX": 1,
+}
+
+
+def limit_memory(budget_bytes: int) -> None:
+    """Let this process allocate only so much more than it has now.
+
+    The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
+    allocator fail as a device's would. What was imported before does not count. The C library is
+    made to return tensors to the system at once: otherwise it is the holes in its heap that exhaust
+    the limit, and not tensors. It has one heap, since each more reserves 128 MiB for a moment,
+    which no peak could be told from.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_MMAP_MAX, 2**30)
+        mallopt(_M_ARENA_MAX, 1)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = ProcessMemory.now().data_bytes + budget_bytes + _SLACK_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+    # The compilers that DeepSpeed starts for its operators have all the memory that they need.
+    def unlimited(load: Any, _: Any, args: Any, options: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        try:
+            return load(*args, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+    wrapt.wrap_function_wrapper("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", unlimited)

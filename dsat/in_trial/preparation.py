@@ -1,0 +1,155 @@
+"""Preparation of a process to be a rank of a trial, however it was started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+from dsat.in_trial import (
+    available_memory,
+    config_injection,
+    determined_shim,
+    hf_trainer,
+    loopback,
+    meter,
+    side_effects,
+)
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
+from dsat.inputs.script_args import CHECKPOINTING
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+
+# Variables that torch, DeepSpeed and what they load set by themselves.
+_SET_BY_LIBRARIES = tuple(
+    "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
+)
+
+
+def prepare(
+    spec: RankSpec,
+    folder: Path,
+    progress: Progress,
+    *,
+    on_complete: Callable[[Outcome], None],
+    on_step: Callable[[int], None],
+) -> Meter | None:
+    """Adapt the libraries that a script uses to the trial.
+
+    Args:
+        folder: of the trial.
+        progress: shows compilations of DeepSpeed's operators.
+        on_complete: takes the measurement.
+        on_step: takes the number of optimizer steps, after each.
+
+    Returns:
+        The meter; None if the script is not measured.
+    """
+    import torch
+
+    _show_compilations(progress)
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    loopback.install()
+    determined_shim.install(determined_shim.LocalTask(**{**spec.task, "folder": folder}))
+    if spec.program["trial_class"]:
+        determined_shim.adapt_trial_classes(on_cpu=not spec.task["devices"])
+    found = None
+    if spec.meter is not None:
+        found = meter.install(MeterSpec.from_json(spec.meter), on_complete, on_step)
+    warn = _print if found is None else found.warn
+    if found is None and spec.simulation_socket is None:
+        available_memory.adapt(None, warn)
+    if not spec.own:
+        path = folder / CONFIG_FILE
+        config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
+    hf_trainer.install(
+        _trainer_settings(spec, folder, found), warn, on_cpu=not spec.task["devices"]
+    )
+    return found
+
+
+def prevent_side_effects(spec: RankSpec, folder: Path) -> None:
+    """Keep a trial from changing anything outside its folder; a full-length run may.
+
+    Registered after the recorder of the configuration that the script passes.
+    """
+    if not spec.is_full_run:
+        side_effects.install(folder, _print)
+
+
+def default_local_rank(local_rank: str) -> None:
+    """Give a script that is started without a launcher the `--local_rank` that a launcher passes.
+
+    Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.
+    """
+
+    def with_default(add_argument: Any, _: Any, flags: Any, options: Any) -> Any:
+        if "--local_rank" in flags and "action" not in options:
+            options = {**options, "default": int(local_rank), "required": False}
+        return add_argument(*flags, **options)
+
+    wrapt.wrap_function_wrapper(argparse, "_ActionsContainer.add_argument", with_default)
+
+
+def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+    """Return the imported modules of installed packages, in order, if they may be imported early.
+
+    Some packages import most of theirs only when they are used.
+
+    Returns:
+        Nothing if the program set environment variables, which may be for these modules, or if one
+        of them imported `deepspeed.initialize` itself, which dsat could then no longer replace.
+    """
+    import deepspeed
+
+    changed = {key for key, value in os.environ.items() if before.get(key) != value}
+    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
+        return []
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in known or name == "__main__":
+            continue
+        names = list(getattr(module, "__dict__", {}).values())
+        if any(value is deepspeed.initialize for value in names):
+            return []
+        if "site-packages" in str(getattr(module, "__file__", "") or ""):
+            found.append(name)
+    return found
+
+
+def _trainer_settings(
+    spec: RankSpec, folder: Path, meter: Meter | None
+) -> hf_trainer.TrainerSettings:
+    trial = Trial.from_json(spec.trial)
+    return hf_trainer.TrainerSettings(
+        config_path=None if spec.own else folder / CONFIG_FILE,
+        micro_batch=trial.batch.micro_batch,
+        gas=trial.batch.gas,
+        gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
+        max_steps=None if meter is None else meter.spec.longest,
+    )
+
+
+def _show_compilations(progress: Progress) -> None:
+    def show(load: Any, builder: Any, args: Any, options: Any) -> Any:
+        before = progress.activity
+        progress.set_activity(f"compiling DeepSpeed's operator {builder.name}; the result is kept")
+        try:
+            return load(*args, **options)
+        finally:
+            progress.set_activity(before)
+
+    wrapt.wrap_function_wrapper("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", show)
+
+
+def _print(text: str) -> None:
+    print(f"dsat: {text}", file=sys.stderr)

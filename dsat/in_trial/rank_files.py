@@ -1,0 +1,111 @@
+"""Files of a trial's folder by which its ranks and the engine exchange messages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.values.codec import Recorded
+from dsat.values.files import write_atomically
+from dsat.values.outcome import Outcome
+
+SPEC_FILE = "trial.json"
+CONFIG_FILE = "ds_config.json"
+METRICS_FILE = "metrics.json"
+MODULES_FILE = "modules.json"
+ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for people
+STEPS_FILE = "steps"  # number of optimizer steps of rank 0
+# Of a trial that runs the user's command.
+DONE_FILE = "done"  # exists once the command is not needed any more
+PORTS_FILE = "ports"  # a line for each port where ranks met; exists once a rank has an engine
+CHANGES_FILE = "command.json"  # arguments and variables that are different in the trial
+RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
+
+
+@dataclass(frozen=True)
+class RankSpec(Recorded):
+    """Specification of a trial's ranks; in `trial.json`.
+
+    Attributes:
+        trial: the trial as in the journal, for people.
+        program: the entrypoint, its configuration path already the trial's own.
+        task: the fields of `determined_shim.LocalTask`, its folder left out.
+        meter: what to measure; None in a full-length run, which is not measured.
+        cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
+        threads: of each rank, if the machine's slots are processor cores.
+        simulation_socket: the run is only for simulations of its model; the path of the client's
+            listening socket.
+        own: the script runs as the user has it; batch sizes and devices are those that it takes.
+    """
+
+    trial: Mapping[str, Any]
+    program: Mapping[str, Any]
+    task: Mapping[str, Any]
+    meter: Mapping[str, Any] | None
+    cpu_memory_bytes: int | None = None
+    threads: int | None = None
+    simulation_socket: str | None = None
+    own: bool = False
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> RankSpec:
+        """Read the specification of the trial in a folder."""
+        return cls.from_json(json.loads((folder / SPEC_FILE).read_text(encoding="utf-8")))
+
+    @property
+    def is_full_run(self) -> bool:
+        """Return whether the script trains as it would without dsat."""
+        return self.meter is None and self.simulation_socket is None
+
+
+def result_file(rank: int | str) -> str:
+    """Return the file in which a rank reports its failure; of all ranks with "*"."""
+    return f"rank{rank}.json"
+
+
+def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
+    """Report the outcome of a rank; a measurement, the same on all of them, is rank 0's."""
+    if outcome.ok and rank != 0:
+        return
+    path = folder / (METRICS_FILE if outcome.ok else result_file(rank))
+    write_atomically(path, json.dumps(outcome.to_json(), indent=1) + "\n")
+
+
+class Progress:
+    """Files in which people see what a trial is doing; a full disk is no reason to fail one.
+
+    Args:
+        folder: of the trial; None if another rank writes the files.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._steps: int | None = None  # descriptor of the file
+        self.activity = ""
+
+    def set_activity(self, text: str) -> None:
+        """Set the present activity; empty for none."""
+        self.activity = text
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):
+            if text:
+                (self._folder / ACTIVITY_FILE).write_text(text)
+            else:
+                (self._folder / ACTIVITY_FILE).unlink(missing_ok=True)
+
+    def count(self, steps: int) -> None:
+        """Write the number of optimizer steps; takes microseconds."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._steps is None:
+                self.set_activity("")
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._steps = os.open(self._folder / STEPS_FILE, flags, 0o600)
+            os.pwrite(self._steps, b"%8d\n" % steps, 0)

@@ -1,0 +1,148 @@
+"""Record of how a command starts its ranks, and of the configuration that they pass."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from dsat.in_trial import config_injection
+from dsat.in_trial.rank_files import RECORDS_FOLDER
+from dsat.values.files import write_atomically
+
+RECORD_PREFIX = "rank-"
+SEVERAL_NODES_FILE = "nodes.json"
+# How launchers tell a process its rank and their number: torch's and DeepSpeed's own, Open MPI,
+# MPICH and Intel MPI, Slurm.
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of ranks; 0 and 1 without a launcher."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for rank, size in _RANKS:
+        with contextlib.suppress(KeyError, ValueError):
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
+    """Write a record when this process calls `deepspeed.initialize` for an engine that trains.
+
+    Args:
+        folder: of the first run; nothing is recorded in others.
+        start: of the process: pid, argv, cwd, cores and env at that time.
+        waits: the process does not train then, but waits to be ended.
+    """
+    records = folder / RECORDS_FOLDER
+    written: list[Path] = []
+
+    def record(arguments: Mapping[str, Any]) -> None:
+        passed = config_injection.passed_config(arguments)
+        if written or passed is None or not config_injection.trains(arguments, passed):
+            return
+        content = _of_process(folder, start, _without_filled_batch(passed.content))
+        path = records / f"{RECORD_PREFIX}{os.getpid()}.json"
+        written.append(path)
+        write_atomically(path, json.dumps(content))
+        while waits:
+            signal.pause()
+
+    if records.is_dir():
+        config_injection.on_initialize(record)
+
+
+def refuse_nodes(folder: str, module: ModuleType) -> None:
+    """End launchers that start a training on several nodes, in the first run.
+
+    Args:
+        folder: of the run.
+        module: torch's launcher, which `torchrun` and `accelerate launch` use and which would wait
+            for the nodes, or that with DeepSpeed's runners.
+    """
+    records = Path(folder) / RECORDS_FOLDER
+    if not records.is_dir():
+        return
+
+    def refuse(original: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        # A configuration of the launch; or an environment and the resources by node.
+        nodes = getattr(args[0], "min_nodes", None) or len(args[-1])
+        if nodes > 1:
+            write_atomically(records / SEVERAL_NODES_FILE, json.dumps({"nodes": nodes}))
+            os._exit(1)
+        return original(*args, **kwargs)
+
+    if hasattr(module, "launch_agent"):
+        wrapt.wrap_function_wrapper(module, "launch_agent", refuse)
+    for name, runner in list(vars(module).items()):
+        if isinstance(runner, type) and "get_cmd" in vars(runner):
+            wrapt.wrap_function_wrapper(module, f"{name}.get_cmd", refuse)
+
+
+def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `RankStart`."""
+    rank, size = rank_and_size()
+    package = importlib.util.find_spec("wrapt")
+    record = {
+        "rank": rank,
+        "size": size,
+        "forked": os.getpid() != start["pid"],
+        "executable": sys.executable,
+        "prefix": sys.prefix,
+        "version": list(sys.version_info[:2]),
+        "command": list(sys.orig_argv),
+        # A spawned process gets those of the process that has spawned it.
+        "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
+        "cwd": start["cwd"],
+        "cores": start["cores"],
+        "env": _without_hook(folder, start["env"]),
+        "has_wrapt": package is not None and "/hook/spare/" not in str(package.origin),
+    }
+    try:
+        record["config"] = json.loads(json.dumps(_finite(config), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        record["config_problem"] = str(error)
+    return record
+
+
+def _without_hook(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables as they would be without dsat's folders in `PYTHONPATH`."""
+    found = dict(env)
+    entries = found.pop("PYTHONPATH", "").split(os.pathsep)
+    kept = [e for e in entries if e and Path(e).parent.resolve() != folder.resolve()]
+    return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
+
+
+def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop the global batch size if accelerate has filled it in: it follows from the others."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.accelerator":
+            return {key: value for key, value in config.items() if key != "train_batch_size"}
+        frame = frame.f_back
+    return config
+
+
+def _finite(value: Any) -> Any:
+    """Without what JSON has no word for: accelerate never prints, "every infinite steps"."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items() if v not in (float("inf"), -float("inf"))}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

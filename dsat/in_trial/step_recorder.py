@@ -1,0 +1,274 @@
+"""Record of optimizer steps while they run: marks of time, batches, losses and memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dsat.in_trial import compiling, loaders
+from dsat.in_trial.agreement import Ranks
+from dsat.in_trial.batches import BatchCounter, Fed, leaves_of
+from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
+from dsat.in_trial.losses import LossWatch
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.profiler import ModelProfiler
+from dsat.in_trial.throttling import Throttling
+from dsat.values.outcome import ModelProfile
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass
+class StepMarks:
+    """Marks of one optimizer step, all its micro steps included.
+
+    Attributes:
+        calls: contents of each call of the model.
+        losses: number of losses that backward passes began with.
+        compiled: torch compiled something meanwhile.
+        backward_began: where the script's own backward pass began, if one is under way.
+        phases: beginnings and ends.
+    """
+
+    begin: Any
+    end: Any = None
+    calls: list[Fed] = field(default_factory=list)
+    losses: int = 0
+    compiled: bool = False
+    backward_began: Any = None
+    phases: dict[str, list[tuple[Any, Any]]] = field(
+        default_factory=lambda: {phase: [] for phase in PHASES}
+    )
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of micro batches that went through; 0 if that cannot be seen.
+
+        A script may call the model twice for one loss (pairs), or give it two losses; and it may
+        leave out the engine's `forward` or `backward`, but hardly both.
+        """
+        seen = [n for n in (len(self.calls), self.losses or len(self.phases["backward"])) if n]
+        return min(seen, default=0)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors that the model was called with."""
+        return sum(call.elements for call in self.calls)
+
+    def is_full(self, gas: int, micro_batch: int) -> bool:
+        """Return False if a micro step or a sample is missing, as at the end of an epoch."""
+        enough = self.micro_steps == 0 or self.micro_steps >= gas
+        return enough and all(call.rows is None or call.rows >= micro_batch for call in self.calls)
+
+    def samples(self, gas: int, micro_batch: int) -> float:
+        """Number of samples; a micro batch that cannot be counted is assumed to be full."""
+        if not self.calls:
+            return float(micro_batch * (self.micro_steps or gas))
+        fed = sum(micro_batch if call.rows is None else call.rows for call in self.calls)
+        return fed * self.micro_steps / len(self.calls)
+
+    def tokens(self) -> float:
+        """Tokens of all calls; NaN if those of one of them are not known."""
+        if not self.calls or any(call.tokens is None for call in self.calls):
+            return math.nan
+        return float(sum(float(call.tokens) for call in self.calls))
+
+    def milliseconds(self, clock: Clock) -> list[float]:
+        """Latency, then the phases' sums."""
+        sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
+        return [clock.ms(self.begin, self.end), *sums]
+
+
+class StepRecorder:
+    """Recorder of the optimizer steps of one engine.
+
+    Args:
+        engine: a DeepSpeed engine.
+        spec: what to measure.
+        before: memory of the process when there was no model yet.
+        warn: takes messages for the user.
+        take: takes the marks of each optimizer step, and whether fp16 skipped it.
+
+    Attributes:
+        notes_memory: peaks are assigned to phases, which costs time; until the warm-up is over.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        spec: MeterSpec,
+        *,
+        before: ProcessMemory,
+        warn: Callable[[str], None],
+        take: Callable[[StepMarks, bool], None],
+    ) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        self._engine = engine
+        self._accelerator = get_accelerator()
+        self._warn = warn
+        self._take = take
+        self._calls_engine = True
+        self._forward_began: Any = None
+        self._frames = compiling.frames()
+        self.notes_memory = True
+        self.clock = clock_for(self._accelerator)
+        self.memory = MemoryWatch(self._accelerator, before)
+        self.memory.note("init")
+        self.losses = LossWatch(engine, functools.partial(in_training, engine))
+        self.throttling = Throttling(self._accelerator)
+        self.counter = BatchCounter(
+            spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
+        )
+        self.profiler = ModelProfiler(engine, spec) if spec.profile else None
+        self.marks = StepMarks(begin=self.clock.mark())
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether the device runs beside the host, and has clocks that need warming up."""
+        return not self._accelerator.is_synchronized_device()
+
+    def restart(self) -> None:
+        """Begin the current optimizer step now."""
+        self.marks = StepMarks(begin=self.clock.mark())
+
+    def forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the engine's `forward`."""
+        if not in_training(self._engine):
+            return original(*args, **kwargs)
+        self._begin_forward(args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            if self.profiler is not None:
+                self.profiler.leave_forward()
+        self._end_forward()
+        return result
+
+    def backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the engine's `backward`."""
+        if self.profiler is not None:
+            self.profiler.leave_forward()
+        loss = args[0] if args else kwargs.get("loss")
+        self.losses.of_engine(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
+        begin = self._begin_phase()
+        with self.losses.ignored():
+            result = original(*args, **kwargs)
+        self._end_phase("backward", begin)
+        self.marks.backward_began = None
+        return result
+
+    def step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the engine's `step`, which makes an optimizer step or only counts a micro step."""
+        engine = self._engine
+        self.marks.losses = self.losses.count
+        if self.profiler is not None:
+            self.profiler.leave_forward()
+            self.profiler.finish_micro_steps(self.marks.micro_steps or 1)
+        skipped_before, steps_before = engine.skipped_steps, engine.global_steps
+        self._close_backward()
+        begin = self._begin_phase()
+        result = original(*args, **kwargs)
+        end = self._end_phase("step", begin)
+        if engine.global_steps > steps_before:
+            self._end_optimizer_step(end, skipped=engine.skipped_steps > skipped_before)
+        if self.profiler is not None and not self._calls_engine:
+            self.profiler.enter_forward()  # of whatever the script calls until its next loss
+        return result
+
+    def follow_module(self, is_inside: Callable[[], bool]) -> None:
+        """Record the calls of a script that calls the model itself, and never the engine.
+
+        Args:
+            is_inside: whether the engine's own `forward` is calling the model.
+        """
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            if not is_inside() and in_training(self._engine) and not _in_backward():
+                self._begin_forward(args, kwargs)
+
+        self._engine.module.register_forward_pre_hook(before, with_kwargs=True)
+        self._engine.module.register_forward_hook(lambda *_: self._end_forward())
+        self._calls_engine = False
+
+    def observed(self, ranks: Ranks, micro_batch: int) -> dict[str, Any]:
+        """Return fields of an `Outcome`: what was observed beside the times; a collective call."""
+        self.memory.note_measured_steps()
+        # A loader of single samples may be one whose script puts batches together itself.
+        samples = loaders.samples_of_epoch(micro_batch) if micro_batch > 1 else 0
+        [fewest] = ranks.maximum([-float(samples)])
+        return {
+            "memory": self.memory.over_ranks(ranks.maximum),
+            "profile": self._profile(),
+            "training": self.losses.curve(),
+            "sequences": self.counter.lengths(self._engine.module, ranks.maximum),
+            "most_samples": -int(fewest) or None,
+        }
+
+    def _profile(self) -> ModelProfile | None:
+        if self.profiler is None:
+            return None
+        return replace(
+            self.profiler.result(self._accelerator),
+            batch_dimensions=self.counter.dimensions,
+            fed_instead=self.counter.fed_instead,
+        )
+
+    def _begin_forward(self, args: Any, kwargs: Any) -> None:
+        self._close_backward()
+        self.marks.calls.append(self.counter.count(leaves_of([*args, kwargs])))
+        if self.counter.warning is not None:
+            self._warn(self.counter.warning)
+        if self.profiler is not None and self._calls_engine:
+            self.profiler.enter_forward()
+        self._forward_began = self._begin_phase()
+
+    def _end_forward(self) -> None:
+        if self._forward_began is None:
+            return
+        # If the script calls loss.backward() itself, the backward pass ends where the next phase
+        # begins.
+        self.marks.backward_began = self._end_phase("forward", self._forward_began)
+        self._forward_began = None
+
+    def _close_backward(self) -> None:
+        """End the backward pass of a script that calls loss.backward(), if one is under way."""
+        if self.marks.backward_began is not None:
+            self._end_phase("backward", self.marks.backward_began)
+            self.marks.backward_began = None
+
+    def _begin_phase(self) -> Any:
+        if self.notes_memory:
+            self.memory.reset()
+        return self.clock.mark()
+
+    def _end_phase(self, phase: str, begin: Any) -> Any:
+        end = self.clock.mark()
+        self.marks.phases[phase].append((begin, end))
+        if self.notes_memory:
+            self.memory.note(phase)
+        return end
+
+    def _end_optimizer_step(self, end: Any, *, skipped: bool) -> None:
+        marks, self.marks = self.marks, StepMarks(begin=end)
+        marks.end = end
+        frames_before, self._frames = self._frames, compiling.frames()
+        marks.compiled = self._frames != frames_before
+        self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
+        self._take(marks, skipped)
+
+
+def in_training(engine: Any) -> bool:
+    """Return whether a call of an engine's model is one of training."""
+    import torch
+
+    return bool(torch.is_grad_enabled() and engine.training)
+
+
+def _in_backward() -> bool:
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
