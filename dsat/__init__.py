@@ -17,16 +17,6 @@ from dsat.in_trial.script_api import (
 
 __version__ = "0.1.0"
 
-_API = (
-    "Estimate",
-    "Result",
-    "estimate",
-    "load_run",
-    "register_engine",
-    "register_search",
-    "tune",
-)
-
 __all__ = [
     "DsatError",
     "Estimate",
@@ -46,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _API:
+    if name not in __all__:  # all others are imported above
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module("dsat.api"), name)
     globals()[name] = value
