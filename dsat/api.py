@@ -98,7 +98,7 @@ class Result:
         return self.verdict
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The trials as a table; each metric is a column (`metrics.throughput`, ..).
+        """Return the trials as a table; each metric is a column (`metrics.throughput`, ..).
 
         Raises:
             ImportError: pandas is not installed.

@@ -67,7 +67,7 @@ class EngineError(DsatError):
 
 
 class ScriptFailed(EngineError, SearchFailed):
-    """The user's script did not get so far that its configuration is known."""
+    """The user's script ended before its configuration is known."""
 
 
 class InvalidTrial(DsatError):

@@ -161,7 +161,7 @@ def _toolkit() -> Finding:
 
 
 def _cuda_of_torch() -> str:
-    """The CUDA version of the installed torch, which is not imported; empty if it has none."""
+    """Return the CUDA version of the installed torch, which is not imported; empty if none."""
     spec = importlib.util.find_spec("torch")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     try:

@@ -1,4 +1,4 @@
-"""A folder that one dsat process at a time works in, and by what it is known as one of dsat's."""
+"""Locks of folders: one dsat process at a time works in each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MARK_FILE = ".dsat"
 
 
 class FolderLock:
-    """Makes a folder if it is missing, and keeps every other dsat out of it until it is closed.
+    """Lock of a folder, made if it is missing, against every other dsat until it is closed.
 
-    The lock is the kernel's, on a file in the folder that stays there as dsat's mark: it ends with
-    the process that holds it, however that ends.
+    The lock is the kernel's, on a file that stays in the folder: it ends with the process that
+    holds it, however that ends.
 
     Args:
-        folder: whose files are this process's alone from now on.
+        folder: to lock.
 
     Raises:
         JournalLocked: another process works there; the message says which.

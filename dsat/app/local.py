@@ -1,4 +1,4 @@
-"""Runs one search on this machine, from an opened journal to the files of its result."""
+"""One search on this machine, from its opened journal to the files of its result."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def leave(run_folder: Path, request: Request) -> None:
-    """Leaves a request for the process that works on a run."""
+    """Leave a request for the process that works on a run."""
     folder = run_folder / FOLDER
     folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     text = json.dumps(request.to_json())
@@ -28,7 +28,7 @@ def leave(run_folder: Path, request: Request) -> None:
 
 
 def take(run_folder: Path) -> list[Request]:
-    """The requests since the last time, the oldest first; each is there once."""
+    """Take the requests since the last call, the oldest first."""
     found = []
     for path in sorted((run_folder / FOLDER).glob(f"[0-9]*{_SUFFIX}")):
         text = path.read_text(encoding="utf-8", errors="replace")

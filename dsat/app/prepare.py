@@ -1,4 +1,4 @@
-"""From what the user wrote to a plan: everything is read and checked before anything is run."""
+"""Preparation of a run: everything that the user gave is read, checked and made into a plan."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _check_before_running(settings: Settings, source: Source) -> None:
 
 
 def _shown(command: Sequence[str]) -> str:
-    """The beginning of a command, on one line."""
+    """Return the beginning of a command, on one line."""
     return " ".join(shlex.join(words_without_secrets(command)).split())[:_LONGEST_SHOWN]
 
 

@@ -38,7 +38,7 @@ _RESULT_FILES = (
 
 
 def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
-    """The folder of the run: a new one, or the one to continue.
+    """Return the folder of the run: a new one, or the one to continue.
 
     Args:
         settings: say which.

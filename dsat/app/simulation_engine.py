@@ -15,7 +15,7 @@ _IMPORTED = ("psutil", "dsat.in_trial.simulation.warm")
 
 
 class SimulationEngine:
-    """Runs a script for simulations, on this machine.
+    """Engine that runs a script for simulations, on this machine.
 
     Args:
         source: the script and its configuration.

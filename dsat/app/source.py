@@ -52,7 +52,7 @@ class Source:
         return self.program.started_by
 
     def can_run_first(self) -> bool:
-        """Tell whether the command as it stands trains the user's own configuration.
+        """Check that the command as it is trains the user's own configuration.
 
         Determined's launchers need its cluster, a hostfile's need other machines; lists of values,
         an `autotuning` section and `--ds-config` are dsat's, and DeepSpeed would refuse them.
@@ -79,7 +79,7 @@ class Source:
         )
 
     def _ranks(self, slots: int | None) -> int | None:
-        """Ranks of a script without a launcher; None if the command starts them itself."""
+        """Return the ranks of a plain script; None if the command starts them itself."""
         program = self.program
         is_plain = self.start_known and not program.launcher
         return (slots or 1) if is_plain else None
@@ -98,7 +98,7 @@ class Source:
         if self.start_known and self.config_known:
             return self
         _log.info("running `%s` up to its training", shlex.join(self.command))
-        # On several hosts the script alone tells its configuration.
+        # On several hosts the script alone shows its configuration.
         own = not self.program.hosts
         run = FirstRun(
             self.command if own else self.program.command(),
@@ -135,7 +135,7 @@ class Source:
         return _of_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """The slots of a trial: as many as are given, or as the user's files say.
+        """Return the slots of a trial: as many as are given, or as the user's files say.
 
         Args:
             available: to a launcher that takes all.
@@ -153,7 +153,7 @@ class Source:
 
 
 def read(target: Target) -> Source:
-    """Reads what is to be run; starts nothing.
+    """Read the target; start nothing.
 
     Raises:
         UserInputError: something of it is wrong.
@@ -181,7 +181,7 @@ def read(target: Target) -> Source:
 
 
 def read_experiment(target: Target) -> Experiment:
-    """Reads an experiment's configuration, whatever its entrypoint is.
+    """Read an experiment's configuration, whatever its entrypoint is.
 
     Raises:
         UserInputError: something of it is wrong.
@@ -215,7 +215,7 @@ def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
 
 
 def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
-    """The DeepSpeed configuration: what `--ds-config` names, or the script's own arguments."""
+    """Return the DeepSpeed configuration that `--ds-config` or the script's arguments name."""
     named = None if program.config_path is None else folder / program.config_path
     if given is not None and not given.is_file():
         raise UserInputError("there is no such file", where=f"--ds-config {given}")
@@ -235,7 +235,7 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 
 def _unknown(target: Target) -> Source:
-    """A command of which only its own start tells more."""
+    """Return the source of a command that must run to show its script."""
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
     experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), None)
@@ -250,7 +250,7 @@ def _unknown(target: Target) -> Source:
 
 
 def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
-    """The command as a program can start it.
+    """Return the command as a program can start it.
 
     Raises:
         UserInputError: there is no such program.

@@ -1,4 +1,4 @@
-"""The command line: argv in, text and an exit status out.
+"""Command line: argv in, text and an exit status out.
 
 Holds parsing and printing only.
 """
