@@ -1,4 +1,4 @@
-"""Login to a master from your machine, and the search as seen from there."""
+"""Login to a master from your machine, and the lines and end of a search."""
 
 from __future__ import annotations
 

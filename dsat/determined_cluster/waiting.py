@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 IDLE_STATES = ("PAUSED", "COMPLETED", "CANCELED", "ERROR", "DELETED")
 _ASK_EVERY_S = 5.0
-_TOLD_AFTER_S, _TOLD_AGAIN_AFTER_S = 15.0, 300.0
+_LOG_AFTER_S, _LOG_AGAIN_AFTER_S = 15.0, 300.0
 _WAITING = {
     "QUEUED": "trials wait for free slots",
     "PULLING": "the image of the trials is being pulled",
@@ -38,7 +38,7 @@ def in_background(ask: Callable[[], T]) -> Future[T]:
 
 
 class StateWatch:
-    """Watches the state of the trials' experiment, and prints a line if they wait for long.
+    """State of the trials' experiment, and a line in the log if they wait for long.
 
     Args:
         ask: requests the state; `RUNNING` if any trial runs.
@@ -58,7 +58,7 @@ class StateWatch:
         self._asked_s = clock()
         self._state = ""
         self._since_s = 0.0
-        self._told_s: float | None = None
+        self._logged_s: float | None = None
 
     def is_idle(self) -> bool:
         """Return whether the experiment is paused or ended, by a recent request."""
@@ -74,13 +74,13 @@ class StateWatch:
 
     def _enter(self, state: str, now: float) -> None:
         if state != self._state:
-            if self._told_s is not None and state == "RUNNING":
+            if self._logged_s is not None and state == "RUNNING":
                 self._say(f"trials run, after {fmt.duration(now - self._since_s)}")
             was_waiting, self._state = self._state in _WAITING, state
             if not (was_waiting and state in _WAITING):
-                self._since_s, self._told_s = now, None
-        if state not in _WAITING or now - self._since_s < _TOLD_AFTER_S:
+                self._since_s, self._logged_s = now, None
+        if state not in _WAITING or now - self._since_s < _LOG_AFTER_S:
             return
-        if self._told_s is None or now - self._told_s >= _TOLD_AGAIN_AFTER_S:
-            self._told_s = now
+        if self._logged_s is None or now - self._logged_s >= _LOG_AGAIN_AFTER_S:
+            self._logged_s = now
             self._say(f"{_WAITING[state]} (since {fmt.duration(now - self._since_s)})")

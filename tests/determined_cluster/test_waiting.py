@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import requests
 
 from dsat.determined_cluster.retry import in_words
-from dsat.determined_cluster.waiting import StateWatch, in_background
-
-
-def test_an_answer_that_takes_long_is_not_waited_for() -> None:
-    may_answer = threading.Event()
-    poll = in_background(lambda: may_answer.wait(30) and "events")
-    assert not poll.done()
-    may_answer.set()
-    assert poll.result(30) == "events"
+from dsat.determined_cluster.waiting import StateWatch
 
 
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
