@@ -41,8 +41,8 @@ class TrialView:
     ended_s: float | None
 
     @classmethod
-    def of(cls, run: Run, trial: Trial) -> TrialView:
-        """Return the view of one trial of a run."""
+    def of(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
+        """Return the view of one trial of a run; `is_best` spares the question to the run."""
         assert run.plan is not None
         outcome = run.outcomes.get(trial.id)
         return cls(
@@ -52,7 +52,7 @@ class TrialView:
             value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
             used_bytes=None if outcome is None else run.used_bytes(outcome),
             settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
-            is_best=trial is run.best,
+            is_best=trial is run.best if is_best is None else is_best,
             ended_s=run.ended_s.get(trial.id),
         )
 
@@ -143,7 +143,10 @@ class RunView:
         assert run.plan is not None
         best, own = run.best, run.baseline
         warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
-        trials = {trial.id: TrialView.of(run, trial) for trial in run.trials.values()}
+        trials = {
+            trial_id: TrialView.of(run, trial, is_best=trial is best)
+            for trial_id, trial in run.trials.items()
+        }
         return cls(
             info=run.info,
             plan=run.plan,
