@@ -57,7 +57,6 @@ class FakeSimulationHost:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": None,
-            "files": [],
         }
         self._facts, self._answer, self._recomputes = facts, answer, recomputes
         self._fails, self._fails_early = fails, fails_early
@@ -77,11 +76,14 @@ class FakeSimulationHost:
     def stop_simulation_server(self) -> None: ...
 
     def _serve(self, address: str) -> None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        ):
             connection.connect(address)
             _send(connection, self._hello)
-            for line in connection.makefile(encoding="utf-8", newline="\n"):
-                self.asked.append(json.loads(line))
+            while message := connection.recv(2**20):
+                self.asked.append(json.loads(message))
                 number = self.asked[-1]["number"]
                 _send(connection, {**self._answered(self.asked[-1]), "number": number})
 
@@ -128,4 +130,4 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    connection.send(json.dumps(message).encode())

@@ -7,11 +7,12 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import Host, LocalEngine, LocalOptions
+from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
@@ -151,6 +152,9 @@ def simulated(
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json")]
     user = experiment.of_dict(entry, "style", FOLDER, config, "the style")
+    as_cpu = style.on_cpu and not on_device
+    if not as_cpu:
+        user = replace(user, env={AS_IF_CUDA: "1"})
     program = entrypoint.parse(entry, FOLDER)
     engine = LocalEngine(
         user,
@@ -161,9 +165,7 @@ def simulated(
         slots_per_trial=1,
     )
     try:
-        with Simulator(
-            engine, as_cpu=style.on_cpu and not on_device, timeout_s=SLOW_MACHINE_S
-        ) as simulator:
+        with Simulator(engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S) as simulator:
             simulator.recompute(recompute)
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:

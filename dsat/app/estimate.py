@@ -27,14 +27,12 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.remembered_script import start_of
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
-from dsat.values.files import cache_folder
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
 
@@ -127,13 +125,7 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
     keep_log = False
     try:
         installed_deepspeed.check(experiment, program)
-        with Simulator(
-            engine,
-            as_cpu=False,
-            cache=cache_folder("memory"),
-            start=start_of(experiment, program),
-            timeout_s=survey.TIMEOUT_S,
-        ) as simulator:
+        with Simulator(engine, as_cpu=False, timeout_s=survey.TIMEOUT_S) as simulator:
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
             )
@@ -263,20 +255,18 @@ def lines(
         exact: simulate each rung; otherwise only the formula is asked.
     """
     rungs = ladder(base)
+    pairs = list(itertools.product(slot_counts, rungs))
+    questions = [(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs]
     if exact:
-        with contextlib.suppress(SimulationUnavailable):  # each line falls back by itself
-            simulator.prepare(
-                [(configuration(base, s, slots), 1, slots) for slots in slot_counts for s in rungs]
-            )
+        estimates = simulator.estimates(questions)
+    else:
+        estimates = [
+            closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)
+            for config, micro_batch, slots in questions
+        ]
     found = []
-    for slots, strategy in itertools.product(slot_counts, rungs):
-        config = configuration(base, strategy, slots)
-        estimate = closed_form.estimate(facts, config, slots=slots, micro_batch=1)
-        anchors: tuple[Anchor, ...] = ()
-        if exact:
-            estimate = simulator.estimate(config, micro_batch=1, slots=slots)
-            if estimate.source == SIMULATED:
-                anchors = (Anchor(config, 1, estimate),)
+    for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
+        anchors = (Anchor(config, 1, estimate),) if estimate.source == SIMULATED else ()
         basis = Basis((Variant({}, facts, anchors),))
         least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
         needed = least.predicted_bytes(least.shape(config, {}), 1)

@@ -21,7 +21,6 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory import anchors
 from dsat.memory.predictor import Basis
-from dsat.memory.remembered_script import start_of
 from dsat.report.progress import Status
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
@@ -271,7 +270,6 @@ def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
             tuner.reference_configs(),
             as_cpu=ready.machine.is_cpu,
             say=_log.info,
-            start=start_of(ready.experiment, ready.program),
         )
     return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsat.app.source import Source
 from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine_for_simulations
+from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.values.trial import TrialOptions
 
-_IMPORTED = ("psutil", "dsat.in_trial.simulation.warm")
+_IMPORTED = (
+    "psutil",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.ops.adam",
+    "dsat.in_trial.rank",
+    "dsat.in_trial.simulation.borrowed_model",
+)
 
 
 class SimulationEngine:
@@ -37,8 +46,9 @@ class SimulationEngine:
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
         if self._engine is None:
+            experiment = self._source.experiment
             self._engine = LocalEngine(
-                self._source.experiment,
+                replace(experiment, env={**experiment.env, AS_IF_CUDA: "1"}),
                 self._source.program,
                 [Host(find_machine_for_simulations())],
                 self.folder,

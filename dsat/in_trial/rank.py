@@ -56,7 +56,7 @@ class _Rank:
         self._meter: Meter | None = None
         self._has_engine = False
         socket = self._spec.simulation_socket
-        self._server = None if socket is None else server.SimulationServer(Path(socket), folder)
+        self._server = None if socket is None else server.SimulationServer(Path(socket))
 
     def run(self) -> NoReturn:
         try:

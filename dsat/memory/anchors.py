@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +9,12 @@ from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
-from dsat.values import slow
-from dsat.values.files import cache_folder
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
-# The script comes to its first step, or a simulation ends, within so many seconds.
+# For the script to reach its first step, and for each simulation.
 TIMEOUT_S = 180.0
-# So many times the room that the formula asks for leaves no doubt.
+# Factor of the formula's room beyond which nothing has to be simulated.
 _PLENTY = 4.0
 # Where activations need no more than a tiny part of memory, more samples tell no more.
 _LARGEST_SIMULATED = 2**16
@@ -31,9 +28,8 @@ def of_run(
     *,
     as_cpu: bool,
     say: Callable[[str], None],
-    start: Mapping[str, Any] | None = None,
 ) -> Basis:
-    """Simulates a configuration of each strategy, with each setting of the script's switches.
+    """Simulate a configuration of each strategy, with each setting of the script's switches.
 
     Args:
         engine: runs the script; none of its slots are used.
@@ -42,7 +38,6 @@ def of_run(
         configs: whole DeepSpeed configurations.
         as_cpu: trials run on a CPU.
         say: prints a line.
-        start: of the script, the key of the cache; None: nothing is cached.
     """
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
@@ -51,12 +46,7 @@ def of_run(
     variants: list[Variant] = []
     for switches in _all_switches(plan):
         with Simulator(
-            engine,
-            as_cpu=as_cpu,
-            cache=cache_folder("memory"),
-            script_args=switches,
-            start=start,
-            timeout_s=TIMEOUT_S,
+            engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
         ) as simulator:
             try:
                 found = variant_of(
@@ -85,7 +75,7 @@ def variant_of(
     on_device: bool,
     say: Callable[[str], None],
 ) -> Variant:
-    """Simulates each configuration at about the largest micro batch that fits.
+    """Simulate each configuration at about the largest micro batch that fits.
 
     One that cannot be simulated costs the others nothing: the closed form answers for it.
 
@@ -104,13 +94,11 @@ def variant_of(
     facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes, on_device=on_device)
-    anchors, told_s = [], time.monotonic()
-    for number, config in enumerate(configs):
-        if time.monotonic() - told_s > slow.LONG_S:
-            told_s = time.monotonic()
-            say(f"predicting memory: {number} of {len(configs)} configurations are simulated")
-        size = max(1, int(min(_LARGEST_SIMULATED, model.largest(model.shape(config, script_args)))))
-        estimate = simulator.estimate(config, micro_batch=size, slots=slots)
+    largest = [model.largest(model.shape(config, script_args)) for config in configs]
+    sizes = [max(1, int(min(_LARGEST_SIMULATED, size))) for size in largest]
+    questions = [(config, size, slots) for config, size in zip(configs, sizes, strict=True)]
+    anchors = []
+    for (config, size, _), estimate in zip(questions, simulator.estimates(questions), strict=True):
         if estimate.source == SIMULATED:
             anchors.append(Anchor(dict(config), size, estimate))
         else:

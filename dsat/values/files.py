@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 # What a run writes may hold what its scripts are given, passwords among them.
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
@@ -55,14 +55,6 @@ def write_cache(path: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         write_atomically(path, text)
-
-
-def stamp(path: str) -> list[Any]:
-    """A file's path, time of change in ns and size, both None if it is not there; as JSON."""
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return [path, found.st_mtime_ns, found.st_size]
-    return [path, None, None]
 
 
 def open_private(path: Path) -> TextIO:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dsat.in_trial import config_injection
-from dsat.in_trial.simulation import checkpointing
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
@@ -171,7 +170,6 @@ class BorrowedModel:
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
-        checkpointing.configure_again(config)
         candidate = Candidate(
             config=config,
             micro_batch=request["micro_batch"],

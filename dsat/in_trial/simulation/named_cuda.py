@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dsat.in_trial.simulation.fake_device import Stream
+
 _CUDA = "cuda"
 _DO_NOTHING = (
     "synchronize empty_cache set_device reset_peak_memory_stats reset_max_memory_allocated "
@@ -46,16 +48,6 @@ _CONSTANTS = {
 }
 
 
-class _Stream:
-    """A stream, or an event, that has nothing to wait for."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: 0.0
-
-
 class _OnCpu(TorchFunctionMode):
     """The CPU wherever CUDA is named."""
 
@@ -64,14 +56,14 @@ class _OnCpu(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if func is torch.device and torch.cuda.is_available():  # see `pretend`
+        if func is torch.device and torch.cuda.is_available():  # see `stand_in`
             return func(*args, **(kwargs or {}))
         args = tuple(renamed(value, "cpu") for value in args)
         kwargs = {key: renamed(value, "cpu") for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
-def is_there() -> bool:
+def _is_there() -> bool:
     """Return True if trials run on CUDA.
 
     torch is not asked: without NVML, and of a MIG device, it asks CUDA itself, which can then not
@@ -82,31 +74,27 @@ def is_there() -> bool:
     return bool(get_accelerator().device_name() == _CUDA)
 
 
-def stand_in() -> None:
+def stand_in(*, as_if_available: bool) -> None:
     """Let a script name CUDA where there is none, for the rest of the process.
 
-    It is still said not to be available: whoever asks can do without it.
+    Args:
+        as_if_available: also say that CUDA is available. A `torch.device` then keeps its name, and
+            only what is put there is the CPU's.
     """
-    if is_there():
+    if _is_there():
         return
     _replace_functions()
+    if as_if_available:
+        torch.cuda.is_available = lambda: True
     # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
-def pretend() -> None:
-    """Says that there is CUDA, for scripts that cannot do without; for the rest of the process.
-
-    A `torch.device` is then what it is called, and only what is put there is the CPU's.
-    """
-    torch.cuda.is_available = lambda: True
-
-
 def forget_the_real_one() -> None:
     """Makes `torch.cuda` of a forked process harmless; for the rest of the process."""
     _replace_functions()
-    pretend()  # else autocast turns itself off
+    torch.cuda.is_available = lambda: True  # else autocast turns itself off
 
 
 def _replace_functions() -> None:
@@ -115,9 +103,9 @@ def _replace_functions() -> None:
     for name, value in _CONSTANTS.items():
         setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
     for name in ("Stream", "Event"):
-        setattr(torch.cuda, name, _Stream)
+        setattr(torch.cuda, name, Stream)
     for name in ("current_stream", "default_stream"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
+        setattr(torch.cuda, name, lambda *args, **kwargs: Stream())
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
 

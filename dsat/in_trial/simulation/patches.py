@@ -18,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dsat.in_trial.simulation import fake_super_offload, named_cuda
+from dsat.in_trial.simulation import named_cuda
 from dsat.in_trial.simulation.attention import attention
 from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
-from dsat.in_trial.simulation.fake_quantizer import QuantizerBuilder
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 from dsat.in_trial.versions import collectives
 
@@ -115,9 +114,8 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     # A fake mode would first make a real tensor to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
     _remove_operators()
-    if device_type == DEVICE_TYPE:
-        importlib.import_module("deepspeed.ops.op_builder").QuantizerBuilder = QuantizerBuilder  # type: ignore[attr-defined]
-        fake_super_offload.install()
+    # DeepSpeed's Muon compiles a function at its import, which takes seconds.
+    torch.compile = _not_compiled  # type: ignore[assignment]
     # They compare values, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
@@ -145,6 +143,11 @@ def for_fake_cpu() -> Iterator[None]:
     finally:
         torch.Tensor.data_ptr, torch.nn.Module.to = data_ptr, to  # type: ignore[method-assign]
         restore()
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    """Stand-in for `torch.compile`."""
+    return _not_compiled if function is None else function
 
 
 def _remove_operators() -> Callable[[], None]:

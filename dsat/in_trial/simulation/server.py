@@ -8,7 +8,8 @@ At the script's first training step the process waits for candidates on a socket
 for each, as many at once as there are processors. The child undoes what the engine did to the
 model, builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and
 lets the script go on: the last forward pass is the script's call, so the loss is the script's own.
-The child ends when the script calls `engine.backward`, or `engine.step` after `loss.backward()`.
+The child answers and ends when the script calls `engine.backward`, or `engine.step` after
+`loss.backward()`.
 
 Reasons: a model, a batch and a loss function cannot be sent to another process without pickling
 the script's classes, and a loss computed outside the model can be half of the activations. Forking
@@ -25,33 +26,31 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import os
-import re
 import resource
 import select
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
-from dsat.in_trial.simulation import checkpointing
-from dsat.in_trial.simulation.files_read import FilesRead
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 7
+AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
+LARGEST_MESSAGE_BYTES = 2**20
 # Limits of a simulation: part of the memory available at its start, and bytes.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
-_WITH_CUDA = 79  # exit status that asks for another attempt, beyond those of sysexits.h
+_POLL_S = 0.02
+_ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
 
 
 class ScriptSimulated(SystemExit):
@@ -65,29 +64,27 @@ class SimulationServer:
     """Answers candidates from the script's first training step on.
 
     Args:
-        address: path of the client's listening socket.
-        folder: folder of this process's own files.
+        address: path of the client's listening socket, of type SOCK_SEQPACKET; each message is a
+            JSON object.
     """
 
-    def __init__(self, address: Path, folder: Path) -> None:
+    def __init__(self, address: Path) -> None:
         self._address = address
-        self._folder = folder
-        self._files: FilesRead | None = None
-        self._answer: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._number: int | None = None  # of the candidate, in a child
         self._fakes: Any = None
         self._limit_bytes = 0
-        self._pretends_cuda = False
-        self.was_used = False
+        self._was_used = False
 
     def install(self) -> None:
-        """Wrap `deepspeed.initialize`, limit memory, and make parameters and process group fake.
-
-        Returns in a child process only.
-        """
+        """Wrap `deepspeed.initialize`, limit memory, and make parameters and process group fake."""
         import deepspeed
         import torch.distributed
+        from deepspeed.accelerator import get_accelerator
 
-        self._files = FilesRead(without=self._folder)
+        from dsat.in_trial.simulation import named_cuda
+        from dsat.in_trial.simulation.fake_parameters import FakeParameters
+
         self._initialize = deepspeed.initialize
         original = torch.distributed.init_process_group
 
@@ -103,7 +100,6 @@ class SimulationServer:
         torch.distributed.init_process_group = init_process_group
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
-        checkpointing.watch()
 
         @functools.wraps(deepspeed.initialize)
         def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -111,83 +107,75 @@ class SimulationServer:
 
         deepspeed.initialize = initialize
         self._limit_bytes = _limit_memory()
-        self._attempt_with_fakes()
-
-    def _attempt_with_fakes(self) -> None:
-        """Fork, and return in the child, with fake parameters; the parent ends as the child does.
-
-        A script that fails for want of CUDA runs in a second child that pretends to have it.
-        """
-        from deepspeed.accelerator import get_accelerator
-
-        from dsat.in_trial.simulation import named_cuda
-        from dsat.in_trial.simulation.fake_parameters import FakeParameters
-
         get_accelerator()  # decides for itself what there is
-        named_cuda.stand_in()
-        code = 0
-        for self._pretends_cuda in (False, True):
-            child = os.fork()
-            if child == 0:
-                if self._pretends_cuda:
-                    named_cuda.pretend()
-                self._fakes = FakeParameters()
-                self._fakes.install()
-                return
-            _, status = os.waitpid(child, 0)
-            code = os.waitstatus_to_exitcode(status)
-            if code != _WITH_CUDA:
-                break
-            print("dsat: repeating the script as if CUDA were available", file=sys.stderr)
-            sys.stderr.flush()
-        os._exit(code if code >= 0 else 128 - code)
+        named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
+        self._fakes = FakeParameters()
+        self._fakes.install()
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
         from dsat.in_trial.simulation import borrowed_model
 
         bound = inspect.signature(self._initialize).bind(*args, **kwargs)
         passed = config_injection.passed_config(bound.arguments)
-        if passed is None or not config_injection.trains(bound.arguments, passed) or self.was_used:
+        if passed is None or not config_injection.trains(bound.arguments, passed) or self._was_used:
             return self._initialize(*args, **kwargs)
         model = borrowed_model.BorrowedModel(self._initialize, bound.arguments, passed.content)
         result = model.engine_for_the_script()
         model.on_first_training_forward(functools.partial(self._serve, model))
-        self.was_used = True
+        self._was_used = True
         return result
 
     # -- candidates
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answer candidates. Returns in a child only, with the engine's outputs."""
-        if self._fakes is not None:
-            self._fakes.uninstall()
-            self._fakes = None
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(str(self._address))
-            model.keep_integers(args, kwargs)
-            hello = {
-                "sizes": model.sizes(),
-                "sequence_length": model.sequence_length(args, kwargs),
-                "files": None if self._files is None else self._files.stamps(),
-            }
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            queue = _Queue(connection)
-            for candidate in queue.to_be_begun():
-                reader, writer = os.pipe()
-                child = os.fork()
-                if child == 0:
-                    queue.forget()
-                    connection.close()
-                    os.close(reader)
-                    self._answer = writer
-                    return self._simulate(model, candidate, args, kwargs)
-                os.close(writer)
-                queue.add(_Child(candidate, child, reader))
+        self._fakes.uninstall()
+        self._fakes = None
+        self._connection.connect(str(self._address))
+        model.keep_integers(args, kwargs)
+        self._send({"sizes": model.sizes(), "sequence_length": model.sequence_length(args, kwargs)})
+        running: dict[int, Mapping[str, Any]] = {}
+        capacity = len(os.sched_getaffinity(0))
+        while True:
+            self._report_deaths(running)
+            sources = [self._connection] if len(running) < capacity else []
+            if not select.select(sources, [], [], _POLL_S)[0]:
+                continue
+            message = self._connection.recv(LARGEST_MESSAGE_BYTES)
+            if not message:
+                break
+            candidate = json.loads(message)
+            child = os.fork()
+            if child == 0:
+                return self._simulate(model, candidate, args, kwargs)
+            running[child] = candidate
+        for child in running:
+            os.kill(child, signal.SIGKILL)
         raise ScriptSimulated
+
+    def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
+        """Remove the children that ended, and answer for those that could not."""
+        for child in list(running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                continue
+            candidate, code = running.pop(child), os.waitstatus_to_exitcode(status)
+            reason = f"the simulation died with status {code}"
+            if code == -signal.SIGALRM:
+                reason = f"no result after {candidate['timeout_s']:g} s"
+            if code != _ANSWERED:
+                self._send({"failed": reason, "number": candidate["number"]})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # noticed at the next read
+            self._connection.send(json.dumps(message).encode())
 
     def _simulate(
         self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
+        self._number = candidate["number"]
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+        signal.alarm(max(1, math.ceil(candidate["timeout_s"])))
         try:
             return model.begin(candidate, args, kwargs, self._end_of_child)
         except Exception as error:
@@ -199,7 +187,7 @@ class SimulationServer:
         Returns:
             The reason, if it differs from the error's own message; otherwise an empty string.
         """
-        if self._answer is not None:
+        if self._number is not None:
             name = type(error).__name__ if error is not None else "the script ended"
             text = " ".join(str(error or "").split())
             if error is not None:
@@ -211,10 +199,6 @@ class SimulationServer:
 
         if isinstance(error, SimulationUnsupported):
             return str(error)
-        if self._fakes is not None and not self._pretends_cuda and _may_want_cuda(error):
-            traceback.print_exception(error)
-            sys.stderr.flush()
-            os._exit(_WITH_CUDA)
         if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
             limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
@@ -224,12 +208,9 @@ class SimulationServer:
         return ""
 
     def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:
-        assert self._answer is not None
-        data = json.dumps(answer).encode()
-        while data:
-            data = data[os.write(self._answer, data) :]
+        self._send({**answer, "number": self._number})
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(_ANSWERED)
 
 
 def _limit_memory() -> int:
@@ -242,105 +223,3 @@ def _limit_memory() -> int:
         (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most),
     )
     return limit
-
-
-def _may_want_cuda(error: BaseException) -> bool:
-    """Return True if a script may have failed for want of CUDA."""
-    from dsat.in_trial.simulation import named_cuda
-
-    if named_cuda.is_there():
-        return False
-    text = str(error)
-    return not text or re.search("cuda|gpu|nvidia|bf16", text, re.IGNORECASE) is not None
-
-
-@dataclass
-class _Child:
-    """Running simulation."""
-
-    candidate: Mapping[str, Any]
-    pid: int
-    reader: int
-    data: bytes = b""
-    began_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def left_s(self) -> float:
-        return self.began_s + float(self.candidate["timeout_s"]) - time.monotonic()
-
-    def answer(self) -> dict[str, Any]:
-        """Wait for the child, kill it if it is late, and return its answer."""
-        if self.left_s <= 0:
-            os.kill(self.pid, signal.SIGKILL)
-        os.close(self.reader)
-        _, status = os.waitpid(self.pid, 0)
-        if self.left_s <= 0 and os.WIFSIGNALED(status):
-            found = {"failed": f"no result after {self.candidate['timeout_s']:g} s"}
-        elif self.data:
-            found = json.loads(self.data)
-        else:
-            code = os.waitstatus_to_exitcode(status)
-            found = {"failed": f"the simulation died with status {code}"}
-        return {**found, "number": self.candidate["number"]}
-
-
-class _Queue:
-    """Queue of candidates, of which as many run as there are processors.
-
-    Args:
-        connection: source of candidates and destination of answers, one line of JSON each.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = b""
-        self._waiting: deque[Mapping[str, Any]] = deque()
-        self._running: dict[int, _Child] = {}
-        self._capacity = len(os.sched_getaffinity(0))
-        self._open = True
-
-    def to_be_begun(self) -> Iterator[Mapping[str, Any]]:
-        """Yield candidates as processors become free, until the client disconnects."""
-        while self._open:
-            if self._waiting and len(self._running) < self._capacity:
-                yield self._waiting.popleft()
-                continue
-            self._wait()
-        for child in self._running.values():
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-
-    def add(self, child: _Child) -> None:
-        self._running[child.reader] = child
-
-    def forget(self) -> None:
-        """Close the pipes of other children; called in a child."""
-        for reader in self._running:
-            os.close(reader)
-
-    def _wait(self) -> None:
-        left_s = [child.left_s for child in self._running.values()]
-        timeout = max(0.0, min(left_s)) if left_s else None
-        incoming = self._connection.fileno()
-        ready, _, _ = select.select([incoming, *self._running], [], [], timeout)
-        for source in ready:
-            if source == incoming:
-                self._receive()
-            elif part := os.read(source, 2**16):
-                self._running[source].data += part
-            else:
-                self._end(source)
-        for reader in [r for r, child in self._running.items() if child.left_s <= 0]:
-            self._end(reader)
-
-    def _receive(self) -> None:
-        part = self._connection.recv(2**16)
-        self._open = bool(part)
-        *lines, self._received = (self._received + part).split(b"\n")
-        self._waiting.extend(json.loads(line) for line in lines)
-
-    def _end(self, reader: int) -> None:
-        child = self._running.pop(reader)
-        answer = child.answer()
-        with contextlib.suppress(BrokenPipeError):  # seen when it is next read from
-            self._connection.sendall(json.dumps(answer).encode() + b"\n")
