@@ -10,7 +10,7 @@ per sample). So
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsat.memory.estimate import PHASES, MemoryEstimate
@@ -21,46 +21,38 @@ _NOISE = 0.01  # of measured bytes from trial to trial
 
 @dataclass(frozen=True)
 class Observation:
-    """Predicted and used memory of a trial.
+    """Memory of a trial, in the phase that used most.
 
     Attributes:
-        used: peaks by phase; all of a rank's tensors.
+        used: bytes of all of a rank's tensors.
+        excess: bytes of them beyond the prediction.
         context_bytes: what the process held besides its tensors, if known.
-        at_least: more may have been used.
+        is_exact: False if more may have been used.
     """
 
-    estimate: MemoryEstimate
     micro_batch: int
-    used: Mapping[str, int]
+    used: int
+    excess: int
     context_bytes: int = 0
-    at_least: bool = False
+    is_exact: bool = True
 
-    @classmethod
-    def of(
-        cls, estimate: MemoryEstimate, micro_batch: int, memory: MemoryUse
-    ) -> Observation | None:
-        """From a trial's own record; None if there is none."""
-        used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
-        if memory.data_bytes:
-            # Of whatever phase that is, it should be the one that was predicted to need most.
-            used = {max(PHASES, key=lambda phase: getattr(estimate, phase)): memory.data_bytes}
-        elif not memory.is_exact:
-            # A resident set shows what the script did before, reading its data for example.
-            used.pop("init", None)
-        if not used:
-            return None
-        return cls(estimate, micro_batch, used, memory.context_bytes, not memory.is_exact)
 
-    @property
-    def phase(self) -> str:
-        """The phase that used most."""
-        return max((p for p in PHASES if p in self.used), key=lambda p: self.used[p])
-
-    @property
-    def excess(self) -> int:
-        """Bytes used beyond what was predicted, in that phase."""
-        more = self.used[self.phase] - int(getattr(self.estimate, self.phase))
-        return max(0, more) if self.at_least else more
+def observe(estimate: MemoryEstimate, micro_batch: int, memory: MemoryUse) -> Observation | None:
+    """Compare a trial's own record with its prediction; None if there is no record."""
+    used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
+    if memory.data_bytes:
+        # Taken for the phase that was predicted to need most, since no phase is recorded.
+        used = {max(PHASES, key=lambda phase: getattr(estimate, phase)): memory.data_bytes}
+    elif not memory.is_exact:
+        # A resident set shows what the script did before, reading its data for example.
+        used.pop("init", None)
+    if not used:
+        return None
+    phase = max(used, key=lambda phase: used[phase])
+    excess = used[phase] - int(getattr(estimate, phase))
+    if not memory.is_exact:
+        excess = max(0, excess)
+    return Observation(micro_batch, used[phase], excess, memory.context_bytes, memory.is_exact)
 
 
 @dataclass(frozen=True)
@@ -82,23 +74,20 @@ class Calibration:
 
 
 def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibration:
-    """Least squares of the excess over the micro batch.
+    """Fit the excess over the micro batch by least squares.
 
-    One micro batch tells no slope: the excess is then taken for a constant. Small ones tell little
-    of it, so the slope is drawn to none. A negative slope would promise room that no workspace
-    gives back, and is taken for none.
+    The slope is drawn to zero, since small micro batches tell little of it; one micro batch alone
+    gives a constant. A negative slope would promise room that no workspace gives back.
 
     Args:
-        observations: of trials.
+        observations: of at least one trial.
         usual_slope: bytes per sample of the size that is to be expected.
     """
-    if not observations:
-        return Calibration()
     count = len(observations)
     sizes = [o.micro_batch for o in observations]
     excesses = [o.excess for o in observations]
     mean_size, mean_excess = sum(sizes) / count, sum(excesses) / count
-    noise = _NOISE * max(o.used[o.phase] for o in observations)
+    noise = _NOISE * max(o.used for o in observations)
     spread = sum((size - mean_size) ** 2 for size in sizes)
     slope = 0.0
     if spread and usual_slope > 0:

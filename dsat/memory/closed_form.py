@@ -40,8 +40,7 @@ class ModelFacts:
             among them.
         backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
             not counted.
-        first_gradient_bytes_per_sample: those that are left when the first gradient is there; by
-            default all of the forward pass.
+        first_gradient_bytes_per_sample: those that are left when the first gradient is there.
         matmul_bytes_per_sample: those that are there while matrices are multiplied, at most.
         held_bytes_per_sample: what is left of a batch after the backward pass: the batch itself,
             and what the script keeps of the outputs.
@@ -56,17 +55,12 @@ class ModelFacts:
     largest_param: int
     forward_bytes_per_sample: float
     backward_bytes_per_sample: float
-    first_gradient_bytes_per_sample: float = math.nan
+    first_gradient_bytes_per_sample: float
     matmul_bytes_per_sample: float = 0.0
     held_bytes_per_sample: float = 0.0
     matmul_bytes: float = 0.0
     workspace_bytes: float = 0.0
     param_bytes: int = 2
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.first_gradient_bytes_per_sample):
-            forward = self.forward_bytes_per_sample
-            object.__setattr__(self, "first_gradient_bytes_per_sample", forward)
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS
@@ -11,19 +11,13 @@ from dsat.inputs.ds_config import BATCH_KEYS
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
 
-# Settings that make an engine write, count or print, and need no memory worth mentioning.
-_BESIDES = (
-    *("autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print"),
-    *("tensorboard", "wall_clock_breakdown", "wandb"),
+# Settings that make an engine write, count or print. DeepCompile runs on CUDA alone: a
+# configuration with it is predicted as one without it.
+_WITHOUT_MEMORY = (
+    *("autotuning", "comet", "compile", "csv_monitor", "dump_state", "flops_profiler"),
+    *("steps_per_print", "tensorboard", "wall_clock_breakdown", "wandb"),
 )
-# DeepCompile runs on CUDA alone: a configuration with it is predicted as one without it.
-_NOT_SIMULATED = ("compile",)
 _MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
-
-
-def without_besides(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration without what its memory does not depend on."""
-    return {key: value for key, value in config.items() if key not in _BESIDES}
 
 
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,8 +26,8 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
     Configurations with the same one need the same memory at the same micro batch.
     """
     total, micro, gas = BATCH_KEYS
-    left_out = (total, micro, *_NOT_SIMULATED)
-    kept = {k: v for k, v in without_besides(config).items() if k not in left_out}
+    left_out = (total, micro, *_WITHOUT_MEMORY)
+    kept = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(kept.get(gas), int):
         kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
     return kept
@@ -48,9 +42,6 @@ class MemoryEstimate:
             Of a rank on a CPU all of its tensors, since device and host are the same memory.
         host_pinned, host_pageable: largest amounts of host memory that tensors held.
         source: which way it was found, `SIMULATED` or `CLOSED_FORM`.
-        operations: operators of a step's last micro step, its optimizer step included; 0 if not
-            counted.
-        collective_bytes: bytes that the rank hands to collectives in that micro step, by operator.
         note: why it was not simulated.
     """
 
@@ -61,8 +52,6 @@ class MemoryEstimate:
     host_pinned: int = 0
     host_pageable: int = 0
     source: str = CLOSED_FORM
-    operations: int = 0
-    collective_bytes: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
     @property

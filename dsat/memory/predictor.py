@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.memory import closed_form
-from dsat.memory.calibration import Calibration, Observation, calibrate
+from dsat.memory.calibration import Calibration, Observation, calibrate, observe
 from dsat.memory.closed_form import Line, ModelFacts
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.values.codec import Recorded
@@ -170,7 +170,6 @@ class MemoryModel:
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
-        self._is_exact = False  # a lower bound of what was used calibrates little
         self._fragmented, self._most_reserved = 1.0, 0
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
@@ -242,10 +241,9 @@ class MemoryModel:
             self._learn_fragmentation(outcome.memory)
             init, forward, backward, step = (round(shape.peak(p, micro_batch)) for p in PHASES)
             estimate = MemoryEstimate(init, forward, backward, step)
-            observation = Observation.of(estimate, micro_batch, outcome.memory)
+            observation = observe(estimate, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                self._is_exact = self._is_exact or not observation.at_least
                 self._calibration = calibrate(self._observations, self._usual_slope)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             # Something of this strategy needs more than is known.
@@ -278,7 +276,8 @@ class MemoryModel:
         return self._calibration.context_bytes if self._counts_context else 0
 
     def _margin(self, strategy: str) -> float:
-        usual = CALIBRATED_MARGIN if self._is_exact else UNCALIBRATED_MARGIN
+        is_calibrated = any(observation.is_exact for observation in self._observations)
+        usual = CALIBRATED_MARGIN if is_calibrated else UNCALIBRATED_MARGIN
         learned = max(self._least_margin, self._margins.get(strategy, 0.0))
         return max(usual * self._fragmented, learned)
 

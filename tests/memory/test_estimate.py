@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsat.memory.estimate import as_simulated, without_besides
+from dsat.memory.estimate import as_simulated
 
 CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
@@ -44,8 +44,3 @@ def test_what_needs_no_memory_makes_no_other_question(more: dict[str, Any]) -> N
 )
 def test_all_else_does(more: dict[str, Any]) -> None:
     assert as_simulated({**CONFIG, **more}) == {**CONFIG, **more}
-
-
-def test_an_engine_that_is_no_candidate_keeps_its_batch_sizes() -> None:
-    batch = {"train_batch_size": 64, "gradient_accumulation_steps": 8}
-    assert without_besides({**batch, "wandb": {}}) == batch

@@ -225,15 +225,6 @@ def test_what_is_left_of_a_batch_counts_in_the_step_and_the_workspace_while_matr
         assert steps[1] - steps[0] == 6 * micro_batch * MIB
 
 
-def test_a_journal_of_before_there_were_first_gradients_is_read() -> None:
-    basis = Basis((Variant({}, FACTS),))
-    data = json.loads(json.dumps(basis.to_json()))
-    del data["variants"][0]["facts"]["first_gradient_bytes_per_sample"]
-    [variant] = Basis.from_json(data).variants
-    first = FACTS.forward_bytes_per_sample
-    assert variant.facts == replace(FACTS, first_gradient_bytes_per_sample=first)
-
-
 def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full() -> None:
     memory = model(limit=16 * GIB)
     shape = memory.shape(config(1), {})

@@ -81,7 +81,6 @@ def test_a_transformer_needs_what_was_simulated(
     for phase in ("forward", "backward", "step"):
         assert getattr(estimate, phase) == pytest.approx(real[phase], rel=0.002), phase
     assert estimate.init == pytest.approx(real["init"], rel=0.01)
-    assert estimate.operations > 1000
 
 
 @pytest.mark.nightly
@@ -164,13 +163,6 @@ def test_the_closed_form_knows_what_a_knob_adds(
         by_formula.append(closed_form.estimate(facts, one, slots=4, micro_batch=32).peak)
     added = simulated[1] - simulated[0]
     assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
-
-
-def test_what_is_sent_is_counted(gpt_on_a_device: Simulator) -> None:
-    sent = simulated(gpt_on_a_device, {"stage": 2, "slots": 8}).collective_bytes
-    params = 4_224_512
-    assert sent["allreduce"] == pytest.approx(2 * params, rel=0.01)
-    assert sent["allgather_base"] == pytest.approx(2 * params / 8, rel=0.01)
 
 
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:

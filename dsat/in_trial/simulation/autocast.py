@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
+from torch.utils._pytree import tree_map
+
+from dsat.in_trial.simulation.storage_tracker import tensors_in
 
 _KEY = "AutocastPrivateUse1"
 _LOWER_PRECISION = """
@@ -42,7 +45,6 @@ _WITH_DTYPE = """
 _WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
-_Cast = Callable[[Any], Any]
 
 
 class Autocast:
@@ -103,14 +105,10 @@ class Autocast:
     # -- the four rules
 
     def _lower(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = functools.partial(self._cast, dtype=torch.get_autocast_dtype(self._device_type))
-        with torch._C._DisableAutocast():
-            return operator(*_mapped(args, cast), **_mapped(kwargs, cast))
+        return self._run(operator, torch.get_autocast_dtype(self._device_type), args, kwargs)
 
     def _full(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = functools.partial(self._cast, dtype=torch.float32)
-        with torch._C._DisableAutocast():
-            return operator(*_mapped(args, cast), **_mapped(kwargs, cast))
+        return self._run(operator, torch.float32, args, kwargs)
 
     def _full_by_dtype(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         names = [argument.name for argument in operator._schema.arguments]
@@ -122,12 +120,15 @@ class Autocast:
 
     def _widest(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(self._device_type)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if self._is_eligible(tensor):
                 dtype = torch.promote_types(dtype, tensor.dtype)
+        return self._run(operator, dtype, args, kwargs)
+
+    def _run(self, operator: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         cast = functools.partial(self._cast, dtype=dtype)
         with torch._C._DisableAutocast():
-            return operator(*_mapped(args, cast), **_mapped(kwargs, cast))
+            return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     # -- casts
 
@@ -178,21 +179,3 @@ def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     found = getattr(torch.ops.aten, packet, None)
     return getattr(found, overload or "default", None)
-
-
-def _mapped(value: Any, cast: _Cast) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(part, cast) for part in value)
-    if isinstance(value, dict):
-        return {key: _mapped(part, cast) for key, part in value.items()}
-    return cast(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

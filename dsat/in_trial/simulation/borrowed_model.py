@@ -19,9 +19,8 @@ from dsat.in_trial.simulation.simulation import (
     Candidate,
     Captured,
     Simulation,
-    tensors_in,
 )
-from dsat.in_trial.simulation.storage_tracker import StorageTracker
+from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
 

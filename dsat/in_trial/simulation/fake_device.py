@@ -8,13 +8,12 @@ machine has. DeepSpeed asks its accelerator object for everything else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.in_trial.simulation.storage_tracker import DEVICE, PINNED, StorageTracker
+from dsat.in_trial.simulation.storage_tracker import PINNED, StorageTracker
 from dsat.in_trial.versions import device_types
 
 DEVICE_TYPE = "dsat"
@@ -104,9 +103,6 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def is_synchronized_device(self) -> bool:
         return False
 
-    def use_host_timers(self) -> bool:
-        return True
-
     def device_name(self, device_index: int | None = None) -> str:
         return DEVICE_TYPE if device_index is None else f"{DEVICE_TYPE}:{device_index}"
 
@@ -124,33 +120,11 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     Stream = Event = property(lambda self: Stream)
 
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        yield
-
     def current_stream(self, device_index: int | None = None) -> Any:
         return self._stream
 
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._stream
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return self._tracker.current(DEVICE)
-
-    max_memory_allocated = memory_allocated
-    memory_cached = memory_allocated
-    max_memory_cached = memory_allocated
-    memory_reserved = memory_allocated
-    max_memory_reserved = memory_allocated
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        return {}
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        pass
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return _TOTAL_BYTES
 
     def available_memory(self, device_index: int | None = None) -> int:
         return _TOTAL_BYTES

@@ -16,8 +16,7 @@ import copy
 import functools
 import importlib
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +30,6 @@ aten = torch.ops.aten
 # Smaller parameters and buffers are real, because some scripts read them, until they are this many.
 SMALLEST_FAKE_BYTES = 2**20
 MOST_REAL_BYTES = 2**28
-# Initial values that are larger are not even computed.
-_LARGEST_INITIAL_BYTES = 2**25
-_INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
 # Arguments of `from_pretrained` that concern files of weights and where they go.
 _OF_LOADING = (
@@ -103,12 +99,8 @@ class FakeParameters:
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", _apply)
         self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
-        for name in _INITIAL_VALUES:
-            self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
         self._replace_zero_init()
-        with contextlib.suppress(ImportError):
-            self._replace(importlib.import_module("safetensors.torch"), "load_file", self._tensors)
         wrapt.register_post_import_hook(
             self._replace_from_pretrained, "transformers.modeling_utils"
         )
@@ -159,18 +151,6 @@ class FakeParameters:
 
         return register_buffer
 
-    def _initial_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A factory function whose large results are fake where a module is constructed."""
-
-        @functools.wraps(original)
-        def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if _is_large(args, kwargs) and _in_constructor(sys._getframe(1)):
-                with self._mode:
-                    return original(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return factory
-
     # -- files of weights
 
     def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,24 +163,6 @@ class FakeParameters:
             return original(f, *args, **kwargs)
 
         return load
-
-    def _tensors(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_file(filename: Any, device: Any = "cpu") -> Any:
-            if os.path.getsize(filename) <= _LARGEST_FILE_READ_BYTES:
-                return original(filename, device)
-            types = importlib.import_module("safetensors.torch")._TYPES
-            with importlib.import_module("safetensors").safe_open(filename, "pt") as file:
-                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                with self._mode:
-                    return {
-                        name: torch.empty(
-                            part.get_shape(), dtype=types[part.get_dtype()], device=device
-                        )
-                        for name, part in parts.items()
-                    }
-
-        return load_file
 
     # -- libraries
 
@@ -226,32 +188,6 @@ class FakeParameters:
 
         for name in ("__init__", "__enter__", "__exit__"):
             self._replace(module.Init, name, lambda _: nothing)
-
-
-def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a factory function would return a large floating-point tensor."""
-    dtype = kwargs.get("dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        return False
-    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args
-    sizes = kwargs.get("size", sizes)
-    count = 1
-    for size in sizes if isinstance(sizes, (list, tuple)) else (sizes,):
-        if not isinstance(size, int):
-            break  # the value of `full`, say
-        count *= size
-    return 4 * count > _LARGEST_INITIAL_BYTES
-
-
-def _in_constructor(frame: Any) -> bool:
-    """Return True if a module's constructor is among the callers."""
-    while frame is not None:
-        if frame.f_code.co_name == "__init__":
-            first = frame.f_code.co_varnames[:1]
-            if first and isinstance(frame.f_locals.get(first[0]), torch.nn.Module):
-                return True
-        frame = frame.f_back
-    return False
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:

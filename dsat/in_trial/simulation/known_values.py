@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dsat.in_trial.simulation.fake_parameters import value_of
+from dsat.in_trial.simulation.storage_tracker import tensors_in
 
 aten = torch.ops.aten
 _MOST_INTEGERS = 2**22
@@ -99,12 +100,12 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return True if all inputs of an operator are known, and it is no collective."""
         if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
             return False
-        inputs = _tensors((*args, *kwargs.values()))
+        inputs = tensors_in((args, kwargs))
         return all(self._real(tensor) is not None for tensor in inputs)
 
     @staticmethod
     def _may_be_known(out: Any, *, has_inputs: bool) -> bool:
-        fakes = [part for part in _tensors([out]) if isinstance(part, FakeTensor)]
+        fakes = [part for part in tensors_in([out]) if isinstance(part, FakeTensor)]
         integers = not any(fake.dtype.is_floating_point for fake in fakes)
         return bool(fakes) and all(map(_is_small, fakes)) and (has_inputs or integers)
 
@@ -121,7 +122,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 for argument in func._schema.arguments
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-        for tensor in _tensors(written):
+        for tensor in tensors_in(written):
             real = getattr(tensor, _REAL, None)
             if real is not None:
                 self._unknown.add(real.untyped_storage())
@@ -129,8 +130,8 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
         """Mark the results of unknown values as unknown, even if a part of them is constant."""
-        own = {id(tensor) for tensor in _tensors(inputs)}
-        for tensor in _tensors([out]):
+        own = {id(tensor) for tensor in tensors_in(inputs)}
+        for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):
                 delattr(tensor, _REAL)
 
@@ -160,7 +161,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             logging.getLogger(__name__).debug("%s: %s", func, error)
             self._forget_written(func, args, kwargs)
             return
-        for fake, values in zip(_tensors([out]), _tensors([real]), strict=True):
+        for fake, values in zip(tensors_in([out]), tensors_in([real]), strict=True):
             if isinstance(fake, FakeTensor):
                 setattr(fake, _REAL, values)
 
@@ -179,21 +180,13 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _has_any(values: Iterable[Any]) -> bool:
-    return next(_tensors(values), None) is not None
+    return next(tensors_in(values), None) is not None
 
 
 def _device(args: Iterable[Any]) -> torch.device:
-    return next(tensor.device for tensor in _tensors(args))
+    return next(tensor.device for tensor in tensors_in(args))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
     most = _MOST_FLOATS if tensor.dtype.is_floating_point else _MOST_INTEGERS
     return tensor.numel() <= most and not tensor.dtype.is_complex
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

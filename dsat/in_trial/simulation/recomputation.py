@@ -72,14 +72,6 @@ class Recomputation:
             return outputs
 
         module.CheckpointFunction = self._watched(module.CheckpointFunction, direct)
-        other = getattr(module, "non_reentrant_checkpoint", None)
-
-        def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-            self.is_used = True
-            return other(function, *args) if self._wanted and other else function(*args)
-
-        if other is not None:
-            module.non_reentrant_checkpoint = non_reentrant_checkpoint
 
     def _watched(self, original: Any, direct: Callable[..., Any]) -> Any:
         """Stand-in for an autograd function; `direct` calls the recomputed function."""

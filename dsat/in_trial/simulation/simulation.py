@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from dsat.in_trial.simulation.storage_tracker import (
     MATMUL,
     PINNED,
     StorageTracker,
+    tensors_in,
 )
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
@@ -227,7 +228,6 @@ class Simulation(_FakeDevice):
         with outside_of_contexts():
             self._warm_up(args, kwargs)
         gc.collect()
-        self.tracker.forget_counts()
         self.tracker.begin("forward")
 
     def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -262,8 +262,6 @@ class Simulation(_FakeDevice):
             host_pinned=tracker.largest(PINNED, PHASES),
             host_pageable=tracker.largest(HOST, PHASES),
             source=SIMULATED,
-            operations=tracker.operations,
-            collective_bytes=dict(tracker.collective_bytes),
         )
 
 
@@ -345,15 +343,3 @@ def _some_loss(outputs: Any) -> torch.Tensor:
     for tensor in trained[1:]:
         loss = loss + tensor.float().mean()
     return loss
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)

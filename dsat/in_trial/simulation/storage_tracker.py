@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peaks: dict[tuple[str, str], int] = {}
         self._phase = "script"
         self._forced: str | None = None
-        self.operations = 0
-        self.collective_bytes: dict[str, int] = {}
         self.workspace_bytes = 0
 
     # -- phases
@@ -61,11 +59,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = phase
         for kind in self._bytes:
             self._note(kind)
-
-    def forget_counts(self) -> None:
-        """Begins a new count of operators and collectives."""
-        self.operations = 0
-        self.collective_bytes = {}
 
     def peak(self, phase: str, kind: str = DEVICE) -> int:
         return self._peaks.get((phase, kind), 0)
@@ -130,15 +123,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.operations += 1
         if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
             self.begin("backward")
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
-        if func.namespace == "c10d":
-            self._count_collective(func, args)
         out = func(*args, **kwargs)
-        fakes = [t for t in _tensors(out) if isinstance(t, FakeTensor)]
+        fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         place = None
         if fakes and func is aten._to_copy.default and self.is_parked(args[0]):
             place = HOST
@@ -159,20 +149,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(DEVICE, size)
         self._add(DEVICE, -size)
 
-    def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Tensors that the rank sends: its own part of a gather, the whole of all others."""
-        name = func._schema.name.split("::")[1].strip("_")
-        tensors = list(_tensors(args[:2]))
-        if not tensors:
-            return
-        sent = min if "allgather" in name else max
-        size = sent(t.numel() * t.element_size() for t in tensors)
-        self.collective_bytes[name] = self.collective_bytes.get(name, 0) + size
 
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))

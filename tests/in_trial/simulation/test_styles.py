@@ -76,7 +76,6 @@ def test_checkpointing_is_switched_as_the_script_could_have(
     switched = simulated(one, tmp_path, 4, recompute)
     other = simulated(replace(style(same), stage=one.stage), tmp_path, 4)
     assert switched.peak == pytest.approx(other.peak, rel=0.001)
-    assert switched.operations == other.operations
 
 
 def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None
         simulated(style(name), tmp_path, 4)
         for name in ("engine.compile()", "engine.backward(loss)")
     )
-    assert (compiled.peak, compiled.operations) == (written.peak, written.operations)
+    assert compiled == written
 
 
 def test_a_script_that_calls_its_model_itself_is_told_so_at_once(tmp_path: Path) -> None:
