@@ -39,7 +39,6 @@ class FakeSimulationHost:
         facts, answer: what it answers.
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
-        recomputes: the model can recompute its activations, and then needs a quarter of them.
 
     Attributes:
         asked: every request that came.
@@ -52,13 +51,12 @@ class FakeSimulationHost:
         *,
         fails: str = "",
         fails_early: str = "",
-        recomputes: bool = False,
     ) -> None:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": None,
         }
-        self._facts, self._answer, self._recomputes = facts, answer, recomputes
+        self._facts, self._answer = facts, answer
         self._fails, self._fails_early = fails, fails_early
         self.asked: list[dict[str, Any]] = []
 
@@ -93,7 +91,7 @@ class FakeSimulationHost:
         if not request["activations_only"]:
             return self._answer(request)
         size, facts = float(request["micro_batch"]), self._facts
-        if request["recompute"] and self._recomputes:
+        if request["recompute"]:
             size /= 4
         peaks = {
             "forward": size * facts.forward_bytes_per_sample,
@@ -103,7 +101,7 @@ class FakeSimulationHost:
             "before": 0,
             "held": size * facts.held_bytes_per_sample,
         }
-        return {"activations": peaks, "recomputes": self._recomputes}
+        return {"activations": peaks}
 
 
 def by_formula(facts: ModelFacts) -> Answer:

@@ -165,8 +165,9 @@ def simulated(
         slots_per_trial=1,
     )
     try:
-        with Simulator(engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S) as simulator:
-            simulator.recompute(recompute)
+        with Simulator(
+            engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, recompute=recompute
+        ) as simulator:
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:
         engine.close()

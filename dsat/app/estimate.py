@@ -36,6 +36,7 @@ from dsat.tuning import strategies
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy
 
+_RECOMPUTE = {None: None, "off": False, "on": True}
 # Offloading to a disk is the same for the slot as offloading to the host.
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
@@ -125,7 +126,10 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
     keep_log = False
     try:
         installed_deepspeed.check(experiment, program)
-        with Simulator(engine, as_cpu=False, timeout_s=survey.TIMEOUT_S) as simulator:
+        recompute = _RECOMPUTE[settings.activation_checkpointing]
+        with Simulator(
+            engine, as_cpu=False, timeout_s=survey.TIMEOUT_S, recompute=recompute
+        ) as simulator:
             base = script_args.batch_from_args(
                 experiment.base_config, program.args, experiment.arg_mappings
             )
@@ -154,37 +158,14 @@ def tables(
         settings: the user's.
 
     Raises:
-        UserInputError: activations are to be recomputed, and the model has no switch for it.
         SimulationUnavailable: the script cannot be simulated.
     """
-    facts = facts_of(base, simulator, settings.activation_checkpointing)
+    facts = simulator.facts(base)
     exact = settings.exact or _needs_simulation(base)
     found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
     length = simulator.sequence_length
     choices = cards.fewest(facts, partial(configuration, base), ladder(base), length)
     return Estimate(name, facts, found, choices)
-
-
-def facts_of(
-    base: Mapping[str, Any], simulator: Simulator, activation_checkpointing: str | None
-) -> ModelFacts:
-    """Return the facts of a model, with activations kept or recomputed as the user asks.
-
-    Raises:
-        UserInputError: activations are to be recomputed, and the model has no switch for it.
-        SimulationUnavailable: the script cannot be simulated.
-    """
-    recomputed = None if activation_checkpointing is None else activation_checkpointing == "on"
-    simulator.recompute(recomputed)
-    facts = simulator.facts(base)
-    if recomputed and not simulator.recomputes:
-        raise UserInputError(
-            "the model has no known switch for activation checkpointing (models of transformers, "
-            "diffusers and timm have one), and calls neither torch.utils.checkpoint nor "
-            "deepspeed.checkpointing",
-            where="--activation-checkpointing on",
-        )
-    return facts
 
 
 def _source(settings: EstimateSettings) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.app.estimate import facts_of, simulated
+from dsat.app.estimate import simulated
 from dsat.inputs import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
@@ -71,7 +71,7 @@ def fit(settings: EstimateSettings) -> Fit:
     slots, card_bytes = settings.fits
     with simulated(settings) as (name, base, simulator):
         batch = ds_config.resolve_batch(base, slots, where="--fits")
-        facts = facts_of(base, simulator, settings.activation_checkpointing)
+        facts = simulator.facts(base)
         own = ds_config.for_use(base, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = {key: value for key, value in own.items() if "batch_size" not in key}
         estimate = simulator.estimate(own, micro_batch=batch.micro_batch, slots=slots)

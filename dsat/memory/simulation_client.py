@@ -56,6 +56,7 @@ class Simulator:
         timeout_s: for the script to reach its first step, and for each simulation.
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
+        recompute: activations are recomputed, or kept; None: as the script has it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Simulator:
         script_args: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
         workspace_bytes: int | None = None,
+        recompute: bool | None = None,
     ) -> None:
         self._engine = engine
         self._as_cpu = as_cpu
@@ -74,8 +76,7 @@ class Simulator:
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
         self._facts: ModelFacts | None = None
-        self._recompute: bool | None = None
-        self._recomputes = False
+        self._recompute = recompute
         self._connection: _Connection | None = None
         self._problem = ""
 
@@ -84,15 +85,6 @@ class Simulator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def recompute(self, wanted: bool | None) -> None:
-        """Recompute activations in all later simulations, keep them, or do as the script (None)."""
-        self._recompute, self._facts, self._recomputes = wanted, None, False
-
-    @property
-    def recomputes(self) -> bool:
-        """True if the model did recompute activations; False if it has no switch for that."""
-        return self._recomputes
 
     @property
     def sequence_length(self) -> int | None:
@@ -164,7 +156,6 @@ class Simulator:
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
-        self._recomputes = bool(answers[0]["recomputes"])
         small, large = (answer["activations"] for answer in answers)
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}

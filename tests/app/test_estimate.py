@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dsat.app import estimate
-from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
@@ -86,16 +85,8 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
     assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
 
 
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_activations_are_kept_or_recomputed(recomputes: bool) -> None:
-    base: dict[str, Any] = {}
-    host = FakeSimulationHost(FACTS, by_formula(FACTS), recomputes=recomputes)
-    with Simulator(host, as_cpu=False) as simulator:
-        kept = estimate.facts_of(base, simulator, "off")
-        assert kept.backward_bytes_per_sample == 30 * MIB
-        if recomputes:
-            found = estimate.facts_of(base, simulator, "on")
-            assert found.backward_bytes_per_sample == 7.5 * MIB
-        else:
-            with pytest.raises(UserInputError, match="no known switch"):
-                estimate.facts_of(base, simulator, "on")
+@pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])
+def test_activations_are_kept_or_recomputed(recompute: bool, factor: float) -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS))
+    with Simulator(host, as_cpu=False, recompute=recompute) as simulator:
+        assert simulator.facts({}).backward_bytes_per_sample == factor * 30 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from dsat.in_trial import config_injection
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.in_trial.simulation.recomputation import Recomputation
+from dsat.in_trial.simulation.recomputation import switch
 from dsat.in_trial.simulation.simulation import (
     ActivationPass,
     Candidate,
@@ -140,13 +141,12 @@ class BorrowedModel:
         return None
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
-        """Simulates a candidate up to the forward pass that the script has called.
+        """Simulate a candidate up to the forward pass that the script has called.
 
         Args:
-            request: `config`, `micro_batch`, `slots`, `as_cpu` and `workspace_bytes`, as a
-                candidate has them;
-                `recompute`: whether activations are recomputed, or null: as the script has it; and
-                `activations_only`, if only the model's passes are wanted.
+            request: `config`, `micro_batch`, `slots`, `as_cpu` and `workspace_bytes` of the
+                candidate; `recompute`, whether activations are recomputed, or null: as the script
+                has it; and `activations_only`, if only the model's passes are wanted.
             args: positional arguments of the call.
             kwargs: its keyword arguments.
             end: called with the result when the script has come to the end of its micro step.
@@ -154,11 +154,9 @@ class BorrowedModel:
         Returns:
             What the engine's forward pass returns.
         """
-        micro_batch, packed_length = self._samples([args, dict(kwargs)])
-        recomputation = None
         if request["recompute"] is not None:
-            recomputation = Recomputation(request["recompute"])
-            self._snapshot.change(recomputation.switch)
+            self._snapshot.change(functools.partial(switch, wanted=request["recompute"]))
+        micro_batch, packed_length = self._samples([args, dict(kwargs)])
         captured = Captured(
             initialize=self._initialize,
             arguments=self._arguments,
@@ -168,34 +166,38 @@ class BorrowedModel:
             on_host=self._on_host,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        config = as_simulated(config_injection.completed(request["config"], self._config))
         candidate = Candidate(
-            config=config,
+            config=as_simulated(config_injection.completed(request["config"], self._config)),
             micro_batch=request["micro_batch"],
             slots=request["slots"],
             as_cpu=request["as_cpu"],
             workspace_bytes=request["workspace_bytes"],
         )
-        if request["activations_only"]:
-            passes = ActivationPass(captured, candidate)
-            return self._begin_passes(passes, recomputation, args, kwargs, end)
+        begin = self._begin_passes if request["activations_only"] else self._begin_steps
+        return begin(captured, candidate, args, kwargs, end)
+
+    def _begin_steps(
+        self,
+        captured: Captured,
+        candidate: Candidate,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        end: End,
+    ) -> Any:
         simulation = Simulation(captured, candidate)
         simulation.warm_up(args, kwargs)
         engine = simulation.engine
         backward, step = engine.backward, engine.step
 
-        def finish() -> None:
-            simulation.tracker.begin("step")
-            step()
-            end({"estimate": simulation.result().to_json()})
-
         def script_backward(*args: Any, **kwargs: Any) -> Any:
             simulation.tracker.begin("backward")
             backward(*args, **kwargs)
-            finish()
+            script_step()
 
         def script_step(*_: Any, **__: Any) -> None:
-            finish()
+            simulation.tracker.begin("step")
+            step()
+            end({"estimate": simulation.result().to_json()})
 
         outputs = simulation.forward(args, kwargs)
         self._follow(engine, script_backward, script_step)
@@ -205,12 +207,13 @@ class BorrowedModel:
 
     def _begin_passes(
         self,
-        passes: ActivationPass,
-        recomputation: Recomputation | None,
+        captured: Captured,
+        candidate: Candidate,
         args: Any,
         kwargs: Mapping[str, Any],
         end: End,
     ) -> Any:
+        passes = ActivationPass(captured, candidate)
         outputs = passes.forward(*args, **kwargs)
 
         def script_backward(loss: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -219,8 +222,7 @@ class BorrowedModel:
             script_step()
 
         def script_step(*_: Any, **__: Any) -> None:
-            recomputes = None if recomputation is None else recomputation.is_used
-            end({"activations": passes.result(), "recomputes": recomputes})
+            end({"activations": passes.result()})
 
         engine = self._engine
         self._follow(engine, script_backward, script_step)

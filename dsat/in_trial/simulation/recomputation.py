@@ -1,18 +1,13 @@
-"""Activation checkpointing of a script's model, switched on or off from outside.
-
-A model of a library has a method that switches it. One that calls `torch.utils.checkpoint` or
-DeepSpeed's own function by itself can only be switched off: what it passes to them is then called
-as if nothing were checkpointed. Scripts hold these functions under names of their own, so it is not
-the functions that are replaced, but what they call.
-"""
+"""Activation checkpointing of a library's model, switched on or off from outside."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from dsat.in_trial.simulation.patches import SimulationUnsupported
 
 # Methods that switch a model's checkpointing on and off: of transformers (from version 5.20 on, and
 # before), of diffusers, of timm.
@@ -22,98 +17,40 @@ _METHODS: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("enable_gradient_checkpointing", "disable_gradient_checkpointing", {}),
     ("set_grad_checkpointing", "set_grad_checkpointing", {"enable": False}),
 )
-# Attributes that tell of a class of transformers or diffusers whether the method will do.
+# Attributes of classes of transformers or diffusers that are false where the method fails.
 _SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
-_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
-class Recomputation:
-    """Switch for recomputed activations, for the rest of the process.
+def switch(model: torch.nn.Module, wanted: bool) -> None:
+    """Switch checkpointing as the script could have.
 
-    Args:
-        wanted: whether they shall be.
-
-    Attributes:
-        is_used: whether any were, or would have been, were they not to be kept.
+    Raises:
+        SimulationUnsupported: the model has no switch.
     """
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-        self.is_used = False
-
-    def switch(self, model: torch.nn.Module) -> None:
-        """Switches a model as its script could have, and whatever it calls by itself."""
-        for module, (enable, disable, off) in _switchable(model):
-            if self._wanted:
-                getattr(module, enable)()
-                _keep_gradients_flowing(module)
-            else:
-                getattr(module, disable)(**off)
-        self._watch_torch()
-        self._watch_deepspeed()
-
-    def _watch_torch(self) -> None:
-        module: Any = importlib.import_module("torch.utils.checkpoint")
-
-        def direct(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return function(*args)
-
-        module.CheckpointFunction = self._watched(module.CheckpointFunction, direct)
-        for name in [name for name in vars(module) if name.startswith(_GENERATOR)]:
-            setattr(module, name, self._watched_generator(getattr(module, name)))
-
-    def _watch_deepspeed(self) -> None:
-        name = "deepspeed.runtime.activation_checkpointing.checkpointing"
-        module: Any = importlib.import_module(name)
-
-        def direct(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-            outputs = function(*args)
-            all_outputs += [outputs] if isinstance(outputs, torch.Tensor) else outputs
-            return outputs
-
-        module.CheckpointFunction = self._watched(module.CheckpointFunction, direct)
-
-    def _watched(self, original: Any, direct: Callable[..., Any]) -> Any:
-        """Stand-in for an autograd function; `direct` calls the recomputed function."""
-        recomputation = self
-
-        class Function:
-            @staticmethod
-            def apply(*args: Any) -> Any:
-                recomputation.is_used = True
-                return original.apply(*args) if recomputation._wanted else direct(*args)
-
-        return Function
-
-    def _watched_generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.utils.checkpoint` runs the function itself, between two steps of a generator."""
-
-        def nothing() -> Iterator[None]:
-            yield
-
-        def generator(*args: Any, **kwargs: Any) -> Any:
-            self.is_used = True
-            return original(*args, **kwargs) if self._wanted else nothing()
-
-        return generator
+    inside: set[int] = set()
+    for module, (enable, disable, off) in _switchable(model):
+        if id(module) in inside:  # switched with the module that contains it
+            continue
+        inside.update(id(part) for part in module.modules())
+        if wanted:
+            getattr(module, enable)()
+            _keep_gradients_flowing(module)
+        else:
+            getattr(module, disable)(**off)
+    if not inside:
+        raise SimulationUnsupported(
+            "the model has no known switch for activation checkpointing (models of transformers, "
+            "diffusers and timm have one)"
+        )
 
 
 def _switchable(
     model: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, tuple[str, str, dict[str, bool]]]]:
-    """The outermost modules that have methods to switch checkpointing, and these."""
-    inside: set[int] = set()
-    for module in model.modules():  # what contains others comes before them
-        if id(module) in inside:
-            continue
+    for module in model.modules():  # containers before their parts
         methods = next((m for m in _METHODS if callable(getattr(module, m[0], None))), None)
-        if methods is not None and _is_supported(module):
-            inside.update(id(part) for part in module.modules())
+        if methods is not None and all(getattr(module, name, True) for name in _SUPPORTED):
             yield module, methods
-
-
-def _is_supported(module: torch.nn.Module) -> bool:
-    return all(getattr(module, name, True) for name in _SUPPORTED)
 
 
 def _keep_gradients_flowing(module: Any) -> None:

@@ -188,16 +188,10 @@ class SimulationServer:
             The reason, if it differs from the error's own message; otherwise an empty string.
         """
         if self._number is not None:
-            name = type(error).__name__ if error is not None else "the script ended"
-            text = " ".join(str(error or "").split())
-            if error is not None:
-                traceback.print_exception(error)  # into the run's log
-            self._end_of_child({"failed": f"{name}: {text}"[:500]})
+            self._end_of_child({"failed": _described(error)[:500]})
         if error is None:
             return ""
-        from dsat.in_trial.simulation.patches import SimulationUnsupported
-
-        if isinstance(error, SimulationUnsupported):
+        if type(error).__name__ == "SimulationUnsupported":
             return str(error)
         if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
             limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
@@ -211,6 +205,14 @@ class SimulationServer:
         self._send({**answer, "number": self._number})
         sys.stderr.flush()
         os._exit(_ANSWERED)
+
+
+def _described(error: BaseException | None) -> str:
+    if error is None:
+        return "the script ended"
+    traceback.print_exception(error)  # into the run's log
+    text, name = " ".join(str(error).split()), type(error).__name__
+    return text if name == "SimulationUnsupported" else f"{name}: {text}"
 
 
 def _limit_memory() -> int:
