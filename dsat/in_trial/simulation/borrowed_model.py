@@ -12,7 +12,7 @@ import torch
 
 from dsat.in_trial import config_injection
 from dsat.in_trial.simulation.known_values import ValuesMode
-from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot, translated
+from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
 from dsat.in_trial.simulation.recomputation import switch
 from dsat.in_trial.simulation.simulation import (
@@ -78,15 +78,11 @@ class BorrowedModel:
         config = _of_stand_in(self._config)
         with _on_fake_cpu():
             fakes = self._snapshot.put_fakes("cpu")
-            trained = self._arguments.get("model_parameters")
-            if trained is None:
-                given = self._arguments.get("optimizer")
-                trained = getattr(given, "param_groups", None) or list(
-                    self._arguments["model"].parameters()
-                )
-            else:
-                trained = translated(trained, fakes)
-            trained = _plain_list(trained, fakes)
+            given = self._arguments.get("model_parameters")
+            if given is None:
+                given = getattr(self._arguments.get("optimizer"), "param_groups", None)
+            own = _plain_list(given or self._snapshot.module.parameters())
+            trained = [fakes.get(id(parameter), parameter) for parameter in own]
             result = self._initialize(
                 **{
                     **self._arguments,
@@ -166,74 +162,25 @@ class BorrowedModel:
             on_host=self._on_host,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        candidate = Candidate(
-            config=as_simulated(config_injection.completed(request["config"], self._config)),
-            micro_batch=request["micro_batch"],
-            slots=request["slots"],
-            as_cpu=request["as_cpu"],
-            workspace_bytes=request["workspace_bytes"],
-        )
-        begin = self._begin_passes if request["activations_only"] else self._begin_steps
-        return begin(captured, candidate, args, kwargs, end)
+        config = as_simulated(config_injection.completed(request["config"], self._config))
+        of_candidate = ("micro_batch", "slots", "as_cpu", "workspace_bytes")
+        candidate = Candidate(config, **{name: request[name] for name in of_candidate})
+        run = (ActivationPass if request["activations_only"] else Simulation)(captured, candidate)
+        outputs = run.forward(args, kwargs)
 
-    def _begin_steps(
-        self,
-        captured: Captured,
-        candidate: Candidate,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        end: End,
-    ) -> Any:
-        simulation = Simulation(captured, candidate)
-        simulation.warm_up(args, kwargs)
-        engine = simulation.engine
-        backward, step = engine.backward, engine.step
-
-        def script_backward(*args: Any, **kwargs: Any) -> Any:
-            simulation.tracker.begin("backward")
-            backward(*args, **kwargs)
+        def script_backward(*args: Any, **kwargs: Any) -> None:
+            run.backward(*args, **kwargs)
             script_step()
 
         def script_step(*_: Any, **__: Any) -> None:
-            simulation.tracker.begin("step")
-            step()
-            end({"estimate": simulation.result().to_json()})
-
-        outputs = simulation.forward(args, kwargs)
-        self._follow(engine, script_backward, script_step)
-        # The script's engine, which it may hold in many places, becomes the candidate's.
-        object.__setattr__(self._engine, "__dict__", engine.__dict__)
-        return outputs
-
-    def _begin_passes(
-        self,
-        captured: Captured,
-        candidate: Candidate,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        end: End,
-    ) -> Any:
-        passes = ActivationPass(captured, candidate)
-        outputs = passes.forward(*args, **kwargs)
-
-        def script_backward(loss: torch.Tensor, *_: Any, **__: Any) -> None:
-            passes.tracker.begin("backward")
-            loss.backward()  # type: ignore[no-untyped-call]
-            script_step()
-
-        def script_step(*_: Any, **__: Any) -> None:
-            end({"activations": passes.result()})
+            run.step()
+            end(run.result())
 
         engine = self._engine
-        self._follow(engine, script_backward, script_step)
-        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
-        engine.device = passes.device
+        run.become(engine)
+        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        self._after_forward.update(backward=script_backward, step=script_step)
         return outputs
-
-    def _follow(self, engine: Any, backward: Callable[..., Any], step: Callable[..., Any]) -> None:
-        """Has the script call these on an engine from now on."""
-        engine.backward, engine.step, engine.forward = backward, step, step
-        self._after_forward.update(backward=backward, step=step)
 
     def _samples(self, batch: Any) -> tuple[int, int]:
         """Return the size of the script's batch and the length of its packed row, if any."""
@@ -288,11 +235,10 @@ def _device_of_this_process() -> torch.device:
     return torch.device(accelerator.device_name(0) if accelerator.device_name() != "cpu" else "cpu")
 
 
-def _plain_list(trained: Any, fakes: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    found = []
-    for part in trained:
-        if isinstance(part, Mapping):
-            found += _plain_list(part["params"], fakes)
-        else:
-            found.append(fakes.get(id(part), part))
-    return found
+def _plain_list(trained: Any) -> list[torch.Tensor]:
+    """Parameters of a list of them, or of groups of them."""
+    if isinstance(trained, torch.Tensor):
+        return [trained]
+    if isinstance(trained, Mapping):
+        return _plain_list(trained["params"])
+    return [parameter for part in trained for parameter in _plain_list(part)]

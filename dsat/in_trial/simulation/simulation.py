@@ -35,6 +35,9 @@ from dsat.in_trial.simulation.storage_tracker import (
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
 
+_ON_HOST = (PINNED, HOST)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Configuration to simulate.
@@ -115,6 +118,7 @@ class _FakeDevice:
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dtype = captured.dtype
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
+        self._kind = ALL if candidate.as_cpu else DEVICE
         self.tracker = StorageTracker(
             self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
         )
@@ -171,7 +175,7 @@ class _FakeDevice:
 
 
 class Simulation(_FakeDevice):
-    """Runs a candidate, and lets the script compute its own loss in the last micro step.
+    """A candidate's engine, whose last micro step computes the script's own loss.
 
     Args:
         captured: the script's model and batch.
@@ -181,9 +185,12 @@ class Simulation(_FakeDevice):
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)
         self.tracker.workspace_bytes = candidate.workspace_bytes
-        self.engine = self._make_engine()
-        self._dtype = next(self.engine.module.parameters()).dtype
-        self._own_forward = vars(self.engine.module).get("forward")
+        self._engine = self._make_engine()
+        self._dtype = next(self._engine.module.parameters()).dtype
+        # The script's own functions are in their places later; Lightning puts one of its own in
+        # that of the module's for a single call.
+        self._engine_backward, self._engine_step = self._engine.backward, self._engine.step
+        self._module_forward = vars(self._engine.module).get("forward")
 
     def _make_engine(self) -> Any:
         captured = self._captured
@@ -209,60 +216,63 @@ class Simulation(_FakeDevice):
 
     def _config(self) -> dict[str, Any]:
         candidate = self._candidate
-        config = copy.deepcopy(dict(candidate.config))
-        config.update(
-            train_micro_batch_size_per_gpu=candidate.micro_batch,
-            gradient_accumulation_steps=candidate.gas,
-            train_batch_size=candidate.micro_batch * candidate.gas * candidate.slots,
-            steps_per_print=10**9,
-        )
-        return config
+        return {
+            **copy.deepcopy(dict(candidate.config)),
+            "train_micro_batch_size_per_gpu": candidate.micro_batch,
+            "gradient_accumulation_steps": candidate.gas,
+            "train_batch_size": candidate.micro_batch * candidate.gas * candidate.slots,
+            "steps_per_print": 10**9,
+        }
 
-    # -- steps
-
-    def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Steps on any loss that reaches the outputs, up to the last micro step of the second.
-
-        In the first optimizer step all that lasts is allocated.
-        """
-        with outside_of_contexts():
-            self._warm_up(args, kwargs)
-        gc.collect()
-        self.tracker.begin("forward")
-
-    def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        engine, tracker, gas = self.engine, self.tracker, self._candidate.gas
-        for micro_step in range(2 * gas - 1):
-            steady = micro_step >= gas
-            tracker.begin("forward" if steady else "warm-up")
-            loss = _some_loss(self.forward(args, kwargs))
-            if steady:
-                tracker.begin("backward")
-            engine.backward(loss)
-            del loss
-            if steady:
-                tracker.begin("step")
-            engine.step()
+    def become(self, engine: Any) -> None:
+        """Turn the script's engine, which it may hold in many places, into the candidate's."""
+        object.__setattr__(engine, "__dict__", self._engine.__dict__)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The engine's forward pass."""
-        if self._own_forward is not None:  # Lightning puts one there, for a single call
-            vars(self.engine.module)["forward"] = self._own_forward
-        return self.engine(*args, **kwargs)
+        """Step up to the last micro step of the second optimizer step; return its outputs.
 
-    def result(self) -> MemoryEstimate:
+        All that lasts is allocated in the first step. The loss of these steps is any that reaches
+        the outputs.
+        """
+        with outside_of_contexts():
+            for micro_step in range(2 * self._candidate.gas - 1):
+                self._step_once(args, kwargs, steady=micro_step >= self._candidate.gas)
+        gc.collect()
+        self.tracker.begin("forward")
+        return self._outputs(args, kwargs)
+
+    def _step_once(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, steady: bool) -> None:
+        self.tracker.begin("forward" if steady else "warm-up")
+        loss = _some_loss(self._outputs(args, kwargs))
+        if steady:
+            self.tracker.begin("backward")
+        self._engine_backward(loss)
+        del loss
+        if steady:
+            self.tracker.begin("step")
+        self._engine_step()
+
+    def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._module_forward is not None:
+            vars(self._engine.module)["forward"] = self._module_forward
+        return self._engine(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward pass."""
+        self.tracker.begin("backward")
+        self._engine_backward(*args, **kwargs)
+
+    def step(self) -> None:
+        """Run the engine's optimizer step."""
+        self.tracker.begin("step")
+        self._engine_step()
+
+    def result(self) -> dict[str, Any]:
         """Return the memory that the tracker measured."""
-        tracker = self.tracker
-        kind = ALL if self._candidate.as_cpu else DEVICE
-        return MemoryEstimate(
-            init=tracker.peak("init", kind),
-            forward=tracker.peak("forward", kind),
-            backward=tracker.peak("backward", kind),
-            step=tracker.peak("step", kind),
-            host_pinned=tracker.largest(PINNED, PHASES),
-            host_pageable=tracker.largest(HOST, PHASES),
-            source=SIMULATED,
-        )
+        init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
+        pinned, pageable = (max(self.tracker.peak(p, kind) for p in PHASES) for kind in _ON_HOST)
+        found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
+        return {"estimate": found.to_json()}
 
 
 class ActivationPass(_FakeDevice):
@@ -270,27 +280,28 @@ class ActivationPass(_FakeDevice):
 
     Args:
         captured: the script's model and batch.
-        candidate: the micro batch, and the configuration that tells the type of the parameters.
+        candidate: the micro batch, and the configuration that decides the type of the parameters.
     """
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)
-        self._dtype = _dtype(candidate.config) or captured.dtype
-        captured.snapshot.put_fakes(self._device, _dtype(candidate.config))
+        dtype = _dtype(candidate.config)
+        self._dtype = dtype or captured.dtype
+        captured.snapshot.put_fakes(self._device, dtype)
         self._module = captured.snapshot.module
         self._module.train()
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         self._has_gradient = False
-        self._kind = ALL if candidate.as_cpu else DEVICE
         self._before = 0
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._device)
+    def become(self, engine: Any) -> None:
+        """Make the script's engine do for these passes."""
+        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
+        engine.device = torch.device(self._device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's outputs for a batch of the script."""
         section = self._candidate.config.get("torch_autocast") or {}
         self._before = self.tracker.current(self._kind)
@@ -302,33 +313,42 @@ class ActivationPass(_FakeDevice):
         ):
             return self._module(*args, **kwargs)
 
+    def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Run the backward pass."""
+        self.tracker.begin("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Do nothing: there is no optimizer."""
+
     def _on_gradient(self, _: torch.Tensor) -> None:
         if not self._has_gradient:
             self._has_gradient = True
             self.tracker.begin("first gradient")
 
-    def result(self) -> dict[str, int]:
+    def result(self) -> dict[str, Any]:
         """Return peaks by phase, and the bytes held before and after the passes."""
-        kind = self._kind
-        first = self.tracker.peak("first gradient", kind)
-        backward = max(first, self.tracker.peak("backward", kind))
-        forward = self.tracker.peak("forward", kind)
+        peaks = {
+            name: self.tracker.peak(name, self._kind)
+            for name in ("forward", "backward", "first gradient", MATMUL)
+        }
         return {
-            "forward": forward,
-            "backward": backward,
-            "first_gradient": first,
-            "matmul": self.tracker.peak(MATMUL, kind),
-            "before": self._before,
-            "held": self.tracker.current(kind),
+            "activations": {
+                "forward": peaks["forward"],
+                "backward": max(peaks["first gradient"], peaks["backward"]),
+                "first_gradient": peaks["first gradient"],
+                "matmul": peaks[MATMUL],
+                "before": self._before,
+                "held": self.tracker.current(self._kind),
+            }
         }
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """The type that an engine gives to the parameters, if it does."""
-    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if (config.get(section) or {}).get("enabled"):
-            return dtype
-    return torch.float16 if (config.get("fp16") or {}).get("enabled") else None
+    types = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    enabled = (name for name in types if (config.get(name) or {}).get("enabled"))
+    return types.get(next(enabled, ""))
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:

@@ -50,10 +50,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- phases
 
-    @property
-    def phase(self) -> str:
-        return self._phase
-
     def begin(self, phase: str) -> None:
         """Begins a phase, or goes on with it."""
         self._phase = phase
@@ -61,10 +57,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(kind)
 
     def peak(self, phase: str, kind: str = DEVICE) -> int:
+        """Most bytes of a kind in a phase."""
         return self._peaks.get((phase, kind), 0)
-
-    def largest(self, kind: str, phases: tuple[str, ...]) -> int:
-        return max(self.peak(phase, kind) for phase in phases)
 
     def current(self, kind: str = DEVICE) -> int:
         return self._bytes[kind]
@@ -86,10 +80,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = -(-size // self._block_bytes) * self._block_bytes
         self._place[storage] = place
         self._add(place, size)
-        weakref.finalize(storage, self._free, weakref.ref(storage), place, size)
-
-    def _free(self, _: Any, place: str, size: int) -> None:
-        self._add(place, -size)
+        weakref.finalize(storage, self._add, place, -size)
 
     def _add(self, place: str, size: int) -> None:
         for kind in (place, ALL):
