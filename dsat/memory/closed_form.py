@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
 from dsat.values.outcome import ModelProfile
-from dsat.values.zero_strategy import NONE, NVME, of_config
+from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
 _DEFAULT_SUB_GROUP = 10**9
@@ -140,9 +140,15 @@ class _Setup:
     live: int
     prefetch: int
     torch_adam: bool
-    offload_optimizer: bool
-    offload_param: bool
-    on_nvme: bool
+    strategy: Strategy
+
+    @property
+    def offload_optimizer(self) -> bool:
+        return self.strategy.offload_optimizer != NONE
+
+    @property
+    def offload_param(self) -> bool:
+        return self.strategy.offload_param != NONE
 
     @property
     def shard(self) -> float:
@@ -195,8 +201,8 @@ def lines(
     facts: ModelFacts, config: Mapping[str, Any], *, slots: int
 ) -> dict[str, tuple[Line, ...]]:
     """Memory on the device for every micro batch: a phase's peak is its `highest`."""
-    setup, stage = _setup(facts, config, slots), of_config(config).stage
-    parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[stage](setup, stage)
+    setup = _setup(facts, config, slots)
+    parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
     return {
@@ -218,13 +224,27 @@ def lines(
 
 
 def host(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
-    """Pinned and pageable bytes of a rank in the host's memory, whatever the micro batch."""
-    return _host(_setup(facts, config, slots), of_config(config).stage)
+    """Pinned and pageable bytes of a rank on the host, whatever the micro batch.
+
+    What the script itself holds there is not counted, nor what passes through the host of state on
+    NVMe, which is not known.
+    """
+    s = _setup(facts, config, slots)
+    if not s.offload_optimizer or NVME in (s.strategy.offload_optimizer, s.strategy.offload_param):
+        return 0, 0
+    size = s.model_bytes
+    if s.strategy.stage == 3:
+        pinned, pageable = [4 * s.shard, size * s.shard], 12 * s.shard
+        if s.offload_param:
+            pinned.append(size * s.facts.num_params / s.slots)
+    else:
+        pinned = [4 * s.shard, 4 * s.shard, size * s.shard, size * s.facts.largest_param]
+        pageable = 8 * s.shard
+    return sum(map(_pinned_block, pinned)), pageable
 
 
 def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     zero = config.get("zero_optimization") or {}
-    strategy = of_config(config)
     size = model_bytes(config, facts.param_bytes)
     wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
     optimizer = (config.get("optimizer") or {}).get("params") or {}
@@ -244,9 +264,7 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         live=_size(zero, "stage3_max_live_parameters", _DEFAULT_LIVE),
         prefetch=_size(zero, "stage3_prefetch_bucket_size", _DEFAULT_PREFETCH),
         torch_adam=bool(optimizer.get("torch_adam", False)),
-        offload_optimizer=strategy.offload_optimizer != NONE,
-        offload_param=strategy.offload_param != NONE,
-        on_nvme=NVME in (strategy.offload_optimizer, strategy.offload_param),
+        strategy=of_config(config),
     )
 
 
@@ -282,7 +300,7 @@ def model_bytes(config: Mapping[str, Any], param_bytes: int = 2) -> int:
     return param_bytes if "auto" in said else 4
 
 
-def _stage_0(s: _Setup, stage: int) -> _Parts:
+def _stage_0(s: _Setup) -> _Parts:
     total, trained = s.facts.num_params, s.facts.trainable_params
     flat = min(trained, _ALL_REDUCE_BUCKET)
     if s.model_bytes == 4:
@@ -294,9 +312,10 @@ def _stage_0(s: _Setup, stage: int) -> _Parts:
     return _Parts(init, resident, 0, 0, 2 * trained + 2 * flat, 10 * trained)
 
 
-def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
+def _stage_1_or_2(s: _Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.buckets * s.bucket * size, s.facts.largest_param
+    stage = s.strategy.stage
     if stage == 1 and s.accumulation_bytes > size:
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
@@ -330,7 +349,7 @@ def _stage_1_or_2(s: _Setup, stage: int) -> _Parts:
     return _Parts(init, resident, held, 0, gradients - held, step, flat=flat)
 
 
-def _stage_3(s: _Setup, stage: int) -> _Parts:
+def _stage_3(s: _Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
     own = size * total / s.slots
@@ -355,23 +374,6 @@ def _stage_3(s: _Setup, stage: int) -> _Parts:
     if s.torch_adam:
         step += 8 * group
     return _Parts(init, resident, live, 0, reduced, step, gather)
-
-
-def _host(s: _Setup, stage: int) -> tuple[float, float]:
-    """Pinned and pageable bytes on the host; what the script itself holds there is not counted.
-
-    Of state on NVMe it is not known what passes through the host, and nothing is counted.
-    """
-    if not s.offload_optimizer or s.on_nvme:
-        return 0, 0
-    size = s.model_bytes
-    if stage == 3:
-        pinned = [4 * s.shard, size * s.shard]
-        if s.offload_param:
-            pinned.append(size * s.facts.num_params / s.slots)
-        return sum(map(_pinned_block, pinned)), 12 * s.shard
-    pinned = [4 * s.shard, 4 * s.shard, size * s.shard, size * s.facts.largest_param]
-    return sum(map(_pinned_block, pinned)), 8 * s.shard
 
 
 def _pinned_block(size: float) -> int:

@@ -8,6 +8,7 @@ machine has. DeepSpeed asks its accelerator object for everything else.
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any
 
 import torch
@@ -21,41 +22,21 @@ DEVICE_TYPE = "dsat"
 _TOTAL_BYTES = 2**50
 
 
-class _Backend:
-    """Python module of the backend, as torch expects it."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def get_rng_state(self, device: Any = 0) -> torch.Tensor:
-        return torch.zeros(8, dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = 0) -> None:
-        pass
-
-    def synchronize(self, *_: Any) -> None:
-        pass
-
-    def device(self, *_: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+def _backend() -> types.SimpleNamespace:
+    """Backend module of the device, as torch expects it."""
+    return types.SimpleNamespace(
+        is_initialized=lambda: True,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        device=lambda *_: contextlib.nullcontext(),
+        synchronize=lambda *_: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda device=0: torch.zeros(8, dtype=torch.uint8),
+        set_rng_state=lambda state, device=0: None,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        _is_in_bad_fork=lambda: False,
+    )
 
 
 class Stream:
@@ -168,7 +149,7 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 def register() -> None:
     """Make the device known to torch, for the rest of the process."""
-    device_types.register(DEVICE_TYPE, _Backend())
+    device_types.register(DEVICE_TYPE, _backend())
 
 
 def install(accelerator: CPU_Accelerator) -> None:

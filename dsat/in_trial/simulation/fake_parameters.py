@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,20 +32,6 @@ aten = torch.ops.aten
 SMALLEST_FAKE_BYTES = 2**20
 MOST_REAL_BYTES = 2**28
 _LARGEST_FILE_READ_BYTES = 2**25
-# Arguments of `from_pretrained` that concern files of weights and where they go.
-_OF_LOADING = (
-    *(
-        "adapter_kwargs",
-        "adapter_name",
-        "device_map",
-        "disable_mmap",
-        "ignore_mismatched_sizes",
-        "key_mapping",
-        "low_cpu_mem_usage",
-    ),
-    *("max_memory", "offload_buffers", "offload_folder", "offload_state_dict", "state_dict"),
-    *("tqdm_class", "use_safetensors", "variant", "weights_only", "_fast_init"),
-)
 _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan", "distributed_config", "device_mesh")
 
 
@@ -239,8 +226,6 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
         raise NotFaked(f"from_pretrained with {asked[0]}")
     if os.path.exists(os.path.join(str(name), "adapter_config.json")):
         raise NotFaked("from_pretrained of an adapter")
-    for key in _OF_LOADING:
-        kwargs.pop(key, None)
     wants_info = kwargs.pop("output_loading_info", False)
     implementation = kwargs.pop("attn_implementation", None)
     dtype = kwargs.pop("torch_dtype", None)
@@ -259,11 +244,9 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     config.name_or_path = str(name)
     if implementation is not None:
         config._attn_implementation = implementation
-    for key in ("token", "cache_dir", "force_download", "local_files_only", "revision", "proxies"):
-        kwargs.pop(key, None)
-    for key in ("subfolder", "trust_remote_code", "_commit_hash", "_from_auto", "_from_pipeline"):
-        kwargs.pop(key, None)
     named = type_argument(_dtype(dtype, config))
+    taken = inspect.signature(cls.__init__).parameters  # all others are about files and devices
+    kwargs = {key: value for key, value in kwargs.items() if key in taken}
     model = cls._from_config(config, *model_args, **named, **kwargs)
     model.eval()
     if wants_info:

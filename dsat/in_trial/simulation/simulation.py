@@ -34,7 +34,6 @@ from dsat.in_trial.simulation.storage_tracker import (
 )
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
-
 _ON_HOST = (PINNED, HOST)
 
 
