@@ -102,7 +102,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernel that a GPU would use."""
+    """`scaled_dot_product_attention` by the fused kernel that torch would choose."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     if query.dim() == key.dim() == value.dim() == _SAMPLES_HEADS_TOKENS - 1:  # no batch
         while attn_mask is not None and attn_mask.dim() < _SAMPLES_HEADS_TOKENS:
             attn_mask = attn_mask.unsqueeze(0)
@@ -114,6 +117,14 @@ def attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     found: torch.Tensor
+    if query.device.type == "cpu":
+        if enable_gqa:
+            groups = query.size(1) // key.size(1)
+            key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        found, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return found
     if kernel is Kernel.MATH:
         found, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

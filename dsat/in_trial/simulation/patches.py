@@ -7,7 +7,6 @@ nothing else. Each change has its reason beside it. Seen with torch 2.15 and dee
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from dsat.in_trial.simulation import named_cuda
 from dsat.in_trial.simulation.attention import attention
-from dsat.in_trial.simulation.fake_device import DEVICE_TYPE
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 from dsat.in_trial.versions import collectives
@@ -38,16 +36,13 @@ class FunctionRules(TorchFunctionMode):
 
     Args:
         adopt: turns a tensor of the script's into a fake one of the simulation.
-        as_cpu: attention as on a CPU.
+        device: the simulation's.
     """
 
-    def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], *, as_cpu: bool) -> None:
+    def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
-        self._adopt = adopt
-        self._device = "cpu" if as_cpu else DEVICE_TYPE
-        self._replaced: dict[Any, Callable[..., Any]] = {
-            functional.scaled_dot_product_attention: functools.partial(_attention, as_cpu),
-        }
+        self._adopt, self._device = adopt, device
+        self._torchs_attention = functional.scaled_dot_product_attention
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,7 +50,7 @@ class FunctionRules(TorchFunctionMode):
         args, kwargs = self._adopted(args), self._adopted(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
-        return self._replaced.get(func, func)(*args, **kwargs)
+        return (attention if func is self._torchs_attention else func)(*args, **kwargs)
 
     def _adopted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -66,35 +61,6 @@ class FunctionRules(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._adopted(part) for key, part in value.items()}
         return named_cuda.renamed(value, self._device)
-
-
-def _attention(
-    as_cpu: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """The fused kernels that torch would choose: the choice asks the device, which is none."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
-    if not as_cpu:
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.dim() != 4:
-        raise SimulationUnsupported("attention on tensors that have no four dimensions")
-    if enable_gqa:
-        groups = query.size(-3) // key.size(-3)
-        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
 
 
 class _NoOperator:
@@ -113,7 +79,8 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     optimizers._foreach_supported_types.append(FakeTensor)
     # A fake mode would first make a real tensor to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    _remove_operators()
+    for place, name, value in _without_operators():
+        setattr(place, name, value)
     # DeepSpeed's Muon compiles a function at its import, which takes seconds.
     torch.compile = _not_compiled  # type: ignore[assignment]
     # They compare values, and fake collectives move none.
@@ -125,8 +92,8 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     # Only delays when memory is used again.
     torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: get_accelerator().pin_memory(self)  # type: ignore[method-assign]
-    # The functions themselves, for callers that another function stands above; see FunctionRules.
-    functional.scaled_dot_product_attention = functools.partial(_attention, device_type == "cpu")
+    # For callers inside of another function, which FunctionRules does not see.
+    functional.scaled_dot_product_attention = attention
     _patch_moves(tracker, device_type)
     named_cuda.forget_the_real_one()
 
@@ -134,15 +101,19 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
 @contextlib.contextmanager
 def for_fake_cpu() -> Iterator[None]:
     """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script."""
-    restore = _remove_operators()
-    data_ptr, to = torch.Tensor.data_ptr, torch.nn.Module.to
-    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
-    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    changes = [
+        *_without_operators(),
+        (torch.Tensor, "data_ptr", lambda self: 0),
+        (torch.nn.Module, "to", lambda self, *_, **__: self),
+    ]
+    before = [getattr(place, name) for place, name, _ in changes]
+    for place, name, value in changes:
+        setattr(place, name, value)
     try:
         yield
     finally:
-        torch.Tensor.data_ptr, torch.nn.Module.to = data_ptr, to  # type: ignore[method-assign]
-        restore()
+        for (place, name, _), value in zip(changes, before, strict=True):
+            setattr(place, name, value)
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
@@ -150,22 +121,16 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
     return _not_compiled if function is None else function
 
 
-def _remove_operators() -> Callable[[], None]:
-    """Operators would be compiled, and would read memory. Returns what undoes it."""
+def _without_operators() -> list[tuple[Any, str, Any]]:
+    """Changes after which no operators are compiled, since they would read memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     communication: Any = importlib.import_module("deepspeed.comm.torch")
-    places = ((OpBuilder, "load"), (OpBuilder, "is_compatible"), (communication, "build_shm_op"))
-    before = [getattr(place, name) for place, name in places]
-    OpBuilder.load = lambda self, verbose=True: _NoOperator()
-    OpBuilder.is_compatible = lambda self, verbose=False: True
-    communication.build_shm_op = lambda: None  # the CPU's all-reduce in shared memory
-
-    def restore() -> None:
-        for (place, name), value in zip(places, before, strict=True):
-            setattr(place, name, value)
-
-    return restore
+    return [
+        (OpBuilder, "load", lambda self, verbose=True: _NoOperator()),
+        (OpBuilder, "is_compatible", lambda self, verbose=False: True),
+        (communication, "build_shm_op", lambda: None),  # the CPU's all-reduce in shared memory
+    ]
 
 
 def forget_process_groups() -> None:

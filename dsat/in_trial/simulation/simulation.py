@@ -125,7 +125,7 @@ class _FakeDevice:
         self._modes = (
             self._values,
             self.tracker,
-            patches.FunctionRules(self._adopt, as_cpu=candidate.as_cpu),
+            patches.FunctionRules(self._adopt, self._device),
         )
         self._enter()
 
