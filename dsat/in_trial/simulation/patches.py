@@ -7,12 +7,14 @@ nothing else. Each change has its reason beside it. Seen with torch 2.15 and dee
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -95,7 +97,22 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     # For callers inside of another function, which FunctionRules does not see.
     functional.scaled_dot_product_attention = attention
     _patch_moves(tracker, device_type)
+    skip_triton_kernels()
     named_cuda.forget_the_real_one()
+
+
+def skip_triton_kernels() -> None:
+    """Have kernels of Triton do nothing: their outputs are allocated already, and have no address.
+
+    Also those of a Triton that is imported later; for the rest of the process.
+    """
+
+    def skip(name: str, module: Any) -> None:
+        getattr(module, name).run = lambda self, *args, **kwargs: None
+
+    for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
+        hook = functools.partial(skip, name)
+        wrapt.register_post_import_hook(hook, f"triton.runtime.{module}")
 
 
 @contextlib.contextmanager

@@ -118,18 +118,14 @@ class _FakeDevice:
         self._dtype = captured.dtype
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
         self._kind = ALL if candidate.as_cpu else DEVICE
-        self.tracker = StorageTracker(
-            self._device, **({"block_bytes": 1} if candidate.as_cpu else {})
-        )
+        self.tracker = StorageTracker(self._device)
         self._values = ValuesMode()
-        self._modes = (
-            self._values,
-            self.tracker,
-            patches.FunctionRules(self._adopt, self._device),
-        )
-        self._enter()
+        rules = patches.FunctionRules(self._adopt, self._device)
+        self._prepare_process()
+        for mode in (self._values, self.tracker, rules):
+            mode.__enter__()
 
-    def _enter(self) -> None:
+    def _prepare_process(self) -> None:
         slots = str(self._candidate.slots)
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
@@ -148,8 +144,6 @@ class _FakeDevice:
         patches.apply(self.tracker, self._device)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
         patches.make_process_group(self._candidate.slots, self._device)
-        for mode in self._modes:
-            mode.__enter__()
 
     # -- the script's own tensors
 

@@ -30,17 +30,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device_type: the type of the fake device.
-        block_bytes: a device's allocations are multiples of it. Pinned ones are powers of two
-            (aten/src/ATen/core/CachingHostAllocator.h).
 
     Attributes:
         workspace_bytes: what cuBLAS takes while it multiplies.
     """
 
-    def __init__(self, device_type: str, *, block_bytes: int = _CUDA_BLOCK_BYTES) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
-        self._block_bytes = block_bytes
         self._place: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._bytes: dict[str, int] = dict.fromkeys((DEVICE, HOST, PINNED, ALL), 0)
         self._peaks: dict[tuple[str, str], int] = {}
@@ -74,10 +71,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = place or self._forced
         if place is None:
             place = DEVICE if tensor.device.type == self._device_type else HOST
-        if place == PINNED:
+        if place == PINNED:  # in powers of two (aten/src/ATen/core/CachingHostAllocator.h)
             size = 1 << (size - 1).bit_length()
-        elif tensor.device.type == self._device_type:
-            size = -(-size // self._block_bytes) * self._block_bytes
+        elif tensor.device.type == self._device_type != "cpu":
+            size = -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
         self._place[storage] = place
         self._add(place, size)
         weakref.finalize(storage, self._add, place, -size)
