@@ -34,8 +34,8 @@ def of_run(
     Args:
         engine: runs the script; none of its slots are used.
         plan: what is tuned.
-        profile: of the model, which answers where the script cannot be simulated.
-        configs: whole DeepSpeed configurations.
+        profile: of the model, the basis where the script cannot be simulated.
+        configs: whole DeepSpeed configurations, one of each strategy.
         as_cpu: trials run on a CPU.
         say: prints a line.
     """
@@ -77,16 +77,7 @@ def variant_of(
 ) -> Variant:
     """Simulate each configuration at about the largest micro batch that fits.
 
-    One that cannot be simulated costs the others nothing: the closed form answers for it.
-
-    Args:
-        simulator: of the script with these switches.
-        configs: whole DeepSpeed configurations, one of each strategy.
-        script_args: switches of the script.
-        slots: data-parallel slots.
-        limit_bytes: what a slot may use.
-        on_device: that is memory of its own.
-        say: prints a line.
+    The closed form answers for one that cannot be simulated.
 
     Raises:
         SimulationUnavailable: not even the facts of the model can be simulated.

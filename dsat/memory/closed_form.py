@@ -156,13 +156,11 @@ class _Setup:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state for each trained parameter."""
-        return self.master_bytes + 2 * self.moment_bytes
+        return self.master_bytes + 2 * self.moment_bytes  # of each trained parameter
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes of a gradient's copy in the type of the master weights, if that differs."""
-        return 4 if self.master_bytes == 4 else 0
+        return 4 if self.master_bytes == 4 else 0  # of a gradient, for master weights of fp32
 
 
 def estimate(
@@ -173,12 +171,9 @@ def estimate(
     micro_batch: int,
     note: str = "",
 ) -> MemoryEstimate:
-    """Memory of a configuration.
+    """Memory of a whole DeepSpeed configuration on a number of data-parallel ranks.
 
     Args:
-        facts: of the model.
-        config: the whole DeepSpeed configuration.
-        slots: data-parallel ranks.
         micro_batch: samples per rank and micro step.
         note: why nothing better answers.
     """
@@ -269,7 +264,7 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of the configuration; what is "auto" or nonsense has its default."""
+    """A number of the configuration, or its default."""
     value = section.get(key, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return int(value) if is_number else default
@@ -288,12 +283,7 @@ def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def model_bytes(config: Mapping[str, Any], param_bytes: int = 2) -> int:
-    """Bytes of a parameter in the forward pass.
-
-    Args:
-        config: the DeepSpeed configuration.
-        param_bytes: if that leaves it to the script ("auto").
-    """
+    """Bytes of a parameter in the forward pass; `param_bytes` if it is the script's ("auto")."""
     said = [(config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")]
     if True in said:
         return 2

@@ -82,8 +82,7 @@ class Forecast:
         note = self.model.basis.note
         return [*lines, f"memory is predicted by formula: {note}"] if note else lines
 
-    # What follows is of a trial: what it lays over the user's configuration, its batch sizes among
-    # it, and its switches of the script.
+    # -- of a trial: its overrides of the user's configuration, and its switches of the script
 
     def predicted_bytes(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> int:
         """The peak of one slot."""
@@ -100,7 +99,7 @@ class Forecast:
     def learn(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], outcome: Outcome
     ) -> None:
-        """Corrects what is predicted by what came of it."""
+        """Correct later predictions by a trial's outcome."""
         shape, micro_batch = self._shape(overrides, script_args), overrides[_MICRO_BATCH]
         self.model.learn(shape, micro_batch, outcome)
         if outcome.ok:

@@ -89,7 +89,6 @@ class Shape:
     """Memory of a configuration as a function of the micro batch, before calibration.
 
     Attributes:
-        config: the whole DeepSpeed configuration; its micro batch does not count.
         strategy: its name.
         phases: a phase's peak is the highest of its lines.
         host_bytes: of each rank on the host, whatever the micro batch.
@@ -97,7 +96,6 @@ class Shape:
         is_guess: nothing was simulated or profiled with its switches of the script.
     """
 
-    config: Mapping[str, Any]
     strategy: str
     phases: Mapping[str, Sequence[Line]]
     host_bytes: float
@@ -139,14 +137,13 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
 
 
 class MemoryModel:
-    """Predicts what configurations need, and learns from what they used.
+    """Predicted memory of configurations, corrected by trials.
 
     Args:
         basis: what was simulated, or profiled.
         slots: data-parallel slots.
         limit_bytes: what a slot may use.
-        counts_context: whether that limit is the whole device's, and so has to hold the context
-            and the libraries as well.
+        counts_context: that limit is the whole device's, with the context and the libraries.
         host_limit_bytes: what a rank may use of the host; 0 if that is not known.
         on_device: slots have memory of their own, of which DeepSpeed knows how much is left.
     """
@@ -175,12 +172,7 @@ class MemoryModel:
         self._least_margin = 1.0
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
-        """Memory of fake tensors.
-
-        Args:
-            config: the whole DeepSpeed configuration.
-            script_args: switches of the script.
-        """
+        """Memory of a whole DeepSpeed configuration with some switches of the script."""
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
         phases = closed_form.lines(facts, config, slots=self._slots)
@@ -194,7 +186,7 @@ class MemoryModel:
             host_bytes += more[_HOST] if host_bytes else 0.0
         phases = {name: tuple(filter(self._is_used, lines)) for name, lines in phases.items()}
         source = CLOSED_FORM if more is None else SIMULATED
-        return Shape(config, strategy, phases, host_bytes, source, is_guess)
+        return Shape(strategy, phases, host_bytes, source, is_guess)
 
     def _is_used(self, line: Line) -> bool:
         return not (line.if_room and self._on_device and line.fixed > self.limit_bytes)
@@ -234,7 +226,7 @@ class MemoryModel:
         return largest if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
-        """Corrects what is predicted by what came of a trial."""
+        """Correct later predictions by a trial's outcome."""
         if shape.is_guess:
             return
         if outcome.ok and outcome.memory is not None:
@@ -256,7 +248,7 @@ class MemoryModel:
             )
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
-        """From the trial that reserved most, whose rest is no longer mere abundance."""
+        """Learn from the trial that reserved most."""
         reserved = max(memory.reserved_bytes.values(), default=0)
         allocated = max(memory.allocated_bytes.values(), default=0)
         if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:

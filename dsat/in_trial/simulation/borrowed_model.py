@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class BorrowedModel:
             What `deepspeed.initialize` returns.
         """
         config = _of_stand_in(self._config)
-        with _on_fake_cpu():
+        with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
             fakes = self._snapshot.put_fakes("cpu")
             given = self._arguments.get("model_parameters")
             if given is None:
@@ -209,25 +208,6 @@ def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(key), Mapping):
             found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}
     return {**found, "zero_optimization": {"stage": 0}}
-
-
-@contextlib.contextmanager
-def _on_fake_cpu() -> Iterator[None]:
-    """Fake tensors, and DeepSpeed's accelerator for CPUs without any compiled operator.
-
-    Every type is supported: what a script trains is decided where its trials run.
-    """
-    from deepspeed.accelerator import real_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    before = real_accelerator.ds_accelerator
-    real_accelerator.ds_accelerator = accelerator = CPU_Accelerator()
-    accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
-    try:
-        with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
-            yield
-    finally:
-        real_accelerator.ds_accelerator = before
 
 
 def _device_of_this_process() -> torch.device:

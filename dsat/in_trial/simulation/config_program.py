@@ -23,14 +23,7 @@ _AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # ten seconds at 16 kHz; whisper's 
 
 
 class LowRank(torch.nn.Module):
-    """A frozen linear layer and its trained low-rank part (LoRA, arXiv 2106.09685), as in PEFT.
-
-    Args:
-        base: `torch.nn.Linear`, or whatever has a two-dimensional weight.
-        rank: of the trained part.
-        inputs, outputs: features of the layer.
-        dropout: probability, on the way into the trained part.
-    """
+    """A frozen linear layer and its trained low-rank part (LoRA, arXiv 2106.09685), as in PEFT."""
 
     def __init__(
         self, base: torch.nn.Module, rank: int, inputs: int, outputs: int, dropout: float

@@ -14,15 +14,7 @@ import torch
 from dsat.in_trial.simulation.fake_parameters import assign
 
 _Named = dict[str, torch.Tensor | None]
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 
 @dataclass(frozen=True)

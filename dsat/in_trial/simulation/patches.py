@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import wrapt
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -117,8 +118,16 @@ def skip_triton_kernels() -> None:
 
 @contextlib.contextmanager
 def for_fake_cpu() -> Iterator[None]:
-    """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script."""
+    """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script.
+
+    Every type is supported: what a script trains is decided where its trials run.
+    """
+    from deepspeed.accelerator import real_accelerator
+
+    accelerator = CPU_Accelerator()
+    accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
     changes = [
+        (real_accelerator, "ds_accelerator", accelerator),
         *_without_operators(),
         (torch.Tensor, "data_ptr", lambda self: 0),
         (torch.nn.Module, "to", lambda self, *_, **__: self),
