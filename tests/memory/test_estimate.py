@@ -15,21 +15,17 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"tensorboard": {"enabled": True}},
-        {"comet": {"enabled": True}},
-        {"flops_profiler": {"enabled": True}},
-        {"autotuning": {"enabled": True}},
-        {"steps_per_print": 1, "wall_clock_breakdown": True, "dump_state": True},
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
-        {"gradient_accumulation_steps": 17},
-    ],
-    ids=str,
-)
-def test_what_needs_no_memory_makes_no_other_question(more: dict[str, Any]) -> None:
-    assert as_simulated({**CONFIG, **more}) == CONFIG
+def test_what_needs_no_memory_makes_no_other_question() -> None:
+    without = {
+        **{name: {"enabled": True} for name in ("tensorboard", "comet", "flops_profiler")},
+        "steps_per_print": 1,
+        "wall_clock_breakdown": True,
+        "dump_state": True,
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 17,
+    }
+    assert as_simulated({**CONFIG, **without}) == CONFIG
 
 
 @pytest.mark.parametrize(

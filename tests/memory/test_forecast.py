@@ -183,13 +183,6 @@ def test_trials_say_what_was_predicted_for_them() -> None:
         assert trial.predicted_bytes == pytest.approx(used, rel=0.03), trial.name
 
 
-def test_without_a_memory_model_nothing_is_predicted() -> None:
-    tuner, _ = begun(plan("binary", NO_MEMORY_MODEL))
-    drive(tuner)
-    assert tuner.forecast is None and not tuner.needs_memory_basis
-    assert {trial.predicted_bytes for trial in tuner.run.trials.values()} == {None}
-
-
 def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_show() -> None:
     """Here a third of what the backward pass needs."""
     tuner, _ = begun(plan("binary", BY_FORMULA))

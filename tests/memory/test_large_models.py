@@ -30,57 +30,16 @@ LLAMA_7B = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-SCRIPT = """
-import argparse, deepspeed, torch, transformers
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed_config")
-args = parser.parse_args()
-config = transformers.AutoConfig.from_pretrained("model", use_cache=False)
-model = transformers.AutoModelForCausalLM.from_pretrained("model", config=config)
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=args.deepspeed_config
-)
-while True:
-    ids = torch.randint(0, 32000, (engine.train_micro_batch_size_per_gpu(), 2048))
-    ids = ids.to(engine.device)
-    loss = engine(input_ids=ids, labels=ids).loss
-    loss.backward()
-    engine.step()
-    print(loss.item())
-"""
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model's configuration without its weights, and a script that trains it."""
+def test_llama_7b_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_7B))
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        ("--hf-config", "model", "--seq-length", "2048"),
-        pytest.param(
-            ("--", "train.py", "--deepspeed_config", "ds.json"), marks=pytest.mark.nightly
-        ),
-    ],
-    ids=["configuration", "script"],
-)
-def test_llama_7b_is_not_built(target: tuple[str, ...], folder: Path) -> None:
     options = ["--slot-memory", "80GiB", "--slots", "1", "8", "64", "--json"]
+    target = ["--hf-config", "model", "--seq-length", "2048"]
     words = [sys.executable, "-m", "dsat", "estimate", *options, *target]
     with subprocess.Popen(
-        words, cwd=folder, env=_environment(folder), stdout=subprocess.PIPE, text=True
+        words, cwd=tmp_path, env=_environment(tmp_path), stdout=subprocess.PIPE, text=True
     ) as process:
         largest: list[int] = []
         watcher = threading.Thread(target=lambda: largest.append(max(_sizes(process))))
@@ -97,9 +56,6 @@ def test_llama_7b_is_not_built(target: tuple[str, ...], folder: Path) -> None:
     stage_3 = [peaks[Strategy(3).name, slots] for slots in (1, 8, 64)]
     assert stage_3[0] > 16 * 6.7e9
     assert stage_3 == sorted(stage_3, reverse=True)
-    assert [advice["memory_bytes"] // GIB for advice in found["cards"]] == [
-        *(24, 40, 48, 80, 141, 192)
-    ]
 
 
 def _environment(folder: Path) -> dict[str, str]:

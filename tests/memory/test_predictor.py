@@ -81,23 +81,6 @@ def test_a_simulation_moves_its_strategy_and_no_other() -> None:
     assert predicted == pytest.approx(plain.peak + 300 * MIB, abs=2)
 
 
-def test_the_formula_of_the_simulated_configurations_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, asked = model(simulated(2, 20, 300 * MIB)), []
-    plain = closed_form.lines
-
-    def counted(facts: ModelFacts, config: Any, *, slots: int) -> Any:
-        asked.append(config)
-        return plain(facts, config, slots=slots)
-
-    monkeypatch.setattr(closed_form, "lines", counted)
-    configs = [config(2, reduce_bucket_size=size) for size in (10**6, 10**7, 10**8)]
-    for each in configs:
-        memory.shape(each, {})
-    assert asked == configs
-
-
 @pytest.mark.parametrize("limit", [3, 4, 8, 30])
 @pytest.mark.parametrize("bucket", [10**6, 10**8, 5 * 10**8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
