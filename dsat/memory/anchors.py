@@ -45,10 +45,10 @@ def of_run(
     say(f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations")
     variants: list[Variant] = []
     for switches in _all_switches(plan):
-        with Simulator(
-            engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
-        ) as simulator:
-            try:
+        try:
+            with Simulator(
+                engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
+            ) as simulator:
                 found = variant_of(
                     simulator,
                     configs,
@@ -58,10 +58,10 @@ def of_run(
                     on_device=not as_cpu,
                     say=say,
                 )
-                variants.append(found)
-            except SimulationUnavailable as error:
-                if not variants:
-                    return Basis.of_profile(profile, plan.switches, note=str(error))
+            variants.append(found)
+        except SimulationUnavailable as error:
+            if not variants:
+                return Basis.of_profile(profile, plan.switches, note=str(error))
     return Basis(tuple(variants))
 
 

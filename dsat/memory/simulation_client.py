@@ -46,8 +46,8 @@ class SimulationUnavailable(Exception):
 class Simulator:
     """Memory of configurations of one script, simulated where possible.
 
-    The script starts at the first question and runs until the simulator is closed. Used as a
-    context manager.
+    A context manager: the script runs from its beginning, up to its first training step and as long
+    as there may be questions, to its end.
 
     Args:
         engine: runs the script.
@@ -57,7 +57,17 @@ class Simulator:
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
         recompute: activations are recomputed, or kept; None: as the script has it.
+
+    Raises:
+        SimulationUnavailable: the script does not reach its first step.
+
+    Attributes:
+        sequence_length: tokens of a sample of the script's first batch, if samples are sequences
+            of tokens.
     """
+
+    sequence_length: int | None
+    _socket: socket.socket
 
     def __init__(
         self,
@@ -75,26 +85,23 @@ class Simulator:
         self._timeout_s = timeout_s
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
-        self._facts: ModelFacts | None = None
         self._recompute = recompute
-        self._connection: _Connection | None = None
+        self._facts: ModelFacts | None = None
         self._problem = ""
 
     def __enter__(self) -> Simulator:
+        try:
+            self._socket = _connect(self._engine, self._script_args, self._timeout_s)
+            script = self._receive()
+        except BaseException:
+            self._engine.stop_simulation_server()
+            raise
+        self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def sequence_length(self) -> int | None:
-        """Tokens of a sample of the script's first batch, if samples are sequences of tokens.
-
-        Raises:
-            SimulationUnavailable: there is no simulation.
-        """
-        length: int | None = self._connected().script["sequence_length"]
-        return length
+        self._socket.close()
+        self._engine.stop_simulation_server()
 
     def estimate(
         self, config: Mapping[str, Any], *, micro_batch: int, slots: int
@@ -160,7 +167,7 @@ class Simulator:
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
         self._facts = ModelFacts(
-            **self._connected().script["sizes"],
+            **self._sizes,
             forward_bytes_per_sample=slopes["forward"],
             backward_bytes_per_sample=slopes["backward"],
             first_gradient_bytes_per_sample=slopes["first_gradient"],
@@ -170,13 +177,6 @@ class Simulator:
             workspace_bytes=self._workspace_bytes,
         )
         return self._facts
-
-    def close(self) -> None:
-        """End the script."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-            self._engine.stop_simulation_server()
 
     # -- the script
 
@@ -203,59 +203,24 @@ class Simulator:
         """Return the answers, in the order of the requests.
 
         Raises:
-            SimulationUnavailable: the script cannot be asked.
+            SimulationUnavailable: the script cannot be asked, now or any more.
         """
-        connection = self._connected()
-        try:
-            return connection.ask(requests, self._timeout_s + _PATIENCE_S)
-        except SimulationUnavailable as error:
-            self._problem = str(error)
-            raise
-
-    def _connected(self) -> _Connection:
         if self._problem:
             raise SimulationUnavailable(self._problem)
-        if self._connection is None:
-            try:
-                self._connection = _connect(self._engine, self._script_args, self._timeout_s)
-            except SimulationUnavailable as error:
-                self._problem = str(error)
-                self._engine.stop_simulation_server()
-                raise
-        return self._connection
-
-
-class _Connection:
-    """Messages to and from the script, a JSON object each.
-
-    Attributes:
-        script: `sizes` of its model, as `ModelFacts` has them, and its `sequence_length`.
-    """
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self._socket = connection
-        self.script = self._receive(timeout_s)
-
-    def ask(self, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """Return the answers, in the order of the requests.
-
-        Args:
-            requests: simulations to make.
-            timeout_s: from one answer to the next, in whatever order they come.
-        """
         try:
             for number, request in enumerate(requests):
                 self._socket.send(json.dumps({**request, "number": number}).encode())
+            answers = [self._receive() for _ in requests]
         except OSError as error:
-            raise SimulationUnavailable(f"the script has ended: {error}") from error
-        answers = [self._receive(timeout_s) for _ in requests]
-        for answer in answers:
-            if "failed" in answer:
-                answer["failed"] = _explained(answer["failed"])
+            self._problem = f"the script has ended: {error}"
+            raise SimulationUnavailable(self._problem) from error
+        except SimulationUnavailable as error:
+            self._problem = str(error)
+            raise
         return sorted(answers, key=lambda answer: int(answer["number"]))
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        self._socket.settimeout(timeout_s)
+    def _receive(self) -> dict[str, Any]:
+        self._socket.settimeout(self._timeout_s + _PATIENCE_S)
         try:
             message = self._socket.recv(_LARGEST_MESSAGE_BYTES)
         except OSError as error:
@@ -263,10 +228,9 @@ class _Connection:
         if not message:
             raise SimulationUnavailable("the script has ended")
         answer: dict[str, Any] = json.loads(message)
+        if "failed" in answer:
+            answer["failed"] = _explained(answer["failed"])
         return answer
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _explained(message: str) -> str:
@@ -279,7 +243,7 @@ def _explained(message: str) -> str:
 
 def _connect(
     engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
-) -> _Connection:
+) -> socket.socket:
     with contextlib.ExitStack() as stack:
         # Paths of sockets have some hundred characters at most.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-"))
@@ -305,4 +269,4 @@ def _connect(
                     f"the script did not reach its first step within {timeout_s:g} s"
                 )
         connection, _ = listener.accept()
-        return _Connection(connection, timeout_s)
+        return connection
