@@ -19,14 +19,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 class Forecast:
-    """Predicted memory of everything that a run may try.
-
-    Args:
-        basis: what was simulated, or profiled.
-        plan: what is tuned.
-        profile: of the model.
-        space: what may be tried.
-    """
+    """Predicted memory of everything that a run may try."""
 
     def __init__(self, basis: Basis, plan: Plan, profile: ModelProfile, space: Space) -> None:
         self._plan = plan

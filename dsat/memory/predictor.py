@@ -48,10 +48,9 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Variant:
-    """The model as it is with some switches of the script.
+    """The model with some switches of the script (`gradient_checkpointing`).
 
     Attributes:
-        script_args: the switches (`gradient_checkpointing`).
         facts: for the closed form.
         anchors: one simulated configuration of each strategy, where there is one.
     """

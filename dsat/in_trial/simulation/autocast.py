@@ -48,11 +48,7 @@ _WIDEST = """
 
 
 class Autocast:
-    """Casts on the simulation's device; for the rest of the process.
-
-    Args:
-        device_type: the private device.
-    """
+    """Autocast of the simulation's device, for the rest of the process."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -61,7 +57,7 @@ class Autocast:
         self._libraries = fallback, aten  # what they register goes with them
 
     def install(self) -> None:
-        """Registers the casts, and has CUDA's autocast mean that of the device."""
+        """Register the casts, and let CUDA's autocast mean that of the device."""
         fallback, aten = self._libraries
         fallback.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
         for names, rule in (
@@ -77,7 +73,7 @@ class Autocast:
         self._follow_contexts()
 
     def _follow_contexts(self) -> None:
-        """Contexts for CUDA, those that are entered already among them, are for the device."""
+        """Use contexts for CUDA, also those already entered, for the device."""
         entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
         if entered:
             torch.set_autocast_enabled(self._device_type, True)

@@ -41,11 +41,6 @@ End = Callable[[Mapping[str, Any]], None]
 class BorrowedModel:
     """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
-    Args:
-        initialize: DeepSpeed's own function.
-        arguments: its arguments, by name; parameters given as an iterator are made a list.
-        config: the configuration among them.
-
     Raises:
         SimulationUnsupported: the model is a pipeline.
     """
@@ -67,12 +62,9 @@ class BorrowedModel:
         self._on_host: dict[int, torch.Tensor] = {}
 
     def engine_for_the_script(self) -> Any:
-        """DeepSpeed's engine of stage 0 with a simple optimizer, on fake parameters.
+        """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
 
         The model has its own tensors again afterwards, in the type that DeepSpeed trains them in.
-
-        Returns:
-            What `deepspeed.initialize` returns.
         """
         config = _of_stand_in(self._config)
         with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
@@ -96,10 +88,10 @@ class BorrowedModel:
         return result
 
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
-        """Calls `serve(args, kwargs)` in place of the engine's first forward pass in training.
+        """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        What the script calls after it is decided when it is called: in
-        `engine.backward(engine(batch))` the script takes `backward` before the forward pass.
+        `backward` and `step` are looked up when they are called: the script takes `backward` before
+        the forward pass in `engine.backward(engine(batch))`.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
@@ -117,7 +109,7 @@ class BorrowedModel:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
     def keep_integers(self, args: Any, kwargs: Any) -> None:
-        """Copies what the batch has of them on a device, which a forked process cannot read."""
+        """Copy the batch's integers from a device, which a forked process cannot read."""
         for tensor in tensors_in([args, dict(kwargs)]):
             if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
                 self._on_host[id(tensor)] = tensor.cpu()
@@ -136,18 +128,14 @@ class BorrowedModel:
         return None
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
-        """Simulate a candidate up to the forward pass that the script has called.
+        """Simulate a candidate up to the script's forward pass; return its outputs.
 
         Args:
-            request: `config`, `micro_batch`, `slots`, `as_cpu` and `workspace_bytes` of the
-                candidate; `recompute`, whether activations are recomputed, or null: as the script
-                has it; and `activations_only`, if only the model's passes are wanted.
+            request: the attributes of `Candidate`; `recompute`, whether activations are recomputed
+                (null: as the script has it); `activations_only`, for the model's passes alone.
             args: positional arguments of the call.
             kwargs: its keyword arguments.
-            end: called with the result when the script has come to the end of its micro step.
-
-        Returns:
-            What the engine's forward pass returns.
+            end: called with the result at the end of the script's micro step.
         """
         if request["recompute"] is not None:
             self._snapshot.change(functools.partial(switch, wanted=request["recompute"]))

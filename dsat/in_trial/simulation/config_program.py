@@ -45,9 +45,6 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
     Args:
         model: is changed.
         settings: `r`, `target` (last parts of layers' names, with + between) and `dropout`.
-
-    Raises:
-        SystemExit: no layer has such a name.
     """
     targets = settings.get("target", "q_proj+v_proj").split("+")
     for parameter in model.parameters():

@@ -68,11 +68,7 @@ def _maker(dtype: torch.dtype) -> property:
 
 
 class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
-    """DeepSpeed's accelerator for the fake device.
-
-    Args:
-        tracker: knows what is allocated.
-    """
+    """DeepSpeed's accelerator for the fake device."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()
@@ -153,7 +149,7 @@ def register() -> None:
 
 
 def install(accelerator: CPU_Accelerator) -> None:
-    """Makes it DeepSpeed's accelerator; `set_accelerator` refuses what it does not know."""
+    """Make it DeepSpeed's accelerator; `set_accelerator` refuses unknown ones."""
     from deepspeed.accelerator import real_accelerator
 
     real_accelerator.ds_accelerator = accelerator

@@ -68,10 +68,10 @@ def is_scripts(tensor: torch.Tensor) -> bool:
 
 
 class FakeParameters:
-    """Makes torch, transformers and DeepSpeed create large parameters without memory.
+    """Creation of large parameters without memory, by torch, transformers and DeepSpeed.
 
     Attributes:
-        fake_bytes: what the fake parameters and buffers would have taken, were they real.
+        fake_bytes: size of the parameters and buffers that are fake.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class FakeParameters:
         self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Changes torch, and transformers and DeepSpeed where they are or will be imported."""
+        """Change torch, DeepSpeed and transformers, now or when it is imported."""
         self._replace_parameter()
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", _apply)
@@ -93,13 +93,13 @@ class FakeParameters:
         )
 
     def uninstall(self) -> None:
-        """Undoes `install`; fake tensors stay what they are."""
+        """Undo `install`; fake tensors stay fake."""
         self._undo.close()
 
     # -- tensors
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same form, for a real one that is to be none."""
+        """Return a fake tensor of the same form for a large one."""
         size = tensor.numel() * tensor.element_size()
         if is_scripts(tensor):
             self.fake_bytes += size

@@ -27,22 +27,14 @@ _REAL = "_dsat_real"  # attribute of a fake tensor: the real one
 
 
 class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode of fake tensors some of which have values.
-
-    Where a value is asked for that is not known, there is one of the right type.
-    """
+    """A mode of fake tensors, some of which have values; others have one of the right type."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def know(self, fake: torch.Tensor, values: Callable[[], torch.Tensor]) -> None:
-        """Gives a fake tensor of this mode its values, unless there are too many.
-
-        Args:
-            fake: the fake tensor.
-            values: makes a real tensor of the same shape and type on the CPU.
-        """
+        """Give a fake tensor its values on the CPU, unless there are too many."""
         if _is_small(fake):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 setattr(fake, _REAL, values())

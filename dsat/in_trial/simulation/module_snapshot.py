@@ -44,11 +44,7 @@ class _Form:
 
 
 class ModuleSnapshot:
-    """Remembers a module's tensors and hooks, to take them out and to put them back.
-
-    Args:
-        module: the model, before DeepSpeed has it.
-    """
+    """A module's tensors and hooks before DeepSpeed has it, to be taken out and put back."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -69,11 +65,11 @@ class ModuleSnapshot:
     def put_fakes(
         self, device: str, floating: torch.dtype | None = None
     ) -> dict[int, torch.Tensor]:
-        """Makes the module, as it was, one of fake tensors.
+        """Make the module, as it was, one of fake tensors.
 
         Args:
-            device: where they are.
-            floating: the type of those that are no integers, if it is to be another.
+            device: of the fake tensors.
+            floating: another type for those of floating point.
 
         Returns:
             The fakes by the `id` of the tensor that each stands for.
@@ -84,13 +80,13 @@ class ModuleSnapshot:
         return fakes
 
     def change(self, change: Callable[[torch.nn.Module], None]) -> None:
-        """Has the module be as if the script had changed its hooks and attributes so itself."""
+        """Let a function change hooks and attributes as if the script had done so."""
         self._put_hooks()
         change(self.module)
         self._hooks = self._hooks_now()
 
     def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
-        """Gives the module its own tensors again, in the types that its fakes have come to have."""
+        """Give the module its own tensors again, in the types that its fakes have now."""
         for key, tensor in self._tensors.items():
             if fakes[key].dtype != tensor.dtype:
                 assign(tensor, tensor.detach().to(fakes[key].dtype))

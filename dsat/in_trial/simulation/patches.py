@@ -35,10 +35,10 @@ class SimulationUnsupported(Exception):
 
 
 class FunctionRules(TorchFunctionMode):
-    """Gives functions fake tensors of the simulation for the script's own, whoever calls them.
+    """Replacement of the script's own tensors in any function by fake ones of the simulation.
 
     Args:
-        adopt: turns a tensor of the script's into a fake one of the simulation.
+        adopt: turns a tensor of the script's into a fake one.
         device: the simulation's.
     """
 
@@ -74,7 +74,7 @@ class _NoOperator:
 
 
 def apply(tracker: StorageTracker, device_type: str) -> None:
-    """Applies the patches; for the rest of the process."""
+    """Apply the patches, for the rest of the process."""
     from deepspeed.accelerator import get_accelerator
 
     # The optimizer's multi-tensor form is chosen by exact types.
@@ -160,7 +160,7 @@ def _without_operators() -> list[tuple[Any, str, Any]]:
 
 
 def forget_process_groups() -> None:
-    """Makes DeepSpeed know of no process group, as at its first import."""
+    """Reset DeepSpeed's process groups, as at its first import."""
     import deepspeed.comm.comm
     import torch.distributed
 

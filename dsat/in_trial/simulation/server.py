@@ -61,7 +61,7 @@ class ScriptSimulated(SystemExit):
 
 
 class SimulationServer:
-    """Answers candidates from the script's first training step on.
+    """Answers to candidates from the script's first training step on.
 
     Args:
         address: path of the client's listening socket, of type SOCK_SEQPACKET; each message is a

@@ -39,11 +39,9 @@ _ON_HOST = (PINNED, HOST)
 
 @dataclass(frozen=True)
 class Candidate:
-    """Configuration to simulate.
+    """Configuration to simulate, as `as_simulated` makes it.
 
     Attributes:
-        config: the DeepSpeed configuration, as `as_simulated` makes it.
-        micro_batch: its micro batch.
         slots: data-parallel ranks.
         as_cpu: the ranks run on a CPU.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
@@ -71,8 +69,7 @@ class Captured:
         snapshot: the model as it was then.
         micro_batch: the samples in its first batch.
         dtype: of the parameters that the script saw when it made the batch.
-        packed_length: of the one row in which the samples lie one behind the other; 0 if each has a
-            row of its own.
+        packed_length: of the one row that holds all samples; 0 if each has a row of its own.
         on_host: copies of integers that it has on another device, by the `id` of each.
     """
 
@@ -102,14 +99,7 @@ class Captured:
 
 
 class _FakeDevice:
-    """The fake device with its tracker, or a CPU of the kind.
-
-    Everything is fake from the construction on, for the rest of the process.
-
-    Args:
-        captured: the script's model and batch.
-        candidate: what to simulate.
-    """
+    """The fake device with its tracker, or a CPU; everything is fake from now on."""
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         self._captured = captured
@@ -168,12 +158,7 @@ class _FakeDevice:
 
 
 class Simulation(_FakeDevice):
-    """A candidate's engine, whose last micro step computes the script's own loss.
-
-    Args:
-        captured: the script's model and batch.
-        candidate: what to simulate.
-    """
+    """A candidate's engine, whose last micro step computes the script's own loss."""
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)
@@ -222,10 +207,9 @@ class Simulation(_FakeDevice):
         object.__setattr__(engine, "__dict__", self._engine.__dict__)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Step up to the last micro step of the second optimizer step; return its outputs.
+        """Run up to the last micro step of the second optimizer step; return its outputs.
 
-        All that lasts is allocated in the first step. The loss of these steps is any that reaches
-        the outputs.
+        All that lasts is allocated in the first step, for which any loss will do.
         """
         with outside_of_contexts():
             for micro_step in range(2 * self._candidate.gas - 1):
@@ -269,12 +253,7 @@ class Simulation(_FakeDevice):
 
 
 class ActivationPass(_FakeDevice):
-    """One forward and one backward pass of the model by itself, without any engine.
-
-    Args:
-        captured: the script's model and batch.
-        candidate: the micro batch, and the configuration that decides the type of the parameters.
-    """
+    """One forward and one backward pass of the model by itself, without any engine."""
 
     def __init__(self, captured: Captured, candidate: Candidate) -> None:
         super().__init__(captured, candidate)

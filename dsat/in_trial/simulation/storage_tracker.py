@@ -22,14 +22,11 @@ _CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that sees every operator on fake tensors.
+    """A dispatch mode that counts the storages of fake tensors, operator by operator.
 
     Parameters that a script built on the host are simulated on the device from the beginning,
-    because a fake tensor cannot change its device; until DeepSpeed moves them they are "parked",
-    which is to say counted as the host's.
-
-    Args:
-        device_type: the type of the fake device.
+    because a fake tensor cannot change its device. Until DeepSpeed moves them they are "parked":
+    counted as the host's.
 
     Attributes:
         workspace_bytes: what cuBLAS takes while it multiplies.
@@ -48,7 +45,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- phases
 
     def begin(self, phase: str) -> None:
-        """Begins a phase, or goes on with it."""
+        """Begin a phase, or go on with it."""
         self._phase = phase
         for kind in self._bytes:
             self._note(kind)
@@ -63,7 +60,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- storages
 
     def see(self, tensor: torch.Tensor, place: str | None = None) -> None:
-        """Counts the storage of a fake tensor, if it is not counted yet."""
+        """Count the storage of a fake tensor, if it is not counted yet."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if storage in self._place or size == 0 or tensor.device.type == "meta":
@@ -93,7 +90,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def placing(self, place: str) -> Iterator[None]:
-        """Counts what is allocated within as this kind of memory."""
+        """Count what is allocated within as this kind of memory."""
         self._forced, before = place, self._forced
         try:
             yield
