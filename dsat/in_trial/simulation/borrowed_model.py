@@ -72,7 +72,7 @@ class BorrowedModel:
             given = self._arguments.get("model_parameters")
             if given is None:
                 given = getattr(self._arguments.get("optimizer"), "param_groups", None)
-            own = _plain_list(given or self._snapshot.module.parameters())
+            own = _plain_list(self._snapshot.module.parameters() if given is None else given)
             trained = [fakes.get(id(parameter), parameter) for parameter in own]
             result = self._initialize(
                 **{

@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ aten = torch.ops.aten
 # Smaller parameters and buffers are real, because some scripts read them, until they are this many.
 SMALLEST_FAKE_BYTES = 2**20
 MOST_REAL_BYTES = 2**28
+# Initial values that are larger are not even computed.
+_LARGEST_INITIAL_BYTES = 2**25
+_INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
 _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan")
 
@@ -86,6 +90,8 @@ class FakeParameters:
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", _apply)
         self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
+        for name in _INITIAL_VALUES:
+            self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
         self._replace_zero_init()
         wrapt.register_post_import_hook(
@@ -138,6 +144,20 @@ class FakeParameters:
 
         return register_buffer
 
+    def _initial_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A factory function whose large results are fake where a module is constructed."""
+
+        @functools.wraps(original)
+        def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _in_constructor(sys._getframe(1)):
+                with self._mode:
+                    fake = original(*args, **kwargs)
+                if fake.is_floating_point() and fake.nbytes > _LARGEST_INITIAL_BYTES:
+                    return fake
+            return original(*args, **kwargs)
+
+        return factory
+
     # -- files of weights
 
     def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +195,17 @@ class FakeParameters:
 
         for name in ("__init__", "__enter__", "__exit__"):
             self._replace(module.Init, name, lambda _: nothing)
+
+
+def _in_constructor(frame: Any) -> bool:
+    """Return True if a module's constructor is among the callers."""
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            first = frame.f_code.co_varnames[:1]
+            if first and isinstance(frame.f_locals.get(first[0]), torch.nn.Module):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ class _OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+        if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.device and torch.cuda.is_available():  # see `stand_in`
             return func(*args, **(kwargs or {}))
@@ -84,6 +84,7 @@ def stand_in(*, as_if_available: bool) -> None:
     if _is_there():
         return
     _replace_functions()
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     if as_if_available:
         torch.cuda.is_available = lambda: True
     # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.
