@@ -16,7 +16,7 @@ from dsat.values.zero_strategy import of_config
 TIMEOUT_S = 180.0
 # Factor of the formula's room beyond which nothing has to be simulated.
 _PLENTY = 4.0
-# Where activations need no more than a tiny part of memory, more samples tell no more.
+# Micro batches beyond it give no better prediction.
 _LARGEST_SIMULATED = 2**16
 
 

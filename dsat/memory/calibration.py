@@ -1,4 +1,4 @@
-"""Corrects predicted memory by what real trials used.
+"""Correction of predicted memory by what real trials used.
 
 A simulation does not see what the device's libraries take: the context and the communication
 library (a constant, `context_bytes`), workspaces and the allocator's rest (a constant and a slope
@@ -76,8 +76,8 @@ class Calibration:
 def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibration:
     """Fit the excess over the micro batch by least squares.
 
-    The slope is drawn to zero, since small micro batches tell little of it; one micro batch alone
-    gives a constant. A negative slope would promise room that no workspace gives back.
+    The slope is shrunk towards zero, since small micro batches carry little information on it. One
+    micro batch alone gives a constant. A slope is never negative, as no workspace is.
 
     Args:
         observations: of at least one trial.

@@ -1,8 +1,8 @@
 """Memory of every configuration of a run: from a few simulations, corrected by every trial.
 
-One configuration of each strategy is simulated where memory should end. The closed form tells how
-all others differ from it, trials tell what no simulation sees. All of it is linear in the micro
-batch, phase by phase, so the largest one that fits is found without a search.
+One configuration of each strategy is simulated at about its largest micro batch. The closed form
+gives the difference of all others from it, and trials what no simulation sees. All of it is linear
+in the micro batch, phase by phase, so the largest one that fits is found without a search.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
 
-# By which factor more than what is predicted must be free.
+# Factor of the prediction that must be free.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
-# What is reserved beyond what is allocated tells something where that is so much of the limit;
-# elsewhere it is only kept because nobody else needs it. Hardly more than the second is lost: what
-# is unused is given back before memory runs out.
+# Reserved beyond allocated memory is fragmentation only where it is this part of the limit, and up
+# to this factor: torch gives unused memory back before it runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
-# A margin grows by no more with each trial that ran out of memory all the same: that of its
-# strategy, and that of all.
+# Largest growth of a margin with each trial that ran out of memory against the prediction: of its
+# strategy's, and of all.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
-_BEYOND = 1.04  # of a prediction that turned out too low, to what would not have been launched
+_BEYOND = 1.04  # factor by which the new margin excludes that trial
 _RECOMPUTED = 2**-1.5  # of the activations, where checkpointing was not simulated
 # Bytes per sample that a prediction may miss, as fractions of the activations: workspaces, and what
 # a profile does not see of the backward pass.

@@ -189,25 +189,6 @@ def test_a_basis_survives_json() -> None:
     assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
 
 
-def test_what_is_left_of_a_batch_counts_in_the_step_and_the_workspace_while_matrices_multiply() -> (
-    None
-):
-    facts = replace(
-        FACTS,
-        held_bytes_per_sample=6 * MIB,
-        matmul_bytes_per_sample=99 * MIB,
-        matmul_bytes=32 * MIB,
-    )
-    plain, own = (closed_form.lines(each, config(1), slots=1) for each in (FACTS, facts))
-    for micro_batch, more in ((10, 32 - 10), (31, 1), (33, 0)):
-        before, now = (
-            closed_form.highest(lines["backward"][:2], micro_batch) for lines in (plain, own)
-        )
-        assert now - before == more * MIB
-        steps = [closed_form.highest(lines["step"], micro_batch) for lines in (plain, own)]
-        assert steps[1] - steps[0] == 6 * micro_batch * MIB
-
-
 def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full() -> None:
     memory = model(limit=16 * GIB)
     shape = memory.shape(config(1), {})

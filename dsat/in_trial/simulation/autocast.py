@@ -156,10 +156,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def outside_of_contexts() -> Iterator[None]:
-    """As if no context of autocast had been entered, so that what is cast is dropped with each.
-
-    A simulation runs within the contexts of the call that it takes the place of.
-    """
+    """Leave the contexts of autocast that the script has entered, so that casts are dropped."""
     entered = torch.autocast_increment_nesting() - 1
     for _ in range(entered + 1):
         torch.autocast_decrement_nesting()

@@ -1,4 +1,4 @@
-"""The engine that a script gets in place of its own, and what a child makes of its state."""
+"""The script's model: the engine that the script gets for it, and its simulations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dsat.memory.estimate import as_simulated
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
-# What of a configuration a script can feel before its first step: sizes, types and data.
-_FELT_BEFORE_STEPS = (
+# Settings that affect a script before its first step: sizes, types and data.
+_BEFORE_STEPS = (
     *BATCH_KEYS,
     *_PRECISIONS,
     *("curriculum_learning", "data_efficiency", "dataloader_drop_last", "gradient_clipping"),
@@ -191,7 +191,7 @@ def _refuse_without_forward(*_: Any, **__: Any) -> None:
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the script's engine: stage 0, without refusable settings."""
-    found = {key: config[key] for key in _FELT_BEFORE_STEPS if key in config}
+    found = {key: config[key] for key in _BEFORE_STEPS if key in config}
     for key in _PRECISIONS:
         if isinstance(found.get(key), Mapping):
             found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}

@@ -1,4 +1,4 @@
-"""Builds the script's model without the memory of its parameters.
+"""Building of the script's model without the memory of its parameters.
 
 From here on until `uninstall` every large parameter and buffer of a module is a fake tensor, which
 knows its shape and type and has no values. What is computed from fake tensors is fake too; all else

@@ -104,7 +104,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Forget the values that an operator writes into, and those of their views."""
         written: list[Any] = []
-        if func.namespace == "c10d":  # collectives do not tell what they write into
+        if func.namespace == "c10d":  # the schemas of collectives name nothing that is written
             written = [*args, *kwargs.values()]
         elif func._schema.is_mutable:
             names = [argument.name for argument in func._schema.arguments]
@@ -149,7 +149,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> None:
         try:
             real = self._run(func, args, kwargs)
-        except Exception as error:  # of an operator that the CPU has not got, say
+        except Exception as error:  # an operator that the CPU lacks, say
             logging.getLogger(__name__).debug("%s: %s", func, error)
             self._forget_written(func, args, kwargs)
             return
@@ -158,7 +158,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 setattr(fake, _REAL, values)
 
     def _of_real(self, value: Any, device: torch.device) -> Any:
-        """Fake tensors for real ones, whose shapes only values tell."""
+        """Fake tensors for real ones whose shapes depend on values."""
         if isinstance(value, (list, tuple)):
             return type(value)(self._of_real(part, device) for part in value)
         if not isinstance(value, torch.Tensor):

@@ -93,7 +93,7 @@ def stand_in(*, as_if_available: bool) -> None:
 
 
 def forget_the_real_one() -> None:
-    """Makes `torch.cuda` of a forked process harmless; for the rest of the process."""
+    """Replace the functions of `torch.cuda`, for the rest of a forked process."""
     _replace_functions()
     torch.cuda.is_available = lambda: True  # else autocast turns itself off
 

@@ -174,7 +174,7 @@ def make_process_group(size: int, device_type: str) -> None:
     """A process group of so many ranks whose collectives do nothing; this is rank 0."""
     import torch.distributed
 
-    # Makes the backend known, which a fresh process has not got by itself.
+    # Registers the backend.
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]

@@ -1,4 +1,4 @@
-"""Follows the storages of fake tensors: how many bytes live where, and their peaks by phase."""
+"""Storages of fake tensors: how many bytes live where, and their peaks by phase."""
 
 from __future__ import annotations
 
