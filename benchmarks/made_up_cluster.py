@@ -51,6 +51,7 @@ _ADAM_BYTES = 30  # read and written for each element
 _INSIDE, _BETWEEN = 230e9, 22e9  # bytes/s of a ring
 _LATENCY_INSIDE_S, _LATENCY_BETWEEN_S = 2e-5, 6e-5
 _CONTEXT = int(1.2e9)
+_HOST_MEMORY = 2**40 // 8  # for each GPU
 _FRAGMENTED = 1.03
 _EDGE, _SLOWER = 0.94, 0.5
 _SETUP_S = 30.0
@@ -137,6 +138,7 @@ class Cluster:
                 activation_bytes_per_sample=round(self._activations(1)),
                 flops_per_sample=model.flops_per_sample,
                 slot_memory_bytes=gpu.memory_bytes,
+                host_memory_bytes=_HOST_MEMORY,
             ),
             profile_duration_s=_SETUP_S + 5,
             about={"machine": "made up", "measured steps": f"{STEPS} to {STEPS}"},

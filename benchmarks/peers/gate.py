@@ -10,16 +10,16 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for
-from dsat.space.space import Freedom, Space
+from dsat.space.space import LARGEST_MICRO_BATCH, Freedom, Space
 from dsat.values.outcome import Outcome
 from dsat.values.zero_strategy import plain
 
 
 def space_of(table: Workload) -> Space:
-    """The settings that a workload tells apart, with every micro batch."""
+    """The settings that a workload tells apart, with the micro batches that dsat has."""
     return Space(
         strategies=plain(*STAGES),
-        micro_batches=range(1, table.largest_micro_batch + 1),
+        micro_batches=range(1, (table.cap or LARGEST_MICRO_BATCH) + 1),
         slots=table.header.slots,
         freedom=Freedom(
             choices=table.choices,

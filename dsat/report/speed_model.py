@@ -1,7 +1,6 @@
 """Model of step time, fitted to a run's trials, whatever search proposed them.
 
-It is the one that the `model` search decides by (`dsat.search.step_time`), fitted to all trials
-that ran. Settings besides strategy and batch sizes each have an effect of their own, drawn to none.
+It is the model that the `model` search decides by (`dsat.search.speed`), fitted to all trials.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import numpy as np
 from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
-from dsat.search import step_time
 from dsat.search.normal import Array
+from dsat.search.speed import Fit, Layout, Points
+from dsat.search.step_time import Job, work
+from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import Strategy, of_config
 
 _LEAST = 4  # trials that ran, before anything is said
-_SETTING_SD = 0.03  # of what a setting does to the time of a step, as a fraction
 _GRID = 24
 _STAGE = "zero_optimization.stage"
 _STRATEGY_KEYS = (_STAGE, "zero_optimization.offload_")
@@ -39,32 +39,27 @@ class SpeedModel:
         settings = [self._settings(each) for each in self._trials]
         own = [self._strategy(each) for each in self._trials]
         self._strategies, self._columns = list(dict.fromkeys(own)), _columns(settings)
-        count = len(self._columns)
-        layout = step_time.Layout(
-            strategies=self._strategies,
-            slots=view.plan.slots_per_trial,
-            reference_micro_batch=max(each.trial.batch.micro_batch for each in self._trials),
-            knobs=step_time.KnobPrior(
-                np.zeros(count),
-                np.full(count, _SETTING_SD),
-                np.full(count, -1),
-                np.zeros(count, bool),
-            ),
-            over_hosts=view.plan.slots_per_host > 0,
+        profile = _profile(view)
+        assert profile is not None
+        self._job = Job.of_profile(
+            profile, slots=view.plan.slots_per_trial, slots_per_host=view.plan.slots_per_host
         )
         batches = [each.trial.batch for each in self._trials]
         micro_batches, gas = [b.micro_batch for b in batches], [b.gas for b in batches]
         points = self._points(own, micro_batches, gas, settings)
         values = np.array([each.value for each in self._trials], float)
         metrics = [each.outcome and each.outcome.metrics for each in self._trials]
-        ci95 = np.array([_CERTAIN * m.standard_error if m else 0.0 for m in metrics])
-        self._fit = step_time.fit(layout, points, self._log_rate(points, np.log(values)), ci95)
+        errors = np.array([m.standard_error if m else 0.0 for m in metrics])
+        layout = Layout(self._job, self._strategies, len(self._columns))
+        log_s = self._log_rate(points, np.log(values))
+        self._fit = Fit.prior(layout).updated(points, log_s, errors)
 
     @classmethod
     def of(cls, view: RunView) -> SpeedModel | None:
         """Return the model of a run; None with too few trials, or with values that are zero."""
         ran = view.ranked
-        return cls(view) if len(ran) >= _LEAST and all(each.value for each in ran) else None
+        known = _profile(view) is not None and len(ran) >= _LEAST
+        return cls(view) if known and all(each.value for each in ran) else None
 
     def band(self) -> list[dict[str, Any]]:
         """Return rows `strategy`, `micro_batch`, `low`, `high` of the metric's 95 % interval.
@@ -121,16 +116,14 @@ class SpeedModel:
             [own if key == BATCH_KEYS[2] else batch.gas, batch.gas],
             [{**settings, key: own}, settings],
         )
-        mean, gradient = self._fit.layout.predict(self._fit.theta, both)
-        away = gradient[1] - gradient[0]
-        sd = math.sqrt(max(0.0, float(away @ self._fit.covariance @ away)))
+        mean, [sd, _] = self._fit.predict(both, both.only(np.array([1])))
         slower, faster = self._log_rate(both, mean)
         if self._plan.objective.smaller_is_better:
             slower, faster = -slower, -faster
         log = float(faster - slower)
         return math.exp(log), math.exp(log - _CERTAIN * sd), math.exp(log + _CERTAIN * sd)
 
-    def _log_rate(self, points: step_time.Points, log: Array) -> Array:
+    def _log_rate(self, points: Points, log: Array) -> Array:
         """Turn log times of a step into logs of the metric, and the other way round."""
         if self._plan.objective.smaller_is_better:
             return log
@@ -143,13 +136,20 @@ class SpeedModel:
         micro_batches: Sequence[float] | Array,
         gas: Sequence[float] | Array,
         settings: Sequence[Mapping[str, Any]],
-    ) -> step_time.Points:
+    ) -> Points:
         knobs = [[float(s.get(key) == value) for key, value in self._columns] for s in settings]
-        return step_time.Points(
+        proposed = [
+            {k.removeprefix("zero_optimization."): v for k, v in s.items()} for s in settings
+        ]
+        return Points(
             strategy=np.array([self._strategies.index(strategy) for strategy in strategies]),
+            work=np.array(
+                [work(self._job, each, its) for each, its in zip(strategies, proposed, strict=True)]
+            ),
             micro_batch=np.array(micro_batches, float),
             gas=np.array(gas, float),
             knobs=np.array(knobs).reshape(len(settings), len(self._columns)),
+            room=np.ones(len(settings)),
         )
 
     def _strategy(self, each: TrialView) -> Strategy:
@@ -164,6 +164,11 @@ class SpeedModel:
             for key, value in found.items()
             if key not in BATCH_KEYS and not key.startswith(_STRATEGY_KEYS)
         }
+
+
+def _profile(view: RunView) -> ModelProfile | None:
+    found = (each.outcome.profile for each in view.trials if each.outcome is not None)
+    return next((profile for profile in found if profile is not None), None)
 
 
 def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:

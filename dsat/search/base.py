@@ -12,7 +12,6 @@ import numpy as np
 
 from dsat.inputs.option import POSITIVE_NUMBER, Option, at_least, search_option
 from dsat.search.lineage import Lineage
-from dsat.search.normal import Array
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
@@ -52,8 +51,8 @@ class Costs(Protocol):
         """Return which trials would exceed the time limit, by the seconds of their steps."""
         ...
 
-    def micro_step_s(self, strategy: str, sizes: Array) -> Array:
-        """At least about so many seconds micro steps of (n,) samples take; 0 if not known."""
+    def are_unaffordable(self, step_s: Any) -> Any:
+        """Return which trials cost more than a verdict may take, by the seconds of their steps."""
         ...
 
 
@@ -100,8 +99,6 @@ class Search(abc.ABC):
         patience: end the search after so many trials without a new best; None for never.
         draws: its settings are drawn, so that more micro batches of the best ones may be tried once
             nothing new can be drawn.
-        first_largest: it begins with at most so many samples per slot, whatever memory allows;
-            None: near the most that memory allows.
         weighs_costs: it proposes nothing that would take too long as long as there is anything
             else; of others such a proposal is answered as one that timed out.
     """
@@ -111,7 +108,6 @@ class Search(abc.ABC):
     ramps: ClassVar[bool] = False
     patience: int | None = None
     draws: ClassVar[bool] = False
-    first_largest: ClassVar[int | None] = None
     weighs_costs: ClassVar[bool] = False
 
     def __init__(

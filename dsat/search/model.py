@@ -1,217 +1,267 @@
-"""Expected improvement over what a memory model and a step-time model predict."""
+"""Expected improvement over what a physical model of speed and a prediction of memory say."""
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dsat.inputs.option import FRACTION, Option, search_option
-from dsat.search import next_minutes, step_time
 from dsat.search.base import NO_NEW_BEST, Outlook, Search
-from dsat.search.candidates import MicroBatches, largest_sums
+from dsat.search.candidates import MicroBatches, Settings
+from dsat.search.feasibility import Feasibility
 from dsat.search.lineage import Lineage
-from dsat.search.next_minutes import Looked
-from dsat.search.normal import MOST_DRAWS, Array, log_cdf, log_expected_gain
-from dsat.search.surrogate import Configuration, Surrogate, points_of
+from dsat.search.normal import Array, log_cdf, log_expected_gain
+from dsat.search.speed import Fit, Layout, Points, SpeedModel
+from dsat.search.step_time import Job
 from dsat.search.threads import in_one_thread
-from dsat.space.overrides import GAS
-from dsat.values.outcome import Outcome
+from dsat.space.space import Space
+from dsat.values.objective import Objective
+from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
-NEXT_S = 180.0  # what a search may gain in its next three minutes decides whether to go on
-_KNOWN_ENOUGH = 3  # micro batches that were measured before the search begins
-_LEAST_MEASURED = 3  # before that question is asked
-_SAFE = math.log(0.8)  # and with a chance like this to fit
-_CAUTION = 1.5  # the power of the chance to fit: a trial without memory is worse than a dull one
-_SETTINGS = 32  # of a branch, the likeliest best and as many of the most promising
-_ACCUMULATIONS = 8  # of the accumulation steps that are listed
-_DRY = math.log(4.0)  # per trial that ran out of memory with the smallest micro batch of a branch
-_LONG = 10.0  # a step so many times as long as the best one's makes a trial twice as dear
+_CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
+# Of a strategy's first trial: gains that justify the double cost, and that it fails.
+_DOUBLING, _FAILURE = 0.02, 0.05
+_RETRIES = 3  # smaller micro batches for the first trial of a strategy
+_TILES_SD = 0.01  # of a micro batch that never ran: whole tiles and waves of matrix products
+_LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Configurations to compare, as arrays of one length n.
+
+    Attributes:
+        points: as the model of speed takes them.
+        index: numbers of their settings in their branches.
+        position: of their micro batches in the allowed ones.
+        log_s: predicted logarithm of the seconds of a step.
+        gain: predicted logarithm of the gain over the best so far.
+        sd: standard deviation of that.
+        runs: logarithm of the chance to run.
+        cost: of a trial, in seconds where they are known.
+    """
+
+    points: Points
+    index: Array
+    position: Array
+    log_s: Array
+    gain: Array
+    sd: Array
+    runs: Array
+    cost: Array
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The best candidate of a branch.
+    """The next configuration.
 
     Attributes:
-        score: expected improvement, weighted by its chance to run and its cost; a logarithm.
-        chance: the best chance of all candidates of a worthwhile improvement.
-        looked: what was looked at, as far as there is anything to compare it with.
+        at: its position in `candidates`.
+        expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
+            was not measured.
+        chance: largest chance of any candidate of a worthwhile gain.
     """
 
-    score: float
+    candidates: _Candidates
+    at: int
+    expected: float
     chance: float
-    looked: Sequence[Looked]
-    branch: int
-    index: int
-    position: int
 
 
 class ModelSearch(Search):
     """Tries what promises most, by models of memory and speed that every outcome corrects.
 
-    Each proposal has the largest expected improvement over the best so far, weighted by its chance
-    to run, out of the settings of all branches and of micro batches on a ladder that is fine where
-    memory should end. It begins with the defaults of the strategy that promises most: with a micro
-    batch that fits safely, then with a quarter of that, which together tell what a sample costs and
-    what a micro step costs anyway. What runs counts as measured, with the time that is predicted.
+    It begins with the first settings of each strategy, at about the largest micro batch that is
+    predicted to fit: larger ones are not worth it where the model says that they only cost time.
+    Each further proposal has the largest expected gain over the best so far, weighted by its chance
+    to run, for each second that it takes. What runs counts as measured, with its predicted time.
 
     Args:
-        stop_when: end the search when its next three minutes are expected to gain less than this,
-            as a fraction, and every strategy that should fit without offloading was measured, since
-            a machine's links may surprise the model; 0 for never. See `next_minutes`.
+        stop_when: end the search when every strategy without offloading was measured and no trial
+            is expected to gain more than this, as a fraction; 0 for never.
         early_stopping: end the search after so many trials without a new best.
-
-    Attributes:
-        surrogate: the model of step time and memory.
     """
 
     summary = "tries next what models of memory and speed expect most of; every trial corrects them"
     options: ClassVar[Mapping[str, Option]] = {
         "stop_when": search_option(
             "--stop-when",
-            "end the search when three more minutes of it are expected to gain less than GAIN; "
-            "0 for never",
+            "end the search when no further trial is expected to gain more than GAIN; 0 for never",
             kind=FRACTION,
-            default="2%",
+            default="0.5%",
             metavar="GAIN",
         ),
         "early_stopping": NO_NEW_BEST,
     }
-    ramps = True
-    first_largest: ClassVar[int] = 64
     weighs_costs = True
 
     def __init__(
         self,
-        *args: Any,
+        profile: ModelProfile,
+        objective: Objective,
+        space: Space,
+        *,
         stop_when: float = 0.0,
         early_stopping: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(profile, objective, space, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
-        self.surrogate = Surrogate(
-            self.space,
-            self.objective,
-            self._largest,
-            predicted=self._predict is not None,
-            begin_with=self.first_largest,
-            rng=self._rng(),
-        )
-        self._sizes = MicroBatches(self.space.micro_batches)
-        self._keys: list[tuple[int, int]] = []  # branch and number of settings, by lineage
+        job = Job.of_profile(profile, slots=space.slots, slots_per_host=space.slots_per_host)
+        self._settings = Settings(space, job)
+        self.speed = SpeedModel(Layout(job, space.strategies, self._settings.num_values))
+        self._feasibility = Feasibility(len(space.branches), predicted=self._predict is not None)
+        self._sizes = MicroBatches(space.micro_batches)
+        # Of the memory, what a sample takes.
+        self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
+        self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
+        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
+        self._keys: list[tuple[int, int]] = []  # the same by lineage
         self._lineage_of: dict[tuple[int, int], Lineage] = {}
         self._asked: list[set[int]] = []  # positions of micro batches, by lineage
-        self._running: dict[tuple[int, int], Configuration] = {}  # by lineage and micro batch
-        self._first: tuple[Lineage, int] | None = None
-        self._second_is_due = True
-        self._assessed: tuple[_Choice | None] | None = None  # the best choice, running ones aside
+        self._running: dict[tuple[int, int], Points] = {}  # by lineage and micro batch
+        self._openings = [0] * len(space.branches)  # first trials of each strategy
+        self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
+        self._is_too_dear = False  # whatever is left to try
+        self._next: tuple[_Choice | None] | None = None  # while nothing changes
 
-    @in_one_thread
     def ask(self) -> Proposal | None:
-        known = self._first is None and len(self.surrogate.measured) >= _KNOWN_ENOUGH
-        if known:  # from a ramp: what a sample and a micro step cost
-            self._second_is_due, found = False, None
-        else:
-            found = self._begin() if self._first is None else self._second()
-        if found is None:
-            choice = self._assess() if not self._running else self._choose_beside_running()
-            if choice is None:
-                return None
-            found = self._open(choice.branch, choice.index), choice.position
-        lineage, position = found
-        self._first = self._first or found
+        choice = self._choice()
+        if choice is None:
+            return None
+        candidates, at = choice.candidates, choice.at
+        branch = int(candidates.points.strategy[at])
+        lineage = self._open(branch, int(candidates.index[at]))
+        position = int(candidates.position[at])
         self._asked[lineage.id].add(position)
+        self._openings[branch] += branch in self._unopened()
         proposal = self._propose(lineage, position)
-        self._running[lineage.id, proposal.micro_batch] = self.surrogate.configuration(
-            *self._keys[lineage.id], proposal.micro_batch
-        )
+        self._running[lineage.id, proposal.micro_batch] = candidates.points.only(np.array([at]))
+        self._next = None
         return proposal
 
     @in_one_thread
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         del self._running[proposal.lineage, proposal.micro_batch]
-        self._assessed = None
         lineage = self._told(proposal, outcome)
-        self.surrogate.update(*self._keys[lineage.id], proposal.micro_batch, outcome)
+        self._update(lineage, proposal.micro_batch, outcome)
 
     def limit(self, micro_batch: int) -> None:
-        self._assessed = None
-        self.surrogate.starved.append((micro_batch + 1, 1))
+        self._next = None
+        self._starved.append((micro_batch + 1, 1))
 
     @in_one_thread
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
-        self._assessed = None
+        self._next = None
         if branch is None:
             return
         lineage = self._open(branch, 0)
-        position = lineage.position(micro_batch)
         if micro_batch in self.space.micro_batches:
-            self._asked[lineage.id].add(position)
+            self._asked[lineage.id].add(lineage.position(micro_batch))
             self._note_memory(branch, micro_batch, outcome)
-            value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
             lineage.record(
-                micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
+                micro_batch,
+                outcome.kind,
+                outcome.value(self.objective),
+                self.objective,
+                smaller_may_run=outcome.smaller_may_run,
             )
-        self.surrogate.update(branch, 0, micro_batch, outcome)
+        self._update(lineage, micro_batch, outcome)
 
     @property
-    @in_one_thread
     def stop_reason(self) -> str | None:
-        if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
+        if not self._stop_when or not self.speed.points:
             return None
-        choice = self._assess()
-        if choice is None or choice.branch in self._unknown_branches():
+        choice = self._choice()
+        if choice is None:
+            return "further trials take longer than is worth it" if self._is_too_dear else None
+        if math.expm1(choice.expected) >= self._stop_when:
             return None
-        fit = self.surrogate.fit
-        reference = self.surrogate.incumbent(fit, self.surrogate.measured)[1]
-        assert reference is not None
-        if not self._gains_little(fit, choice.looked, reference):
-            return None
-        return (
-            f"{NEXT_S / 60:g} more minutes are expected to gain less than "
-            f"{100 * self._stop_when:g} %"
-        )
+        return f"no further trial is expected to gain more than {100 * self._stop_when:g} %"
 
     @property
-    @in_one_thread
     def outlook(self) -> Outlook | None:
-        choice = None if self._assessed is None else self._assessed[0]
+        choice = None if self._next is None else self._next[0]
         if choice is None:
             return None
-        micro_batch = self.space.micro_batches[choice.position]
-        expected = self.surrogate.configuration(choice.branch, choice.index, micro_batch)
-        log_rate = self.surrogate.log_work(micro_batch, expected.gas) - expected.log_s
+        points, at = choice.candidates.points, choice.at
+        log_rate = self._log_work(points)[at] - choice.candidates.log_s[at]
         sign = -1 if self.objective.smaller_is_better else 1
         return Outlook(
-            strategy=self.space.strategies[choice.branch].name,
-            micro_batch=micro_batch,
+            strategy=self.space.strategies[int(points.strategy[at])].name,
+            micro_batch=int(points.micro_batch[at]),
             value=math.exp(sign * log_rate),
             chance=choice.chance,
         )
 
-    # -- what to try
+    # -- what is known
+
+    def _update(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
+        """Update the models with the outcome of a trial."""
+        self._next = None
+        branch, index = self._keys[lineage.id]
+        points = self._points(branch, [(index, micro_batch)])
+        octaves = math.log2(micro_batch) - math.log2(self._edge(lineage.settings))
+        self._feasibility.update(branch, lineage.settings, octaves, outcome)
+        if outcome.smaller_may_run:
+            self._starved.append((micro_batch, int(points.gas[0])))
+            if outcome.most_samples is not None:
+                self._starved.append((outcome.most_samples + 1, 1))
+        value = outcome.value(self.objective)
+        if value is None or not 0 < value < math.inf:
+            return
+        assert outcome.metrics is not None
+        sign = 1 if self.objective.smaller_is_better else -1
+        log_s = float(self._log_work(points)[0]) + sign * math.log(value)
+        self.speed.update(points, log_s, outcome.metrics.standard_error)
+        self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
+        self._measured.append((branch, index))
+
+    def _points(self, branch: int, which: list[tuple[int, int]]) -> Points:
+        """Configurations of a branch by the numbers of settings and micro batches."""
+        rows = [self._settings.row(branch, index) for index, _ in which]
+        edges = {index: self._edge(self._settings.of(branch, index)) for index, _ in which}
+        return Points(
+            strategy=np.full(len(which), branch),
+            work=np.array([row.work for row in rows]),
+            knobs=np.array([row.knobs for row in rows]),
+            micro_batch=np.array([size for _, size in which], float),
+            gas=np.array([self._gas(branch, index, size) for index, size in which], float),
+            room=np.array([(edges[i] - size) * self._sample_part for i, size in which]),
+        )
+
+    def _edge(self, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that should fit; in the middle between it and the next."""
+        return math.floor(self._largest(settings)) + 0.5
+
+    def _gas(self, branch: int, index: int, micro_batch: int) -> int:
+        return self.space.batch(micro_batch, self._settings.of(branch, index)).gas
+
+    def _log_work(self, points: Points) -> Array:
+        """Return the offset between the logarithms of a rate and a time, (n,)."""
+        work: Array = np.log(points.micro_batch * points.gas)
+        if self.objective.smaller_is_better:
+            work = 0.0 * work
+        return work
 
     def _open(self, branch: int, index: int) -> Lineage:
         """The lineage of a branch's settings number `index`."""
         known = self._lineage_of.get((branch, index))
         if known is not None:
             return known
-        micro_batches = self.space.micro_batches
         lineage = Lineage(
             id=len(self._lineages),
             branch=branch,
-            settings=self.space.branches[branch].settings(index),
-            micro_batches=micro_batches,
-            ceiling=micro_batches[-1],
+            settings=self._settings.of(branch, index),
+            micro_batches=self.space.micro_batches,
+            ceiling=self.space.micro_batches[-1],
         )
         self._lineages.append(lineage)
         self._lineage_of[branch, index] = lineage
@@ -219,225 +269,171 @@ class ModelSearch(Search):
         self._asked.append(set())
         return lineage
 
-    def _begin(self) -> tuple[Lineage, int] | None:
-        """The defaults that promise most samples a second, with a micro batch that fits safely."""
-        surrogate, best = self.surrogate, None
-        sizes = np.array([size for size in self._sizes.ladder if size <= self.first_largest])
-        for branch in range(len(self.space.branches)):
-            knobs = surrogate.encoding.rows(branch, np.zeros(1, int))
-            edges = surrogate.log2_largest(branch, [0])
-            fits = surrogate.feasibility.log_fits(branch, knobs, edges, sizes)[:, 0]
-            safe = sizes[fits >= _SAFE]
-            if not len(safe):
+    # -- what to try
+
+    def _unopened(self) -> set[int]:
+        """Strategies without offloading whose first trial is to come, or failed for its size."""
+        found = set()
+        ran = {branch for branch, _ in self._measured}
+        running = {self._keys[lineage][0] for lineage, _ in self._running}
+        for branch, strategy in enumerate(self.space.strategies):
+            tries = self._openings[branch]
+            if strategy.burden - (strategy.stage == 3) or branch in running:
                 continue
-            candidates = (surrogate.configuration(branch, 0, int(size)) for size in safe[::-1])
-            candidate = next((c for c in candidates if not self._takes_too_long(c)), None)
-            if candidate is None:
-                continue
-            size = candidate.micro_batch
-            promise = math.log(size * candidate.gas) - candidate.log_s
-            if best is None or promise > best[0] + 1e-9:
-                best = promise, branch, size
-        if best is None:
+            if tries == 0 or (branch not in ran and tries < _RETRIES):
+                found.add(branch)
+        return found
+
+    def _choice(self) -> _Choice | None:
+        if self._next is None:
+            self._next = (self._choose(),)
+        return self._next[0]
+
+    @in_one_thread
+    def _choose(self) -> _Choice | None:
+        candidates = self._candidates()
+        if candidates is None:
             return None
-        lineage = self._open(best[1], 0)
-        position = lineage.position(best[2])
-        return None if position in self._asked[lineage.id] else (lineage, position)
-
-    def _second(self) -> tuple[Lineage, int] | None:
-        """The same settings with a quarter of the samples, unless something like that is known."""
-        if not self._second_is_due or self._first is None:
-            return None
-        self._second_is_due = False
-        lineage, position = self._first
-        sizes = lineage.micro_batches
-        known = [m.micro_batch for m in self.surrogate.measured if m.branch == lineage.branch]
-        if lineage.abandoned or any(2 * size <= sizes[position] for size in known):
-            return None
-        smaller = bisect.bisect_right(sizes, max(sizes[position] // 4, sizes[0])) - 1
-        if smaller in self._asked[lineage.id] or smaller > lineage.open_hi:
-            return None
-        return lineage, smaller
-
-    def _assess(self) -> _Choice | None:
-        """The best choice by what was told; what runs is left out, and not taken into account."""
-        if self._assessed is None:
-            self._assessed = (self._choose(self.surrogate.fit, self.surrogate.measured),)
-        return self._assessed[0]
-
-    def _choose_beside_running(self) -> _Choice | None:
-        running = list(self._running.values())
-        fit = self.surrogate.fit.beside(points_of(running))
-        return self._choose(fit, self.surrogate.measured or running)
-
-    def _choose(self, fit: step_time.Fit, known: Sequence[Configuration]) -> _Choice | None:
-        """Return the best choice of all branches.
-
-        Args:
-            fit: the model of time.
-            known: where the best so far is among.
-        """
-        best_gain, reference = self.surrogate.incumbent(fit, known)
-        at = None if reference is None else fit.reference(points_of([reference]))
-        choices = [
-            choice
-            for branch in range(len(self.space.branches))
-            for choice in self._choices(fit, branch, best_gain, at)
-        ]
-        if not choices:
-            return None
-        looked = [looked for choice in choices for looked in choice.looked]
-        unknown = self._unknown_branches()
-        instead = [choice for choice in choices if choice.branch in unknown]
-        if instead and reference is not None and self._gains_little(fit, looked, reference):
-            choices = instead
-        chosen = max(choices, key=lambda choice: choice.score)
-        return replace(chosen, chance=max(choice.chance for choice in choices), looked=looked)
-
-    def _gains_little(
-        self, fit: step_time.Fit, looked: Sequence[Looked], reference: Configuration
-    ) -> bool:
-        """Return whether the next minutes are expected to gain too little to go on."""
-        if not self._stop_when or len(self.surrogate.measured) < _LEAST_MEASURED:
-            return False
-        worth = next_minutes.worth(looked, fit, points_of([reference]))
-        return math.expm1(worth) < self._stop_when
-
-    def _unknown_branches(self) -> set[int]:
-        """Strategies without offloading of which nothing has run, nor run out of memory."""
-        seen = {ran.branch for ran in (*self.surrogate.measured, *self._running.values())}
-        return {
-            branch
-            for branch, strategy in enumerate(self.space.strategies)
-            if (strategy.offload_optimizer, strategy.offload_param) == ("none", "none")
-            and branch not in seen
-            and not self._oom_history[branch].failures
-        }
-
-    def _choices(
-        self, fit: step_time.Fit, branch: int, best_gain: float, at: step_time.Reference | None
-    ) -> Iterator[_Choice]:
-        """The best of a branch for each number of accumulation steps; `at` is the best so far."""
-        surrogate, indexes = self.surrogate, self._promising(fit, branch)
-        knobs = surrogate.encoding.rows(branch, indexes)
-        edges = surrogate.log2_largest(branch, indexes)
-        largest = surrogate.feasibility.expected_largest(branch, knobs, edges)
-        positions = self._sizes.positions(
-            edges=(float(largest[0]), float(largest.max())),
-            best=() if at is None else at.points.micro_batch,
+        first = np.isin(candidates.points.strategy, list(self._unopened()))
+        first &= candidates.index == 0
+        worth = log_expected_gain(candidates.gain, candidates.sd) + candidates.runs
+        if first.any():
+            score = candidates.gain - _FAILURE * (1 - np.exp(candidates.runs))
+            score = score - _DOUBLING * np.log2(candidates.cost)
+            score = np.where(first, score, -np.inf)
+        elif not self.speed.points:
+            score = candidates.gain + _CAUTION * candidates.runs
+        else:
+            score = worth + (_CAUTION - 1) * candidates.runs - np.log(candidates.cost)
+        better = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs
+        return _Choice(
+            candidates,
+            int(np.argmax(score)),
+            expected=math.inf if first.any() else math.exp(float(worth.max())),
+            chance=math.exp(float(better.max())),
         )
-        sizes = np.array([self.space.micro_batches[p] for p in positions], float)
-        if not len(sizes):
-            return
-        log_sound = surrogate.feasibility.log_sound(branch, knobs)
-        for offset in self._accumulations(branch):
-            gas = np.array([surrogate.gas(branch, offset, int(size)) for size in sizes])
-            if offset:
-                edges = surrogate.log2_largest(branch, indexes + offset)
-            fits = surrogate.feasibility.log_fits(branch, knobs, edges, sizes)
-            is_open = self._is_open(branch, indexes + offset, positions, sizes, gas, fits)
-            if self._gated:
-                is_open &= np.log2(sizes)[:, None] <= edges[None, :]
-            below_oom = sizes <= self._oom_limit(branch)
-            is_open &= below_oom[:, None]
-            log_s, sd = fit.grid(branch, sizes, gas, knobs, at)
-            if self._costs is not None and surrogate.measured:
-                seen_s = gas * self._costs.micro_step_s(self.space.strategies[branch].name, sizes)
-                step_s = np.maximum(np.exp(log_s + surrogate.log_unit), seen_s[:, None])
-                is_open &= ~self._costs.are_too_long(step_s)
-            if not is_open.any():
+
+    def _candidates(self) -> _Candidates | None:
+        """All configurations to compare that may be tried."""
+        reference, best_rate = self._incumbent()
+        parts, indexes, positions, runs = [], [], [], []
+        for branch in range(len(self.space.branches)):
+            which = self._open_ones(branch, reference)
+            if not which:
                 continue
-            gain = np.asarray(surrogate.log_work(sizes, gas)).reshape(-1, 1) - log_s - best_gain
-            runs = _CAUTION * fits + log_sound - _DRY * self._oom_history[branch].failures
-            if at is None:
-                score, chance, looked = gain + runs, 1.0, []
-            else:
-                expected = log_expected_gain(gain, sd)
-                cost = self._cost(log_s, at.log_s)
-                score = expected + runs - np.log(cost)
-                better = log_cdf((gain - _WORTHWHILE) / sd) + fits + log_sound
-                chance = math.exp(float(better[is_open].max()))
-                trials = np.ones_like(gain)
-                if self._knows_costs:
-                    trials = np.minimum(MOST_DRAWS, NEXT_S / cost)
-                sound = np.where(is_open, np.exp(fits + log_sound), 0.0)
-                looked = [Looked(branch, sizes, gas, knobs, gain, sd, sound, trials)]
-            score = np.where(is_open, score, -np.inf)
-            row, column = divmod(int(np.argmax(score)), len(indexes))
-            index = int(indexes[column]) + offset
-            best = float(score[row, column])
-            yield _Choice(best, chance, looked, branch, index, positions[row])
+            sizes = self.space.micro_batches
+            points = self._points(branch, [(index, sizes[at]) for index, at in which])
+            index = np.array([index for index, _ in which])
+            edges = points.room / self._sample_part + points.micro_batch
+            octaves = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
+            fits = np.log(self._feasibility.fits(branch, octaves))
+            for number in np.unique(index):
+                lineage = self._lineage_of.get((branch, int(number)))
+                if lineage is not None and lineage.lo:
+                    fits[(index == number) & (points.micro_batch < sizes[0] + lineage.lo)] = 0.0
+            sound = {i: self._feasibility.runs(self._settings.of(branch, i)) for i in set(index)}
+            runs.append(fits + np.log([sound[i] for i in index]))
+            parts.append(points)
+            indexes.append(index)
+            positions.append(np.array([at for _, at in which]))
+        if not parts:
+            return None
+        points, index = Points.of(parts), np.concatenate(indexes)
+        fit = self.speed.fit
+        if self._running:
+            fit = fit.beside(Points.of(list(self._running.values())))
+        log_s, sd = fit.predict(points, reference)
+        step_s = np.exp(log_s + (float(np.median(self._log_units)) if self._log_units else 0.0))
+        found = _Candidates(
+            points,
+            index,
+            np.concatenate(positions),
+            log_s,
+            self._log_work(points) - log_s - best_rate,
+            self._learnable(fit, sd, points),
+            np.concatenate(runs),
+            self._cost(log_s, step_s),
+        )
+        kept = np.arange(len(points))
+        if self._costs is not None and self._log_units:
+            too_long = self._costs.are_too_long(step_s)
+            if self._stop_when:
+                least_s = step_s * np.exp(-sd)  # of few trials, the larger ones are hardly known
+                too_long = too_long | self._costs.are_unaffordable(least_s)
+            kept = kept[~too_long]
+        self._is_too_dear = not len(kept)
+        if self._is_too_dear:
+            return None
+        return _Candidates(
+            points.only(kept),
+            *(getattr(found, name)[kept] for name in list(_Candidates.__dataclass_fields__)[1:]),
+        )
 
-    def _takes_too_long(self, configuration: Configuration) -> bool:
-        if self._costs is None or not self.surrogate.measured:
-            return False
-        step_s = math.exp(configuration.log_s + self.surrogate.log_unit)
-        return bool(self._costs.are_too_long(step_s))
+    def _learnable(self, fit: Fit, sd: Array, points: Points) -> Array:
+        """By how much a trial will move the prediction of its configuration, (n,).
 
-    @property
-    def _knows_costs(self) -> bool:
-        return self._costs is not None and bool(self.surrogate.measured)
+        A measurement is as uncertain as those before it, so it tells little of what is known better
+        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
+        Control Optim. 47 (2008)).
+        """
+        sizes = [int(known.micro_batch[0]) for known in self.speed.points]
+        tiles = np.where(np.isin(points.micro_batch, sizes), 0.0, _TILES_SD)
+        variance = sd**2 + fit.misfit**2 + tiles**2
+        noise = fit.noise**2
+        moved: Array = variance / np.sqrt(variance + noise)
+        return moved
 
-    def _cost(self, log_s: Array, best_log_s: float) -> Array:
+    def _incumbent(self) -> tuple[Points | None, float]:
+        """The best by the model, which noise misleads less, and the logarithm of its rate."""
+        known = self.speed.points or list(self._running.values())
+        if not known:
+            return None, 0.0
+        points = Points.of(known)
+        rates = self._log_work(points) - self.speed.fit.predict(points)[0]
+        best = int(np.argmax(rates))
+        return points.only(np.array([best])), float(rates[best])
+
+    def _cost(self, log_s: Array, step_s: Array) -> Array:
         """Return the cost of trials in seconds, or in relative units before any measurement."""
-        if self._costs is None or not self.surrogate.measured:
-            return 1 + np.exp(log_s - best_log_s) / _LONG
-        cost: Array = self._costs.trial_s(np.exp(log_s + self.surrogate.log_unit))
+        if self._costs is None or not self._log_units:
+            return 1 + np.exp(log_s - log_s.min()) / _LONG
+        cost: Array = self._costs.trial_s(step_s)
         return cost
 
-    def _is_open(
-        self,
-        branch: int,
-        indexes: Array,
-        positions: Sequence[int],
-        sizes: Array,
-        gas: Array,
-        log_fits: Array,
-    ) -> Array:
-        """Return which of (m, s) configurations may be tried; mark those known to fit."""
-        is_open = np.ones((len(positions), len(indexes)), bool)
-        where = np.asarray(positions)
-        row_of = {position: row for row, position in enumerate(positions)}
-        for micro_batch, steps in self.surrogate.starved:
-            is_open[(sizes >= micro_batch) & (gas >= steps)] = False
-        for column, index in enumerate(indexes):
-            lineage = self._lineage_of.get((branch, int(index)))
-            if lineage is None:
-                continue
-            log_fits[where < lineage.lo, column] = 0.0
-            is_open[where > (-1 if lineage.abandoned else lineage.open_hi), column] = False
-            asked = [row_of[at] for at in self._asked[lineage.id] if at in row_of]
-            is_open[asked, column] = False
-        return is_open
+    def _open_ones(self, branch: int, reference: Points | None) -> list[tuple[int, int]]:
+        """Settings and positions of micro batches of a branch that may be tried."""
+        best = self._best_of(branch)
+        indexes = self._settings.promising(branch, best, self.speed.fit)
+        edges = {index: self._edge(self._settings.of(branch, index)) for index in indexes}
+        near = [] if reference is None else [float(reference.micro_batch[0])]
+        positions = self._sizes.positions(edges=(edges[0], max(edges.values())), best=near)
+        limit = self._oom_limit(branch)
+        sizes = self.space.micro_batches
+        found = []
+        for index in indexes:
+            lineage = self._lineage_of.get((branch, index))
+            asked = set() if lineage is None else self._asked[lineage.id]
+            top = math.inf if lineage is None else (-1 if lineage.abandoned else lineage.open_hi)
+            for at in positions:
+                size = sizes[at]
+                if at in asked or at > top or size > limit:
+                    continue
+                if self._gated and size > edges[index]:
+                    continue
+                if self._starved and self._lacks_data(size, self._gas(branch, index, size)):
+                    continue
+                found.append((index, at))
+        return found
 
-    def _promising(self, fit: step_time.Fit, branch: int) -> Array:
-        """Numbers of settings: the first, those that should be best and those that might be."""
-        tables, space = self.surrogate.encoding.tables[branch], self.space.branches[branch]
-        closed = sum(
-            1
-            for lineage in self._lineages
-            if lineage.branch == branch
-            and (lineage.abandoned or len(self._asked[lineage.id]) > lineage.open_hi)
-        )
-        means, hopes, strides = [], [], []
-        for (key, _), table, stride in zip(space.knobs, tables, space.strides, strict=True):
-            if key != GAS:
-                mean, sd = fit.knob_effects(table)
-                means.append(-mean)
-                hopes.append(sd - mean)
-                strides.append(stride)
-        count = _SETTINGS + closed
-        found = np.concatenate(
-            ([0], largest_sums(means, strides, count), largest_sums(hopes, strides, count))
-        )
-        _, order = np.unique(found, return_index=True)
-        return found[np.sort(order)]
+    def _lacks_data(self, micro_batch: int, gas: int) -> bool:
+        return any(micro_batch >= size and gas >= steps for size, steps in self._starved)
 
-    def _accumulations(self, branch: int) -> list[int]:
-        """Return the offset of settings for each number of accumulation steps."""
-        space = self.space.branches[branch]
-        for (key, values), stride in zip(space.knobs, space.strides, strict=True):
-            if key == GAS:
-                spread = np.linspace(0, len(values) - 1, min(len(values), _ACCUMULATIONS))
-                return [stride * int(digit) for digit in np.unique(spread.round())]
-        return [0]
+    def _best_of(self, branch: int) -> Mapping[str, Any]:
+        """The settings of the best that was measured in a branch, or else in any."""
+        own = [n for n, (b, _) in enumerate(self._measured) if b == branch]
+        among = own or list(range(len(self._measured)))
+        if not among:
+            return {}
+        points = Points.of([self.speed.points[n] for n in among])
+        rates = self._log_work(points) - np.array([self.speed.log_s[n] for n in among])
+        return self._settings.of(*self._measured[among[int(np.argmax(rates))]])

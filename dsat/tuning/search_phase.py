@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
@@ -25,7 +23,6 @@ from dsat.values.zero_strategy import of_config
 
 # A smaller micro batch takes less; a search that learns this tries nothing larger.
 _TOO_LONG = Outcome(OutcomeKind.TIMEOUT, message="predicted to take long", smaller_may_run=True)
-_MUCH_ROOM = 16  # times as many samples as a search begins with
 
 
 class SearchPhase(Phase):
@@ -68,14 +65,14 @@ class SearchPhase(Phase):
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
         searches = SEARCHES[plan.method]
-        self._costs = TrialCosts(plan, run)
+        predicts = not searches.weighs_costs
+        self._costs = TrialCosts(plan, run, space, predicts=predicts)
         self._ramp: Ramp | None = None
-        if plan.ramp:
+        if plan.ramp and searches.ramps:
             strategies, own = list(space.strategies), of_config(plan.base_config)
             is_searched = own in strategies
             branch = strategies.index(own) if is_searched else 0
-            if searches.first_largest is None or self._has_room(branch, searches.first_largest):
-                self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
+            self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
         self._search = searches(
             run.profile,
             plan.objective,
@@ -129,16 +126,6 @@ class SearchPhase(Phase):
         self._ramp = None
         if ramp.limit is not None:
             self._search.limit(ramp.limit)
-
-    def _has_room(self, branch: int, first_largest: int) -> bool:
-        """Check if memory leaves enough room for a ramp to help the search.
-
-        Where memory ends soon it knows better where to look: measured, `benchmarks.replay`.
-        """
-        largest = float(self._space.micro_batches[-1])
-        if self.forecast is not None:
-            largest = min(largest, self.forecast.largest(self._space.branches[branch].settings(0)))
-        return largest > _MUCH_ROOM * first_largest
 
     def _next_of_search(self) -> Trial | None:
         while (proposal := self._search.ask()) is not None:
@@ -244,9 +231,9 @@ class SearchPhase(Phase):
 
     def _takes_too_long(self, overrides: Mapping[str, Any], batch: BatchTriple) -> bool:
         """Check if a trial is predicted to exceed the time limit, from other trials."""
-        strategy = self._trials.strategy(overrides).name
-        [micro_step_s] = self._costs.micro_step_s(strategy, np.array([batch.micro_batch]))
-        return bool(self._costs.are_too_long(batch.gas * micro_step_s))
+        settings = overrides.get("zero_optimization", {})
+        step_s = self._costs.step_s(self._trials.strategy(overrides), settings, batch)
+        return bool(self._costs.are_too_long(step_s))
 
     def _trial(
         self,

@@ -1,20 +1,29 @@
-"""Predicted duration of trials, estimated from finished trials."""
+"""Predicted duration of trials, from finished trials."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from dsat.search.normal import Array
+from dsat.search.speed import Layout, Points, SpeedModel
+from dsat.search.step_time import Job, work
+from dsat.search.threads import in_one_thread
 from dsat.space.plan import Plan
+from dsat.space.space import Space
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
+from dsat.values.trial import BatchTriple, Trial
+from dsat.values.zero_strategy import Strategy, of_config
 
 _MOST_KEPT = 64  # of the latest trials, what each took besides its steps
+# Of a verdict within 25 times the user's own trial, or four minutes: what one trial may take, which
+# finals repeat a few times, and the whole search. Times the user's own trial, and at least seconds.
+_LONGEST, _LONGEST_S = 5.0, 30.0
+_SEARCH, _SEARCH_S = 15.0, 150.0
 
 
 class TrialCosts:
@@ -25,21 +34,30 @@ class TrialCosts:
 
     Args:
         plan: what is tuned.
-        run: the run so far.
+        run: the run so far, its model profiled.
+        space: what may be tried.
+        predicts: whether anybody will ask for the steps of a configuration.
     """
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, plan: Plan, run: Run, space: Space, *, predicts: bool) -> None:
         start, end, _ = plan.measured.get("steps", (3, 7, 0))
         self._warm_up_steps = start - 1
         self._least_steps = end - start + 1
-        self._run = run
+        self._plan, self._run = plan, run
         self._besides_s: list[float] = []
         self._steps: list[int] = []
-        # Seconds of a micro step by samples, the shortest of each, by strategy.
-        self._micro_steps: dict[str, dict[int, float]] = {}
+        self._spent_s = 0.0
+        self._strategies = space.strategies
+        assert run.profile is not None
+        self._job = Job.of_profile(
+            run.profile, slots=space.slots, slots_per_host=space.slots_per_host
+        )
+        layout = Layout(self._job, space.strategies, num_values=0)
+        self._speed = SpeedModel(layout) if predicts else None
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Update with the duration of a trial."""
+        self._spent_s += outcome.duration_s
         if outcome.metrics is None:
             return
         step_s = outcome.metrics.latency / 1000
@@ -47,9 +65,12 @@ class TrialCosts:
         self._besides_s = [*self._besides_s, max(0.0, outcome.duration_s - steps * step_s)]
         self._besides_s = self._besides_s[-_MOST_KEPT:]
         self._steps = [*self._steps, steps][-_MOST_KEPT:]
-        known = self._micro_steps.setdefault(trial.strategy, {})
-        size, micro_s = trial.batch.micro_batch, step_s / trial.batch.gas
-        known[size] = min(micro_s, known.get(size, micro_s))
+        strategy = of_config(self._plan.config(trial.overrides))
+        if self._speed is not None and strategy in self._strategies:
+            settings = trial.overrides.get("zero_optimization", {})
+            points = self._points(strategy, settings, trial.batch)
+            with_one_thread = in_one_thread(self._speed.update)
+            with_one_thread(points, math.log(step_s), outcome.metrics.standard_error)
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
@@ -62,42 +83,33 @@ class TrialCosts:
         longest_s = self._run.longest_s
         return self._least_steps * step_s > (math.inf if longest_s is None else longest_s)
 
-    def micro_step_s(self, strategy: str, sizes: Array) -> Array:
-        """At least about so many seconds micro steps take, by their samples; 0 if nothing is known.
+    def are_unaffordable(self, step_s: Any) -> Any:
+        """Return which trials cost more than a verdict may take, by the seconds of their steps.
 
-        By the same strategy, else by the fastest: between two micro batches that ran linear, above
-        them by what the last samples cost, below them in proportion. Of a strategy with one micro
-        batch only, others tell how its steps grow.
-
-        Args:
-            strategy: its name.
-            sizes: micro batches, (n,).
-
-        Returns:
-            (n,)
+        A verdict on a configuration needs further runs of it in the finals.
         """
-        own, others = self._micro_steps.get(strategy), list(self._micro_steps.values())
-        if own and len(own) == 1:
-            [(size, micro_s)] = own.items()
-            curves = [each for each in others if len(each) > 1]
-            here = np.array([size])
-            found = [micro_s * _at(each, sizes) / _at(each, here) for each in curves]
-            found = found or [_at(own, sizes)]
-        else:
-            found = [_at(each, sizes) for each in ([own] if own else others)]
-        least: Array = np.min([*found, np.full(len(sizes), np.inf)], axis=0)
-        return np.where(np.isfinite(least), least, 0.0)
+        own = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
+        if not own or not own.ok:
+            return step_s > math.inf
+        trial_s = self.trial_s(step_s)
+        left_s = max(_SEARCH * own.duration_s, _SEARCH_S) - self._spent_s
+        return trial_s > min(left_s, max(_LONGEST * own.duration_s, _LONGEST_S))
 
+    def step_s(self, strategy: Strategy, settings: Mapping[str, Any], batch: BatchTriple) -> float:
+        """At least about so many seconds an optimizer step takes; 0 if nothing is known."""
+        if self._speed is None or not self._speed.points or strategy not in self._strategies:
+            return 0.0
+        mean, sd = self._speed.fit.predict(self._points(strategy, settings, batch))
+        return math.exp(float(mean[0] - sd[0]))
 
-def _at(known: dict[int, float], sizes: Array) -> Array:
-    """Seconds of micro steps of so many samples, from those that are known."""
-    at = np.array(sorted(known), float)
-    micro_s = np.array([known[int(size)] for size in at])
-    found: Array = np.where(
-        sizes < at[0], micro_s[0] * sizes / at[0], np.interp(sizes, at, micro_s)
-    )
-    if len(at) == 1:
-        return found
-    slope = max(0.0, (micro_s[-1] - micro_s[-2]) / (at[-1] - at[-2]))
-    found += slope * np.maximum(0.0, sizes - at[-1])
-    return found
+    def _points(
+        self, strategy: Strategy, settings: Mapping[str, Any], batch: BatchTriple
+    ) -> Points:
+        return Points(
+            strategy=np.array([self._strategies.index(strategy)]),
+            work=work(self._job, strategy, settings)[None, :],
+            knobs=np.zeros((1, 0)),
+            micro_batch=np.array([batch.micro_batch], float),
+            gas=np.array([batch.gas], float),
+            room=np.ones(1),
+        )

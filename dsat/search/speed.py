@@ -1,0 +1,320 @@
+"""Predicted seconds of an optimizer step, from the physical model and the trials so far.
+
+    log t = log(physical model) + strategy + growth * octave + rest(octave)
+            + knobs * (what is not computation)
+
+The physical model (`dsat.search.step_time`) has a factor on each of its terms. What it does not
+know is learned by small corrections: of each strategy, of its growth with the micro batch, a
+piecewise linear function of the micro batch, and an effect of each value of a knob on what is not
+computation. All have normal priors. The fit is the most likely parameters (Gauss-Newton), their
+uncertainty its Laplace approximation. Learned along are how much measurements vary beyond their own
+intervals, and how much knobs do at all (MacKay, Neural Computation 4 (1992)).
+
+numpy only: the container of Determined's search runner has no SciPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dsat.search import step_time
+from dsat.search.normal import Array
+from dsat.search.step_time import TERMS, Job
+from dsat.values.zero_strategy import Strategy
+
+_STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
+_OCTAVES, _REST_SD = 21, 0.02
+_ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
+KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
+_RUN_SD = 0.01  # of measurements from run to run
+_PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of knobs
+_OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
+_MANY = 8  # measurements that can tell which of them is the odd one out
+_ITERATIONS, _SETTLED, _CONVERGED = 30, 0.3, 0.01
+_DIFFERENCE = 1e-4  # of a parameter, for gradients
+_EVERY = 50  # measurements up to which each is fitted; then when they are so much more
+
+
+@dataclass(frozen=True)
+class Points:
+    """Configurations, as arrays of one length n.
+
+    Attributes:
+        strategy: positions in the strategies.
+        work: of `step_time.work`, (n, columns).
+        knobs: which value of each knob, relative to the first settings, (n, values).
+        micro_batch, gas: samples of a micro step and micro steps of a step.
+        room: what is predicted to be left of the memory, as a fraction.
+    """
+
+    strategy: Array
+    work: Array
+    knobs: Array
+    micro_batch: Array
+    gas: Array
+    room: Array
+
+    def __len__(self) -> int:
+        return len(self.micro_batch)
+
+    def only(self, kept: Array) -> Points:
+        """Return those at some positions."""
+        return Points(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
+
+    @classmethod
+    def of(cls, parts: Sequence[Points]) -> Points:
+        """Return all of several, one after the other."""
+        return cls(
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in cls.__dataclass_fields__
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Meaning of the parameter vector: terms, strategies, growths, rest, values of knobs.
+
+    Attributes:
+        job: what is trained on what.
+        strategies: the positions in them are `Points.strategy`.
+        num_values: number of columns of `Points.knobs`.
+    """
+
+    job: Job
+    strategies: Sequence[Strategy]
+    num_values: int
+
+    def prior(self, knob_scale: float) -> tuple[Array, Array]:
+        """Return mean and standard deviation of all parameters."""
+        terms = np.array(list(TERMS.values()))
+        count = len(self.strategies)
+        others = np.repeat(
+            (_STRATEGY_SD, _GROWTH_SD, _REST_SD, KNOB_SD * knob_scale),
+            (count, count, _OCTAVES, self.num_values),
+        )
+        return np.append(terms[:, 0], np.zeros(len(others))), np.append(terms[:, 1], others)
+
+    def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
+        """Return the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""
+        terms, count = len(TERMS), len(self.strategies)
+        moved = theta[:terms, None] + _DIFFERENCE * np.eye(terms, terms + 1)
+        total_s, beside = step_time.seconds(
+            self.job.hardware,
+            moved[:, :, None],
+            points.work,
+            points.micro_batch,
+            points.gas,
+            points.room,
+        )
+        share = np.clip(beside, 0.0, 1.0) + _ANYWHERE
+        values = np.log(total_s) + share * (points.knobs @ theta[len(theta) - self.num_values :])
+        rows, octave = np.arange(len(points)), np.log2(points.micro_batch)
+        gradient = np.zeros((len(points), len(theta)))
+        gradient[:, :terms] = (values[:-1] - values[-1]).T / _DIFFERENCE
+        gradient[rows, terms + points.strategy] = 1.0
+        gradient[rows, terms + count + points.strategy] = octave
+        rest = terms + 2 * count
+        left = np.clip(octave.astype(int), 0, _OCTAVES - 2)
+        gradient[rows, rest + left] = left + 1 - octave
+        gradient[rows, rest + left + 1] = octave - left
+        learned = slice(terms, rest + _OCTAVES)
+        value = values[-1] + gradient[:, learned] @ theta[learned]
+        gradient[:, rest + _OCTAVES :] = share[-1][:, None] * points.knobs
+        return value, gradient
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Parameters and their uncertainty after some measurements.
+
+    Attributes:
+        covariance: of `theta`.
+        run_sd: standard deviation of measured times beyond their own intervals, as a fraction.
+        own_sd: that of their own intervals, in the middle.
+        knob_scale: how much larger the effects of knobs are than was believed.
+    """
+
+    layout: Layout
+    theta: Array
+    covariance: Array
+    run_sd: float = _RUN_SD
+    own_sd: float = 0.0
+    knob_scale: float = 1.0
+
+    @classmethod
+    def prior(cls, layout: Layout) -> Fit:
+        """Return the fit without any measurement."""
+        mean, sd = layout.prior(1.0)
+        return cls(layout, mean, np.diag(sd**2))
+
+    @property
+    def misfit(self) -> float:
+        """What measurements are off by beyond what runs vary: what the model does not know."""
+        return math.sqrt(max(0.0, self.run_sd**2 - _RUN_SD**2))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a measurement, as a fraction."""
+        return math.hypot(min(self.run_sd, _RUN_SD), self.own_sd)
+
+    def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
+        """Predict the natural logarithm of the seconds.
+
+        Args:
+            points: n configurations.
+            reference: one more; the uncertainty is of the difference to it.
+
+        Returns:
+            Mean and standard deviation, both (n,).
+        """
+        mean, gradient = self.layout.predict(self.theta, points)
+        if reference is not None:
+            gradient = gradient - self.layout.predict(self.theta, reference)[1]
+        variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
+        return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+    def beside(self, points: Points) -> Fit:
+        """Return the fit as if all n configurations took as long as predicted."""
+        gradient = self.layout.predict(self.theta, points)[1]
+        towards = gradient @ self.covariance
+        expected = towards @ gradient.T
+        expected[np.diag_indices(len(points))] += self.run_sd**2 + self.own_sd**2
+        known = self.covariance - towards.T @ np.linalg.solve(expected, towards)
+        return replace(self, covariance=known)
+
+    def updated(self, points: Points, log_s: Array, standard_error: Array) -> Fit:
+        """Return the fit to measurements, begun from this one.
+
+        Args:
+            points: all n configurations that were measured.
+            log_s: natural logarithms of their seconds, up to a constant, (n,).
+            standard_error: of `log_s`, (n,).
+        """
+        layout, theta, run_sd, scale = self.layout, self.theta, self.run_sd, self.knob_scale
+        mean, _ = layout.prior(scale)
+        if theta[step_time.COMPUTE] == 0.0:  # the first: what hardware it is
+            theta = theta.copy()
+            theta[step_time.COMPUTE] = float(np.median(log_s - layout.predict(theta, points)[0]))
+        mean[step_time.COMPUTE] = theta[step_time.COMPUTE]
+        outlier = _OUTLIER if len(points) >= _MANY else math.inf
+        for _ in range(_ITERATIONS):
+            variance = layout.prior(scale)[1] ** 2
+            noise = np.sqrt(run_sd**2 + standard_error**2)
+            predicted, gradient = layout.predict(theta, points)
+            error = log_s - predicted
+            weight = _huber(error / noise, outlier) / noise**2
+            covariance = _posterior(gradient, weight, variance)
+            step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
+            step *= min(1.0, 2.0 / max(float(np.abs(step).max()), 1e-12))
+            theta = (
+                theta
+                + self._part_that_helps(theta, step, mean, variance, points, log_s, noise) * step
+            )
+            largest = float(np.abs(step).max())
+            if largest > _SETTLED:  # the errors are not noise yet
+                continue
+            uncertain = ((gradient @ covariance) * gradient).sum(axis=1)
+            beyond = weight * noise**2 * error**2 + uncertain - standard_error**2
+            # Single terms may be negative: clipped one by one, they would add up to noise.
+            total = _PRIOR_WEIGHT * _RUN_SD**2 + float(beyond.sum())
+            before, run_sd = (
+                run_sd,
+                math.sqrt(max(total / (_PRIOR_WEIGHT + len(error)), (_RUN_SD / 2) ** 2)),
+            )
+            scale = _scale(theta, covariance, layout.num_values, scale)
+            if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
+                break
+        own_sd = float(np.median(standard_error))
+        return Fit(layout, theta, covariance, run_sd, own_sd, scale)
+
+    def _part_that_helps(
+        self,
+        theta: Array,
+        step: Array,
+        mean: Array,
+        variance: Array,
+        points: Points,
+        log_s: Array,
+        noise: Array,
+    ) -> float:
+        """Return 1, or the half, the quarter ... of a step that brings the fit nearer."""
+
+        def misfit(at: Array) -> float:
+            z = (log_s - self.layout.predict(at, points)[0]) / noise
+            return float((z**2).sum() + ((at - mean) ** 2 / variance).sum())
+
+        part, now = 1.0, misfit(theta)
+        while part > 1e-3 and misfit(theta + part * step) > now:
+            part /= 2
+        return part
+
+
+def _huber(z: Array, outlier: float) -> Array:
+    weight: Array = np.minimum(1.0, outlier / np.maximum(np.abs(z), 1e-12))
+    return weight
+
+
+def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
+    """(diag(1 / variance) + gradient.T @ diag(weight) @ gradient)^-1, by the smaller inverse."""
+    n, count = gradient.shape
+    if n >= count:
+        precision = (gradient.T * weight) @ gradient
+        precision[np.diag_indices(count)] += 1 / variance
+        return np.linalg.inv(precision)
+    scaled = gradient * variance
+    between = scaled @ gradient.T
+    between[np.diag_indices(n)] += 1 / weight
+    covariance: Array = -scaled.T @ np.linalg.solve(between, scaled)
+    covariance[np.diag_indices(count)] += variance
+    return covariance
+
+
+def _scale(theta: Array, covariance: Array, num_values: int, scale: float) -> float:
+    """Estimate the scale of the effects of knobs, from those that measurements determine."""
+    if not num_values:
+        return scale
+    effects, variance = theta[-num_values:], np.diag(covariance)[-num_values:]
+    determined = np.clip(1 - variance / (KNOB_SD * scale) ** 2, 0.0, 1.0).sum()
+    total = _KNOB_WEIGHT + float(((effects / KNOB_SD) ** 2).sum())
+    return math.sqrt(total / (_KNOB_WEIGHT + float(determined)))
+
+
+class SpeedModel:
+    """Seconds of configurations that are made known one by one, and predictions of others.
+
+    Args:
+        layout: the meaning of the parameters.
+
+    Attributes:
+        fit: to what was measured, as of late.
+        points, log_s: what was measured.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.fit = Fit.prior(layout)
+        self.points: list[Points] = []
+        self.log_s: list[float] = []
+        self._errors: list[float] = []
+        self._fitted = 0
+
+    def update(self, points: Points, log_s: float, standard_error: float) -> None:
+        """Take in one configuration that was measured.
+
+        Each is fitted at once, and many in groups, so that it does not matter when predictions are
+        asked for: a fit begins with the one before.
+        """
+        self.points.append(points)
+        self.log_s.append(log_s)
+        self._errors.append(standard_error)
+        if len(self.points) >= self._fitted + max(1, self._fitted // _EVERY):
+            self._fitted = len(self.points)
+            self.fit = self.fit.updated(
+                Points.of(self.points), np.array(self.log_s), np.array(self._errors)
+            )
