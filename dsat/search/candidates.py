@@ -47,7 +47,8 @@ class MicroBatches:
         if len(self._all) <= _FEW:
             return list(range(len(self._all)))
         edges = list(edges)
-        most = max(1.0, 2 * max(edges))
+        best = list(best)
+        most = max(1.0, 2 * max([*edges, *best]))
         octaves = range(math.ceil(math.log2(most)) + 1)
         sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
         near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
@@ -119,6 +120,8 @@ class Settings:
             best: settings of the best so far, of this branch or of another.
             fit: what is known of values.
         """
+        if self._space.branches[branch].count <= _MOST_SETTINGS:
+            return list(range(self._space.branches[branch].count))
         knobs = self._space.branches[branch].knobs
         strides = self._space.branches[branch].strides
         at_best, likeliest, hoped = 0, 0, 0

@@ -15,8 +15,8 @@ from dsat.values.outcome import Outcome, OutcomeKind
 
 # Octaves between the largest micro batch and the predicted one: a Cauchy distribution, because
 # predictions are good or fail altogether. Center and scale where it is only a bound, where it is
-# predicted, and where a trial near the predicted end has run.
-_BOUNDED, _PREDICTED, _CONFIRMED = (-1.0, 0.5), (0.05, 0.05), (0.05, 0.015)
+# predicted for processor cores and for devices, and where a trial near the predicted end has run.
+_BOUNDED, _ON_CORES, _PREDICTED, _CONFIRMED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05), (0.05, 0.015)
 _NEAR = -0.4  # octaves
 _LEAST = 1e-9  # chance
 _UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID)
@@ -31,10 +31,12 @@ class Feasibility:
     Args:
         count: number of strategies.
         predicted: whether micro batches are compared with a prediction, or with a bound from above.
+        on_device: whether slots have memory of their own, which can be predicted better.
     """
 
-    def __init__(self, count: int, *, predicted: bool) -> None:
+    def __init__(self, count: int, *, predicted: bool, on_device: bool) -> None:
         self._predicted = predicted
+        self._usual = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         self._ran = np.full(count, -math.inf)  # octaves above the predicted largest micro batch
         self._failed = np.full(count, math.inf)
         self._sound: Counter[tuple[str, str]] = Counter()
@@ -64,7 +66,7 @@ class Feasibility:
 
     def fits(self, branch: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
-        center, scale = _PREDICTED if self._predicted else _BOUNDED
+        center, scale = self._usual
         if self._predicted and self._ran.max() > _NEAR and math.isinf(self._failed.min()):
             center, scale = _CONFIRMED
         center = min(center, float(self._failed.min()))

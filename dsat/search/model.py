@@ -26,7 +26,9 @@ from dsat.values.trial import Proposal
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
 _CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
 # Of a strategy's first trial: gains that justify the double cost, and that it fails.
-_DOUBLING, _FAILURE = 0.02, 0.05
+_DOUBLING, _FAILURE = 0.01, 0.15
+_UNLIKELY = math.log(0.5)  # that it runs
+_MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
 _TILES_SD = 0.01  # of a micro batch that never ran: whole tiles and waves of matrix products
 _LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
@@ -94,7 +96,7 @@ class ModelSearch(Search):
             "--stop-when",
             "end the search when no further trial is expected to gain more than GAIN; 0 for never",
             kind=FRACTION,
-            default="0.5%",
+            default="0.3%",
             metavar="GAIN",
         ),
         "early_stopping": NO_NEW_BEST,
@@ -117,7 +119,11 @@ class ModelSearch(Search):
         job = Job.of_profile(profile, slots=space.slots, slots_per_host=space.slots_per_host)
         self._settings = Settings(space, job)
         self.speed = SpeedModel(Layout(job, space.strategies, self._settings.num_values))
-        self._feasibility = Feasibility(len(space.branches), predicted=self._predict is not None)
+        self._feasibility = Feasibility(
+            len(space.branches),
+            predicted=self._predict is not None,
+            on_device=profile.host_memory_bytes > 0,
+        )
         self._sizes = MicroBatches(space.micro_batches)
         # Of the memory, what a sample takes.
         self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
@@ -247,9 +253,7 @@ class ModelSearch(Search):
     def _log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
         work: Array = np.log(points.micro_batch * points.gas)
-        if self.objective.smaller_is_better:
-            work = 0.0 * work
-        return work
+        return np.zeros(len(work)) if self.objective.smaller_is_better else work
 
     def _open(self, branch: int, index: int) -> Lineage:
         """The lineage of a branch's settings number `index`."""
@@ -295,14 +299,15 @@ class ModelSearch(Search):
         if candidates is None:
             return None
         first = np.isin(candidates.points.strategy, list(self._unopened()))
-        first &= candidates.index == 0
-        worth = log_expected_gain(candidates.gain, candidates.sd) + candidates.runs
-        if first.any():
+        first &= (candidates.index == 0) & (candidates.runs > _UNLIKELY)
+        gain = log_expected_gain(candidates.gain, candidates.sd)
+        worth = gain + candidates.runs
+        if not self.speed.points:
+            score = candidates.gain + _CAUTION * candidates.runs
+        elif first.any():
             score = candidates.gain - _FAILURE * (1 - np.exp(candidates.runs))
             score = score - _DOUBLING * np.log2(candidates.cost)
             score = np.where(first, score, -np.inf)
-        elif not self.speed.points:
-            score = candidates.gain + _CAUTION * candidates.runs
         else:
             score = worth + (_CAUTION - 1) * candidates.runs - np.log(candidates.cost)
         better = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs
@@ -356,9 +361,9 @@ class ModelSearch(Search):
         )
         kept = np.arange(len(points))
         if self._costs is not None and self._log_units:
-            too_long = self._costs.are_too_long(step_s)
+            least_s = step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN))
+            too_long = self._costs.are_too_long(least_s)
             if self._stop_when:
-                least_s = step_s * np.exp(-sd)  # of few trials, the larger ones are hardly known
                 too_long = too_long | self._costs.are_unaffordable(least_s)
             kept = kept[~too_long]
         self._is_too_dear = not len(kept)
@@ -389,14 +394,15 @@ class ModelSearch(Search):
         if not known:
             return None, 0.0
         points = Points.of(known)
-        rates = self._log_work(points) - self.speed.fit.predict(points)[0]
+        rates: Array = self._log_work(points) - self.speed.fit.predict(points)[0]
         best = int(np.argmax(rates))
         return points.only(np.array([best])), float(rates[best])
 
     def _cost(self, log_s: Array, step_s: Array) -> Array:
         """Return the cost of trials in seconds, or in relative units before any measurement."""
         if self._costs is None or not self._log_units:
-            return 1 + np.exp(log_s - log_s.min()) / _LONG
+            relative: Array = 1 + np.exp(log_s - log_s.min()) / _LONG
+            return relative
         cost: Array = self._costs.trial_s(step_s)
         return cost
 

@@ -27,7 +27,7 @@ from dsat.search.step_time import TERMS, Job
 from dsat.values.zero_strategy import Strategy
 
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
-_OCTAVES, _REST_SD = 21, 0.02
+_OCTAVES, _REST_SD = 21, 0.04
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
 KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
 _RUN_SD = 0.01  # of measurements from run to run
@@ -168,7 +168,7 @@ class Fit:
 
         Args:
             points: n configurations.
-            reference: one more; the uncertainty is of the difference to it.
+            reference: one more; the uncertainty is of the difference to it, towards shorter times.
 
         Returns:
             Mean and standard deviation, both (n,).
@@ -176,8 +176,18 @@ class Fit:
         mean, gradient = self.layout.predict(self.theta, points)
         if reference is not None:
             gradient = gradient - self.layout.predict(self.theta, reference)[1]
+            gradient[:, : len(TERMS)] *= self._downwards(gradient[:, : len(TERMS)])
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+    def _downwards(self, gradient: Array) -> Array:
+        """Return what is left of the effect of a term where it makes a step shorter.
+
+        A term that is unknown may be many times as long, but no shorter than nothing.
+        """
+        sd = np.sqrt(np.diag(self.covariance)[: len(TERMS)])
+        left: Array = np.where(gradient > 0, -np.expm1(-sd) / np.maximum(sd, 1e-9), 1.0)
+        return left
 
     def beside(self, points: Points) -> Fit:
         """Return the fit as if all n configurations took as long as predicted."""

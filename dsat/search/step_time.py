@@ -65,13 +65,13 @@ class Hardware:
 
 # A processor core in fp32, and shared memory in the place of links.
 CPU_CORE = Hardware(
-    flops=5e10,
-    memory_bandwidth=1e10,
+    flops=7e10,
+    memory_bandwidth=3e9,
     link_bandwidth=2e9,
     host_link_bandwidth=1e9,
     pcie_bandwidth=1e10,
-    host_memory_bandwidth=1e10,
-    launch_s=5e-3,
+    host_memory_bandwidth=3e9,
+    launch_s=1e-2,
     latency_s=1e-3,
     unaligned=0.001,
     edge=0.001,

@@ -33,7 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "binary": {"search_range_factor": None},
     "random": {"trials_per_config": 5, "early_stopping": None, "search_range_factor": None},
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
-    "model": {"stop_when": 0.02, "early_stopping": None},
+    "model": {"stop_when": 0.003, "early_stopping": None},
 }
 
 
