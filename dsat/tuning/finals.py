@@ -1,8 +1,7 @@
-"""The finals: after a search its leaders and the user's own configuration run again, in turns.
+"""The finals: after a search its best and the user's own configuration run again, in turns.
 
 The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
-search measured is reported. One of the leaders is the pick: the best by what the search expects of
-it, and with many trials after runs of the leaders among themselves. The pick and the user's own
+search measured is reported. The best by what the search expects of it, the pick, and the user's own
 configuration run in pairs, and only these tell the gain. The order within a pair changes from one
 to the next, so that a machine that slows down steadily favours neither.
 
@@ -16,15 +15,12 @@ from __future__ import annotations
 
 import enum
 import math
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dsat.tuning.comparison import REPORTED, Comparison, Gain
 from dsat.values import student
 
-MOST_LEADERS = 4
-ROOM_FOR_PAIRS = 14  # trials; only what is left beyond them goes into choosing among leaders
 # With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in more
 # than half of all runs. They take 30 % of the search's time at most, but for the least.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
@@ -94,39 +90,6 @@ class Contestant:
         return self.train_batch_size, memory, self.changes
 
 
-def leaders(
-    tried: Collection[Contestant], most: int, *, indifference: float = 0.0
-) -> list[Contestant]:
-    """Return the leading configurations: the fastest, the smallest, then the others by speed.
-
-    Args:
-        tried: without the user's own configuration.
-        most: how many are wanted.
-        indifference: a gain that is worth nothing, as a fraction.
-
-    Returns:
-        Configurations that are slower than the fastest by no more than that, or cannot be told
-        apart from it, the first of which is the fastest.
-    """
-    if not tried:
-        return []
-    fastest = max(tried, key=lambda c: (c.log_value, -c.trial_id))
-
-    def behind(contestant: Contestant) -> float:
-        return fastest.log_value - contestant.log_value
-
-    worth = math.log1p(indifference)
-    close = [
-        contestant
-        for contestant in tried
-        if behind(contestant)
-        <= max(worth, 1.96 * math.hypot(fastest.standard_error, contestant.standard_error))
-    ]
-    smallest = min(close, key=lambda c: (c.size, behind(c)))
-    ordered = [fastest, smallest, *sorted(close, key=lambda c: (behind(c), c.trial_id))]
-    return list(dict.fromkeys(ordered))[:most]
-
-
 def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) -> list[Contestant]:
     """Return configurations in the order in which they are worth a comparison with the own.
 
@@ -170,17 +133,6 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def num_leaders(trials: int, *, same_batch: bool = False, pairs: int = ROOM_FOR_PAIRS) -> int:
-    """Return the number of leaders that finals of so many trials can compare.
-
-    Args:
-        trials: of the finals.
-        same_batch: one trial goes to a configuration with the user's own global batch.
-        pairs: trials that are left for pairs.
-    """
-    return max(1, min(MOST_LEADERS, trials // 3, trials - pairs - same_batch))
-
-
 class Role(str, enum.Enum):
     """Who runs next."""
 
@@ -202,17 +154,17 @@ class Finals:
 
     Args:
         own: the user's own configuration.
-        leaders: in the order of `leaders`; as many as `num_leaders` of them take part.
-        reserves: take the place of leaders, one after the other, when all have failed.
+        candidates: the best first; each takes the place of the one before when that has failed or
+            trains differently.
         trials: how many runs there may be.
         indifference: a gain that is not worth a larger global batch, as a fraction.
         least_gain: pairs end early if the gain is surely below it, as a fraction; None if not.
-        same_batch: trial ids of the leaders beside which another configuration is to be run, with
-            the user's own global batch, since they have another.
+        same_batch: trial ids of the candidates beside which another configuration is to be run,
+            with the user's own global batch, since they have another.
 
     Attributes:
-        pick: the leader that is compared with the user's own configuration, once it is chosen; None
-            if all have failed.
+        pick: the candidate that is compared with the user's own configuration; None if all have
+            failed.
         turn: who runs next; None when the finals are over.
         with_same_batch: `same_batch`.
         pairs: logarithms of what the user's own configuration and the pick reached.
@@ -222,10 +174,9 @@ class Finals:
     def __init__(
         self,
         own: Contestant,
-        leaders: Sequence[Contestant],
+        candidates: Sequence[Contestant],
         *,
         trials: int,
-        reserves: Sequence[Contestant] = (),
         indifference: float = 0.0,
         least_gain: float | None = None,
         same_batch: Collection[int] = (),
@@ -238,23 +189,13 @@ class Finals:
         self._indifference = indifference
         self._least = None if least_gain is None else math.log1p(least_gain)
         self.with_same_batch = frozenset(same_batch)
-        # Earlier runs kept room for three pairs.
-        count = num_leaders(trials, same_batch=bool(same_batch), pairs=6)
-        self._leaders = list(leaders[:count])
-        self._reserves = list(reserves)
-        self._values: dict[int, list[float]] = {c.trial_id: [] for c in self._leaders}
+        self._candidates = list(candidates)
         self._own_failures = 0
         self._pair: dict[Role, float] = {}
         self._same_batch: float | None = None  # how far above the own run before it
         self._same_batch_due = False
         self._queue: list[Turn] = []
-        if len(self._leaders) > 1:
-            rounds = max(1, trials // 3 // len(self._leaders))
-            for number in range(rounds):
-                order = self._leaders if number % 2 == 0 else self._leaders[::-1]
-                self._queue += [Turn(Role.LEADER, c.trial_id) for c in order]
-        else:
-            self._choose()
+        self._choose()
 
     @property
     def turn(self) -> Turn | None:
@@ -306,9 +247,6 @@ class Finals:
                 self._same_batch = log_value - self._pair[Role.OWN]
         elif log_value is None:
             self._failed(turn)
-        elif self.pick is None:
-            assert turn.trial_id is not None
-            self._values[turn.trial_id].append(log_value)
         else:
             self._pair[turn.role] = log_value
         if not self._queue:
@@ -316,9 +254,7 @@ class Finals:
 
     def disqualify(self) -> None:
         """The pick trains differently: it cannot win, whatever its speed."""
-        assert self.pick is not None
-        self._drop(self.pick.trial_id)
-        self._queue = []
+        self._drop_pick()
         self._go_on()
 
     # -- what comes next
@@ -336,34 +272,21 @@ class Finals:
     def _failed(self, turn: Turn) -> None:
         if turn.role is Role.OWN:
             self._own_failures += 1
-            self._queue = [turn, *self._queue] if self._may_repeat_own() else []
-            return
-        assert turn.trial_id is not None
-        self._drop(turn.trial_id)
-        if self.pick is None:
-            self._queue = [other for other in self._queue if other.trial_id != turn.trial_id]
+            again = self._own_failures < 2 and self.used + 1 + len(self._queue) <= self._trials
+            self._queue = [turn, *self._queue] if again else []
         else:
-            self._queue = []
+            self._drop_pick()
 
-    def _may_repeat_own(self) -> bool:
-        return self._own_failures < 2 and self.used + 1 + len(self._queue) <= self._trials
-
-    def _drop(self, trial_id: int) -> None:
-        self._leaders = [c for c in self._leaders if c.trial_id != trial_id]
-        if self.pick is not None and self.pick.trial_id == trial_id:
-            self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
+    def _drop_pick(self) -> None:
+        self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
+        self._queue = []
 
     def _choose(self) -> None:
-        """The smallest leader of those that are as fast as the fastest in the finals."""
-        if not self._leaders and self._reserves:
-            self._leaders = [self._reserves.pop(0)]
-        if not self._leaders or self._trials - self.used < _PAIR:
-            return
-        self.pick = _smallest_of_the_fastest(
-            self._leaders, lambda c: self._values[c.trial_id], self._indifference
-        )
-        self._same_batch_due = self.pick.trial_id in self.with_same_batch
-        self._next_pair()
+        """Compare the next candidate, if there are any and a pair of trials."""
+        if self._candidates and self._trials - self.used >= _PAIR:
+            self.pick = self._candidates.pop(0)
+            self._same_batch_due = self.pick.trial_id in self.with_same_batch
+            self._next_pair()
 
     def _decided(self) -> bool:
         """Check at a few fixed numbers of pairs if they are enough."""
@@ -383,27 +306,3 @@ class Finals:
         if self._same_batch_due and len(self.pairs) == 1 and self._trials - self.used > 2:
             self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
             self._same_batch_due = False
-
-
-def _smallest_of_the_fastest(
-    contestants: Sequence[Contestant],
-    values_of: Callable[[Contestant], Sequence[float]],
-    indifference: float,
-) -> Contestant:
-    """The smallest of those that the runs of the finals cannot tell from the fastest.
-
-    Without such runs there is one contestant.
-    """
-    if len(contestants) == 1:
-        return contestants[0]
-    means = {c.trial_id: statistics.fmean(values_of(c)) for c in contestants}
-    best = max(contestants, key=lambda c: means[c.trial_id])
-
-    def is_close(contestant: Contestant) -> bool:
-        both = math.hypot(best.standard_error, contestant.standard_error)
-        uncertain = 1.96 * both / math.sqrt(len(values_of(contestant)))
-        behind = means[best.trial_id] - means[contestant.trial_id]
-        return behind <= max(math.log1p(indifference), uncertain)
-
-    close = [contestant for contestant in contestants if is_close(contestant)]
-    return min(close, key=lambda c: (c.size, -means[c.trial_id]))

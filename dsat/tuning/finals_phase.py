@@ -14,7 +14,7 @@ from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
-_RESERVES = 3  # for leaders that fail or train differently
+_RESERVES = 3  # for a pick that fails or trains differently
 
 
 class FinalsPhase(Phase):
@@ -54,23 +54,20 @@ class FinalsPhase(Phase):
             and run.value(trial) is not None
             and plan.admits(trial.batch)
         ]
-        # One more than may be needed: a trial with the own batch takes the place of a leader.
-        most, worth = finals.num_leaders(count), plan.indifference
-        expected = finals.by_expectation(tried, indifference=worth)
-        leaders = expected[:1] if most == 1 else finals.leaders(tried, most, indifference=worth)
-        reserves = [contestant for contestant in expected if contestant not in leaders]
+        expected = finals.by_expectation(tried, indifference=plan.indifference)
+        candidates = [contestant.trial_id for contestant in expected[: 1 + _RESERVES]]
         return {
             "event": EVENT_FINALS,
             "reason": reason,
             "trials": count,
             "indifference": plan.indifference,
-            "leaders": [contestant.trial_id for contestant in leaders],
-            "reserves": [contestant.trial_id for contestant in reserves[:_RESERVES]],
-            "least_gain": worth,
+            "leaders": candidates[:1],
+            "reserves": candidates[1:],
+            "least_gain": plan.indifference,
             "same_batch": [
-                contestant.trial_id
-                for contestant in (*leaders, *reserves[:_RESERVES])
-                if self._with_own_batch(run.trials[contestant.trial_id]) is not None
+                trial_id
+                for trial_id in candidates
+                if self._with_own_batch(run.trials[trial_id]) is not None
             ],
         }
 

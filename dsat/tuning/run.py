@@ -190,11 +190,15 @@ class Run:
         self.search_ended = event["reason"]
         self._repeated = {}
         self.disqualified = {}
+        if len(event["leaders"]) > 1:
+            return  # an earlier version, which compared leaders with each other first
         self.finals = Finals(
             self.contestant(self.baseline),
-            [self.contestant(self.trials[trial_id]) for trial_id in event["leaders"]],
+            [
+                self.contestant(self.trials[t])
+                for t in (*event["leaders"], *event.get("reserves", ()))
+            ],
             trials=event["trials"],
-            reserves=[self.contestant(self.trials[t]) for t in event.get("reserves", ())],
             indifference=event["indifference"],
             least_gain=event.get("least_gain"),
             same_batch=event["same_batch"],
@@ -203,7 +207,9 @@ class Run:
     def _enter_final(self, trial: Trial) -> None:
         self.num_finals += 1
         turn = None if self.finals is None else self.finals.turn
-        assert turn is not None and self.baseline is not None
+        assert self.baseline is not None
+        if turn is None:
+            return
         if turn.role is Role.OWN:
             self._repeated[trial.id] = self.baseline.id
         elif turn.role is Role.SAME_BATCH:

@@ -70,16 +70,6 @@ def test_finals_cost_a_share_of_the_search(
 # -- who takes part
 
 
-def test_the_fastest_the_smallest_and_the_next_take_part() -> None:
-    tried = [leader(2, 1.30), leader(3, 1.40, batch=16), leader(4, 1.399), leader(5, 1.398)]
-    assert [c.trial_id for c in rules.leaders(tried, 4)] == [3, 4, 5], "2 is told apart"
-    assert [c.trial_id for c in rules.leaders(tried, 2)] == [3, 4]
-    assert [c.trial_id for c in rules.leaders(tried, 3, indifference=0.1)] == [3, 4, 5]
-    small = leader(6, 1.395, memory_bytes=100)
-    tried = [leader(2, 1.40, memory_bytes=200), leader(3, 1.39, memory_bytes=300), small]
-    assert [c.trial_id for c in rules.leaders(tried, 2)] == [2, 6]
-
-
 def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
     tried = [
         leader(2, 1.40, batch=64, error=0.001),
@@ -89,7 +79,7 @@ def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
     assert [c.trial_id for c in rules.by_expectation(tried)] == [2, 4, 3]
     assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.01)] == [4, 2, 3]
     assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.02)] == [3, 2, 4]
-    assert rules.by_expectation([]) == rules.leaders([], 2) == []
+    assert rules.by_expectation([]) == []
 
 
 @pytest.mark.parametrize(("error", "chosen"), [(0.03, 3), (0.002, 4)])
@@ -105,25 +95,6 @@ def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, c
 
 
 # -- who runs, and when it is enough
-
-
-@pytest.mark.parametrize(
-    ("trials", "leaders", "order"),
-    [
-        (5, 4, "o22o"),  # nothing is left to choose with
-        (8, 4, "23o33o"),
-        (11, 4, "234o44o"),
-        (12, 2, "2332o33o"),
-        (16, 4, "2345o55o"),
-    ],
-)
-def test_leaders_first_then_pairs_until_it_is_clear(trials: int, leaders: int, order: str) -> None:
-    field = [leader(2 + number) for number in range(leaders)]
-    speeds: dict[int | str, float | None] = {2: 1.40, 3: 1.45, 4: 1.50, 5: 1.60}
-    finals = Finals(OWN, field, trials=trials)
-    assert play(finals, speeds, noise=0.001) == order
-    assert finals.is_better and finals.is_worth_it
-    assert finals.pick is not None and finals.pick.trial_id == int(order[-2])
 
 
 def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
@@ -154,19 +125,20 @@ def test_a_steady_slow_down_favours_neither() -> None:
 # -- what fails
 
 
-def test_a_leader_that_fails_makes_room_for_the_next() -> None:
-    finals = Finals(OWN, [leader(2), leader(3)], trials=12)
-    assert play(finals, {2: None, 3: 1.4}, noise=0.001) == "233o33o"
-    assert finals.pick is not None and finals.pick.trial_id == 3
-
-
-def test_a_reserve_takes_the_place_of_a_leader_that_fails_or_trains_differently() -> None:
-    finals = Finals(OWN, [leader(2)], trials=12, reserves=[leader(3), leader(4)])
+def test_the_next_takes_the_place_of_a_pick_that_fails_or_trains_differently() -> None:
+    finals = Finals(OWN, [leader(2), leader(3), leader(4)], trials=12)
     finals.record(0.0)
     finals.record(0.5)
     finals.disqualify()
+    assert finals.pairs == []
     assert play(finals, {3: None, 4: 1.4}, noise=0.001) == "o3o44o"
     assert finals.pick is not None and finals.pick.trial_id == 4 and finals.is_better
+
+
+def test_pairs_end_when_it_is_clear() -> None:
+    finals = Finals(OWN, [leader(2)], trials=12)
+    assert play(finals, {2: 1.4}, noise=0.001) == "o22o"
+    assert finals.is_better and finals.is_worth_it
 
 
 def test_pairs_end_when_the_gain_is_surely_worth_nothing() -> None:
@@ -204,27 +176,7 @@ def test_the_users_own_may_fail_once() -> None:
     assert finals.comparison is None
 
 
-def test_who_trains_differently_cannot_win() -> None:
-    finals = Finals(OWN, [leader(2), leader(3)], trials=12)
-    for _ in range(6):  # both twice, and a pair
-        finals.record(0.5)
-    finals.disqualify()
-    assert finals.pick is not None and finals.pick.trial_id == 3
-    assert finals.pairs == []
-    assert play(finals, {3: 1.4}, noise=0.001) == "o33o"
-
-
 # -- sizes
-
-
-def test_the_smallest_batch_that_is_as_fast_is_picked() -> None:
-    field = [leader(2, 1.45, batch=64), leader(3, 1.44, batch=16), leader(4, 1.43, batch=32)]
-    finals = Finals(OWN, field, trials=16, indifference=0.02)
-    play(finals, {2: 1.45, 3: 1.44, 4: 1.43}, noise=0.0001)
-    assert finals.pick is not None and finals.pick.trial_id == 3
-    finals = Finals(OWN, field, trials=16, indifference=0.0)
-    play(finals, {2: 1.45, 3: 1.30, 4: 1.43}, noise=0.0001)
-    assert finals.pick is not None and finals.pick.trial_id == 4, "3 was luckier in the search"
 
 
 def test_a_larger_batch_must_be_worth_it() -> None:

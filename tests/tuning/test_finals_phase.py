@@ -124,16 +124,6 @@ def test_a_final_runs_alone_and_to_its_full_length() -> None:
     assert len(set(names)) == 4
 
 
-def test_the_configurations_of_the_finals_are_those_of_the_search() -> None:
-    run = ran_to_the_end({10: 1.5})
-    own, best, again, own_again = finals_of(run)
-    assert run.baseline is not None and run.best is not None
-    for trial, of in ((own, run.baseline), (best, run.best), (again, run.best)):
-        assert (trial.overrides, trial.script_args) == (of.overrides, of.script_args)
-    assert own_again.overrides == own.overrides
-    assert run.best_outcome in (run.outcomes[best.id], run.outcomes[again.id])
-
-
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("batches", [False, True])
 def test_a_run_cut_off_after_any_event_of_its_finals_continues(slots: int, batches: bool) -> None:
