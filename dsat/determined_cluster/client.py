@@ -68,12 +68,7 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
     return master
 
 
-def follow(
-    master: Master,
-    experiment_id: int,
-    say: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
-) -> Ended:
+def follow(master: Master, experiment_id: int, say: Callable[[str], None]) -> Ended:
     """Print the search runner's lines until its end."""
     shown, state, late = 0, "", 0
     while True:
@@ -90,7 +85,7 @@ def follow(
         if state in OVER and (found or late >= _LATE):
             return Ended(state, found)
         late += state in OVER
-        sleep(_INTERVAL_S)
+        time.sleep(_INTERVAL_S)
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
