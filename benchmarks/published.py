@@ -9,12 +9,14 @@ is said.
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.app.simulation_engine import SimulationEngine
+from dsat.app.simulation_engine import simulation_engine
 from dsat.app.source import Source
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import closed_form
@@ -67,14 +69,13 @@ def _simulated(
     batch = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
     whole = {**config, **batch}
     user = experiment.of_dict(list(words), "published", FOLDER, whole, "the row")
-    engine = SimulationEngine(
-        Source(user, entrypoint.parse(list(words), FOLDER), is_command=True), _TIMEOUT_S
-    )
-    try:
-        with Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator:
-            found = simulator.estimate(whole, micro_batch=micro_batch, slots=slots)
-    finally:
-        engine.close()
+    source = Source(user, entrypoint.parse(list(words), FOLDER), is_command=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
+        Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
+    ):
+        found = simulator.estimate(whole, micro_batch=micro_batch, slots=slots)
     assert found.source == SIMULATED
     return found
 

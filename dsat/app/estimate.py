@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 from dsat.app import cards, installed_deepspeed
 from dsat.app import source as sources
 from dsat.app.cards import Choice
-from dsat.app.simulation_engine import SimulationEngine
+from dsat.app.simulation_engine import LOG, simulation_engine
 from dsat.app.source import Source
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
@@ -121,29 +122,31 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
         DsatError: the script cannot be simulated, also where the caller finds that out.
     """
     source = _source(settings)
-    engine = SimulationEngine(source, survey.TIMEOUT_S)
     experiment, program = source.experiment, source.program
+    installed_deepspeed.check(experiment, program)
+    base = script_args.batch_from_args(
+        experiment.base_config, program.args, experiment.arg_mappings
+    )
+    recompute = _RECOMPUTE[settings.activation_checkpointing]
+    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     keep_log = False
     try:
-        installed_deepspeed.check(experiment, program)
-        recompute = _RECOMPUTE[settings.activation_checkpointing]
-        with Simulator(
-            engine, as_cpu=False, timeout_s=survey.TIMEOUT_S, recompute=recompute
-        ) as simulator:
-            base = script_args.batch_from_args(
-                experiment.base_config, program.args, experiment.arg_mappings
-            )
+        with (
+            contextlib.closing(simulation_engine(source, folder, survey.TIMEOUT_S)) as engine,
+            Simulator(
+                engine, as_cpu=False, timeout_s=survey.TIMEOUT_S, recompute=recompute
+            ) as simulator,
+        ):
             yield experiment.name, base, simulator
     except SimulationUnavailable as error:
         keep_log = True
         raise DsatError(
             f"memory cannot be estimated: {error}. The script was run up to its first training "
-            f"step; its log is {engine.log}."
+            f"step; its log is {folder / LOG}."
         ) from None
     finally:
-        engine.close()
         if not keep_log:
-            shutil.rmtree(engine.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def tables(
