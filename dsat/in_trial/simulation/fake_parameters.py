@@ -116,11 +116,9 @@ class FakeParameters:
             self._real_bytes += size
             return tensor
         self.fake_bytes += size
-        return self._new(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def _new(self, shape: Any, stride: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        form = tensor.shape, tensor.stride()
         with self._mode:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return torch.empty_strided(*form, dtype=tensor.dtype, device=tensor.device)
 
     def _replace_parameter(self) -> None:
         original = torch.nn.Parameter.__new__

@@ -62,9 +62,9 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._forget_parts(out, (*args, *kwargs.values()))
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
-            return self._of_real(self._run(func, args, kwargs), _device(args))
+            return self._of_real(self._run(func, args, kwargs), next(tensors_in(args)).device)
         out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
-        if self._may_be_known(out, has_inputs=_has_any((*args, *kwargs.values()))):
+        if self._may_be_known(out, has_inputs=any(True for _ in tensors_in((args, kwargs)))):
             self._add_values(out, func, args, kwargs)
         else:
             self._forget_written(func, args, kwargs)
@@ -169,14 +169,6 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             )
         setattr(fake, _REAL, value)
         return fake
-
-
-def _has_any(values: Iterable[Any]) -> bool:
-    return next(tensors_in(values), None) is not None
-
-
-def _device(args: Iterable[Any]) -> torch.device:
-    return next(tensor.device for tensor in tensors_in(args))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
