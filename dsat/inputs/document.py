@@ -9,6 +9,8 @@ from typing import Any
 
 from dsat.errors import UserInputError
 
+LARGEST_INTEGER = 2**63 - 1
+
 
 def read_text(path: Path) -> str:
     """Read the text of a file.
@@ -33,7 +35,8 @@ def check(data: Any, at: str = "") -> None:
     """Check that JSON can hold a value with all its parts.
 
     Raises:
-        ValueError: it holds a date, NaN or Infinity. The message says what, and where.
+        ValueError: it holds a date, NaN, or what fits into no file or 64 bits. The message says
+            what, and where.
         RecursionError: it is nested too deeply.
     """
     if isinstance(data, Mapping):
@@ -43,9 +46,15 @@ def check(data: Any, at: str = "") -> None:
     elif isinstance(data, (list, tuple)):
         for index, value in enumerate(data):
             check(value, f"{at}[{index}]")
+    elif isinstance(data, str):
+        if "\x00" in data:
+            raise ValueError(f"holds a NUL character at {at.lstrip('.')}")
+        data.encode("utf-8")  # UnicodeEncodeError is a ValueError
+    elif isinstance(data, int) and abs(data) > LARGEST_INTEGER:
+        raise ValueError(f"holds a number that is too large at {at.lstrip('.')}")
     elif isinstance(data, float) and not math.isfinite(data):
         raise ValueError(f"holds NaN or Infinity at {at.lstrip('.')}: put a number in its place")
-    elif not isinstance(data, (str, int, float, bool, type(None))):
+    elif not isinstance(data, (int, float, bool, type(None))):
         raise ValueError(
             f"holds a value that JSON does not know at {at.lstrip('.')}: a {type(data).__name__}. "
             "Put dates into quotes, for example"

@@ -117,6 +117,8 @@ def whole_number(value: Any, where: str, *, least: int = 1) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise UserInputError(f"must be {kind}, not {value!r}", where=where)
+    if number > document.LARGEST_INTEGER:
+        raise UserInputError(f"{value!r} is too large", where=where)
     return number
 
 

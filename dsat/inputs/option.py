@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs.document import LARGEST_INTEGER
+
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_LONGEST_S = 1e9  # a longer timeout overflows in system calls
 OWN, ANY = "own", "any"  # in the place of a global batch size
 
 
@@ -173,7 +176,7 @@ def memory_size(value: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value), re.ASCII)
     unit = _MEMORY_UNITS.get(match[2].upper()) if match else None
     size = float(match[1]) * unit if match and unit else 0.0
-    if size < 1:
+    if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
     return int(size)
 
@@ -197,7 +200,7 @@ def duration_s(value: str | float) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
     unit = _TIME_UNITS.get(match[2]) if match else None
     duration = float(match[1]) * unit if match and unit else 0.0
-    if duration <= 0:
+    if not 0 < duration <= _LONGEST_S:
         raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
     return duration
 
@@ -212,6 +215,8 @@ def at_least(least: int) -> Kind:
             raise ValueError(f"{value!r} is not a whole number") from None
         if number < least:
             raise ValueError(f"{number} is less than {least}")
+        if number > LARGEST_INTEGER:
+            raise ValueError(f"{number} is too large")
         return number
 
     return Kind(read, metavar="N")
