@@ -97,17 +97,6 @@ def test_equal_parts_are_taken_of_what_nobody_uses(
     assert choose(nodes, wish) == expected
 
 
-def test_what_is_taken_is_said() -> None:
-    assert str(Parts(2, "GPU", 8, 64, "A100")) == "2 nodes with 8 A100 GPUs each"
-    assert str(Parts(1, "", 4, 4)) == "1 node with 4 CPUs"
-    assert Parts(2, "GPU", 8, 64, "A100").bundle == {
-        "CPU": 64,
-        "GPU": 8,
-        "accelerator_type:A100": 0.001,
-    }
-    assert Parts(1, "", 4, 4).bundle == {"CPU": 4}
-
-
 def test_what_is_asked_for() -> None:
     assert ResourceRequest.of(2, "A100:8") == ResourceRequest(2, 8, "A100")
     assert ResourceRequest.of(None, "4") == ResourceRequest(None, 4)

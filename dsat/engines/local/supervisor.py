@@ -20,12 +20,12 @@ Requests:
      "done": optional name of a file in the folder: the trial is ended once it is there,
      "ports": optional name of a file in the folder: more ports that ranks use, a line each}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
-    {"op": "look", "path": path}
+    {"op": "look", "file": path, "folder": path}
     {"op": "ping", "limit_s": optional; this process ends with everything that it started when
      trials run and no further ping comes for so long: it is cut off}
 Answers:
     {"event": "warm", "ok": bool, "reason": text}
-    {"event": "look", "text": contents of the file, or null, "is_folder": bool,
+    {"event": "look", "text": of the file, or null, "is_folder": whether the folder is there,
      "pid": of this process}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
@@ -164,9 +164,11 @@ class Supervisor:
             if group is not None:
                 self._end(group, request["grace_s"])
         elif op == "look":
-            path = Path(request["path"])
-            seen = {"text": _text(path), "is_folder": path.is_dir()}
-            self._answer({"event": "look", **seen, "pid": os.getpid()})
+            found = {
+                "text": _text(Path(request["file"])),
+                "is_folder": Path(request["folder"]).is_dir(),
+            }
+            self._answer({"event": "look", **found, "pid": os.getpid()})
         elif op == "ping":
             limit_s = request["limit_s"]
             self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s

@@ -112,7 +112,7 @@ class Supervisors:
         seen = self._folder / f".seen-{token[:8]}"
         seen.write_text(token)
         try:
-            answers = self._ask_all({"op": "look", "path": str(seen)})
+            answers = self._look(seen, folder)
         finally:
             seen.unlink()
         for host, answer in answers.items():
@@ -122,7 +122,6 @@ class Supervisors:
                     f"{self._folder} with this one: put it on a file system that all hosts "
                     "have (--run-dir)"
                 )
-        for host, answer in self._ask_all({"op": "look", "path": str(folder)}).items():
             if not answer["is_folder"]:
                 raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
 
@@ -230,7 +229,8 @@ class Supervisors:
         log = self._folder / "supervisor.log"
         return f"the process that runs trials ended (exit status {status}; see {log})"
 
-    def _ask_all(self, request: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    def _look(self, file: Path, folder: Path) -> dict[int, dict[str, Any]]:
+        request = {"op": "look", "file": str(file), "folder": str(folder)}
         return self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
 
     def _ask(

@@ -104,7 +104,7 @@ def made_up(*codes: str) -> list[Host]:
 def settle(talk: Supervisors, *hosts: int) -> None:
     """Waits until hosts have begun to answer."""
     for host in hosts:
-        talk.send(host, {"op": "look", "path": "x"})
+        talk.send(host, {"op": "look", "file": "x", "folder": "x"})
     heard: set[int] = set()
     while heard < set(hosts):
         heard |= {host for host, _ in talk._read(10.0)}
@@ -143,7 +143,9 @@ def test_nobody_waits_for_a_host_that_takes_nothing(tmp_path: Path) -> None:
     talk = Supervisors(made_up(ANSWERS, TAKES_NOTHING), tmp_path, env={})
     try:
         settle(talk, 0)
-        talk.send(1, {"op": "look", "path": "x" * 2**22})  # far more than a pipe holds
+        talk.send(
+            1, {"op": "look", "file": "x" * 2**22, "folder": "x"}
+        )  # far more than a pipe holds
         assert "nothing was heard" in until_lost(talk, 1)
     finally:
         talk.close()
