@@ -185,3 +185,73 @@ def test_importing_loads_nothing_heavy(module: str, heavy: str) -> None:
     modules = json.loads(loaded.stdout)
     assert module in modules
     assert {name.split(".")[0] for name in modules} & set(heavy.split()) == set()
+
+
+# -- sizes
+
+MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES = 400, 60, 7, 20, 15
+# What is larger still. An entry that no longer is has to go.
+TOO_LARGE = {
+    "in_trial.simulation.attention attention: parameters",
+    "inputs.autotuning_section Autotuning: attributes",
+    "inputs.entrypoint Entrypoint: attributes",
+    "inputs.settings Settings: attributes",
+    "search.base Search: attributes",
+    "search.base __init__: parameters",
+    "search.model ModelSearch: attributes",
+    "search.model ModelSearch: methods",
+    "search.model: lines",
+    "space.plan Plan: attributes",
+    "space.space __init__: parameters",
+    "tuning.run Run: attributes",
+    "tuning.run Run: methods",
+    "tuning.run: lines",
+    "values.trial Trial: attributes",
+}
+
+
+def _too_large(module: str, text: str) -> Iterator[str]:
+    """Return what exceeds a limit in a source, each as `module name: measure`."""
+    if text.count("\n") > MOST_LINES:
+        yield f"{module}: lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            if sum(isinstance(each, _FUNCTIONS) for each in node.body) > MOST_METHODS:
+                yield f"{module} {node.name}: methods"
+            if len(_attributes(node)) > MOST_ATTRIBUTES:
+                yield f"{module} {node.name}: attributes"
+        elif isinstance(node, _FUNCTIONS):
+            if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES:
+                yield f"{module} {node.name}: lines"
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if len([each for each in given if each.arg not in ("self", "cls")]) > MOST_PARAMETERS:
+                yield f"{module} {node.name}: parameters"
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's fields and of what its methods set on `self`."""
+    found = set()
+    for each in ast.walk(node):
+        targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+        for target in (
+            targets if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ()
+        ):
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                found |= {target.attr} if target.value.id == "self" else set()
+            elif (
+                isinstance(target, ast.Name)
+                and each in node.body
+                and not isinstance(each, ast.Assign)
+            ):
+                found.add(target.id)
+    return found
+
+
+def test_nothing_is_too_large() -> None:
+    sources = _sources(ROOT / "dsat")
+    assert {
+        found for name, text in sources.items() for found in _too_large(name, text)
+    } == TOO_LARGE
