@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dsat.search.feasibility import Values
 from dsat.search.normal import Array
 from dsat.search.speed import Fit
 from dsat.search.step_time import Job, work
@@ -21,7 +22,7 @@ _FEW = 24  # so many micro batches are all compared
 _NEAR_THE_EDGE = (1.0, 0.98, 0.96, 0.94, 0.91, 0.87, 0.8)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _TILE = 8  # samples that matrix units take at once
-_MOST_SETTINGS = 40  # of a branch
+_MOST_SETTINGS = 24  # of a branch
 
 
 class MicroBatches:
@@ -60,10 +61,15 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class Row:
-    """Settings as the model of speed takes them; see `Points`."""
+    """Settings as the models of speed and of failures take them; see `Points`.
+
+    Attributes:
+        values: the name and the value of each, as text.
+    """
 
     work: Array
     knobs: Array
+    values: Values
 
 
 class Settings:
@@ -90,6 +96,10 @@ class Settings:
                     if key != GAS and _text(value) != usual[key]:
                         self._columns.setdefault((key, _text(value)), len(self._columns))
         self.num_values = len(self._columns)
+        self._texts = [
+            [(key, [_text(value) for value in values]) for key, values in branch.knobs]
+            for branch in space.branches
+        ]
 
     def of(self, branch: int, index: int) -> Mapping[str, Any]:
         """Return the settings number `index` of a branch."""
@@ -99,17 +109,15 @@ class Settings:
         return found
 
     def row(self, branch: int, index: int) -> Row:
-        """Return the settings number `index` of a branch as the model of speed takes them."""
+        """Return the settings number `index` of a branch as the models take them."""
         found = self._rows.get((branch, index))
         if found is None:
             settings = self.of(branch, index)
+            values = tuple((key, _text(value)) for key, value in settings.items())
             knobs = np.zeros(self.num_values)
-            for key, value in settings.items():
-                column = self._columns.get((key, _text(value)))
-                if column is not None:
-                    knobs[column] = 1.0
+            knobs[[self._columns[value] for value in values if value in self._columns]] = 1.0
             counted = work(self._job, self._space.strategies[branch], settings)
-            found = self._rows[branch, index] = Row(counted, knobs)
+            found = self._rows[branch, index] = Row(counted, knobs, values)
         return found
 
     def promising(self, branch: int, best: Mapping[str, Any], fit: Fit) -> list[int]:
@@ -126,8 +134,7 @@ class Settings:
         strides = self._space.branches[branch].strides
         at_best, likeliest, hoped = 0, 0, 0
         sd = np.sqrt(np.diag(fit.covariance))
-        for (key, values), stride in zip(knobs, strides, strict=True):
-            texts = [_text(value) for value in values]
+        for (key, texts), stride in zip(self._texts[branch], strides, strict=True):
             if key in best and _text(best[key]) in texts:
                 at_best += stride * texts.index(_text(best[key]))
             effects, hopes = [], []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +16,9 @@ from dsat.values.outcome import Outcome, OutcomeKind
 # predicted for processor cores and for devices, and where a trial near the predicted end has run.
 _BOUNDED, _ON_CORES, _PREDICTED, _CONFIRMED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05), (0.05, 0.015)
 _NEAR = -0.4  # octaves
+Values = Sequence[tuple[str, str]]
+"""Names of settings and their values, as text."""
+
 _LEAST = 1e-9  # chance
 _UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID)
 
@@ -42,14 +43,12 @@ class Feasibility:
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: Counter[tuple[str, str]] = Counter()
 
-    def update(
-        self, branch: int, settings: Mapping[str, Any], octaves: float, outcome: Outcome
-    ) -> None:
+    def update(self, branch: int, values: Values, octaves: float, outcome: Outcome) -> None:
         """Take in the end of a trial.
 
         Args:
             branch: position of the strategy.
-            settings: of the trial.
+            values: of its settings.
             octaves: of its micro batch above the largest that was predicted to fit.
             outcome: how it ended.
         """
@@ -60,9 +59,9 @@ class Feasibility:
             self._failed[branch] = min(self._failed[branch], octaves)
             self._ran[branch] = min(self._ran[branch], octaves - 1e-3)
         if outcome.ok or outcome.kind.is_out_of_memory:
-            self._sound.update(_values(settings))
+            self._sound.update(values)
         elif outcome.kind in _UNSOUND and not outcome.smaller_may_run:
-            self._unsound.update(_values(settings))
+            self._unsound.update(values)
 
     def fits(self, branch: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
@@ -77,13 +76,6 @@ class Feasibility:
         chance: Array = np.clip((high - here) / max(high - low, _LEAST), _LEAST, 1.0)
         return chance
 
-    def runs(self, settings: Mapping[str, Any]) -> float:
+    def runs(self, values: Values) -> float:
         """Return the chance to run but for memory: that of the worst of the values."""
-        return min(
-            ((1 + self._sound[v]) / (1 + self._sound[v] + self._unsound[v]))
-            for v in _values(settings)
-        )
-
-
-def _values(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, json.dumps(value, default=str)) for key, value in settings.items()]
+        return min(((1 + self._sound[v]) / (1 + self._sound[v] + self._unsound[v])) for v in values)

@@ -11,12 +11,11 @@ import numpy as np
 
 from dsat.inputs.option import FRACTION, Option, search_option
 from dsat.search.base import NO_NEW_BEST, Outlook, Search
-from dsat.search.candidates import MicroBatches, Settings
-from dsat.search.feasibility import Feasibility
+from dsat.search.candidates import MicroBatches
 from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
-from dsat.search.speed import Fit, Layout, Points, SpeedModel
-from dsat.search.step_time import Job
+from dsat.search.predictions import Predictions
+from dsat.search.speed import Points
 from dsat.search.threads import in_one_thread
 from dsat.space.space import Space
 from dsat.values.objective import Objective
@@ -30,7 +29,6 @@ _DOUBLING, _FAILURE = 0.01, 0.15
 _UNLIKELY = math.log(0.5)  # that it runs
 _MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
-_TILES_SD = 0.01  # of a micro batch that never ran: whole tiles and waves of matrix products
 _LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
 
 
@@ -116,19 +114,11 @@ class ModelSearch(Search):
         super().__init__(profile, objective, space, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
-        job = Job.of_profile(profile, slots=space.slots, slots_per_host=space.slots_per_host)
-        self._settings = Settings(space, job)
-        self.speed = SpeedModel(Layout(job, space.strategies, self._settings.num_values))
-        self._feasibility = Feasibility(
-            len(space.branches),
-            predicted=self._predict is not None,
-            on_device=profile.host_memory_bytes > 0,
+        self._predictions = Predictions(
+            profile, objective, space, self._largest, predicted=self._predict is not None
         )
+        self.speed = self._predictions.speed
         self._sizes = MicroBatches(space.micro_batches)
-        # Of the memory, what a sample takes.
-        self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
-        self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
-        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
         self._keys: list[tuple[int, int]] = []  # the same by lineage
         self._lineage_of: dict[tuple[int, int], Lineage] = {}
         self._asked: list[set[int]] = []  # positions of micro batches, by lineage
@@ -136,6 +126,7 @@ class ModelSearch(Search):
         self._openings = [0] * len(space.branches)  # first trials of each strategy
         self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
         self._is_too_dear = False  # whatever is left to try
+        self._latest: _Choice | None = None  # for people
         self._next: tuple[_Choice | None] | None = None  # while nothing changes
 
     def ask(self) -> Proposal | None:
@@ -194,11 +185,11 @@ class ModelSearch(Search):
 
     @property
     def outlook(self) -> Outlook | None:
-        choice = None if self._next is None else self._next[0]
+        choice = self._latest
         if choice is None:
             return None
         points, at = choice.candidates.points, choice.at
-        log_rate = self._log_work(points)[at] - choice.candidates.log_s[at]
+        log_rate = self._predictions.log_work(points)[at] - choice.candidates.log_s[at]
         sign = -1 if self.objective.smaller_is_better else 1
         return Outlook(
             strategy=self.space.strategies[int(points.strategy[at])].name,
@@ -213,47 +204,12 @@ class ModelSearch(Search):
         """Update the models with the outcome of a trial."""
         self._next = None
         branch, index = self._keys[lineage.id]
-        points = self._points(branch, [(index, micro_batch)])
-        octaves = math.log2(micro_batch) - math.log2(self._edge(lineage.settings))
-        self._feasibility.update(branch, lineage.settings, octaves, outcome)
         if outcome.smaller_may_run:
-            self._starved.append((micro_batch, int(points.gas[0])))
+            gas = self._predictions.gas(branch, index, micro_batch)
+            self._starved.append((micro_batch, gas))
             if outcome.most_samples is not None:
                 self._starved.append((outcome.most_samples + 1, 1))
-        value = outcome.value(self.objective)
-        if value is None or not 0 < value < math.inf:
-            return
-        assert outcome.metrics is not None
-        sign = 1 if self.objective.smaller_is_better else -1
-        log_s = float(self._log_work(points)[0]) + sign * math.log(value)
-        self.speed.update(points, log_s, outcome.metrics.standard_error)
-        self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
-        self._measured.append((branch, index))
-
-    def _points(self, branch: int, which: list[tuple[int, int]]) -> Points:
-        """Configurations of a branch by the numbers of settings and micro batches."""
-        rows = [self._settings.row(branch, index) for index, _ in which]
-        edges = {index: self._edge(self._settings.of(branch, index)) for index, _ in which}
-        return Points(
-            strategy=np.full(len(which), branch),
-            work=np.array([row.work for row in rows]),
-            knobs=np.array([row.knobs for row in rows]),
-            micro_batch=np.array([size for _, size in which], float),
-            gas=np.array([self._gas(branch, index, size) for index, size in which], float),
-            room=np.array([(edges[i] - size) * self._sample_part for i, size in which]),
-        )
-
-    def _edge(self, settings: Mapping[str, Any]) -> float:
-        """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(self._largest(settings)) + 0.5
-
-    def _gas(self, branch: int, index: int, micro_batch: int) -> int:
-        return self.space.batch(micro_batch, self._settings.of(branch, index)).gas
-
-    def _log_work(self, points: Points) -> Array:
-        """Return the offset between the logarithms of a rate and a time, (n,)."""
-        work: Array = np.log(points.micro_batch * points.gas)
-        return np.zeros(len(work)) if self.objective.smaller_is_better else work
+        self._predictions.update(branch, index, micro_batch, outcome)
 
     def _open(self, branch: int, index: int) -> Lineage:
         """The lineage of a branch's settings number `index`."""
@@ -263,7 +219,7 @@ class ModelSearch(Search):
         lineage = Lineage(
             id=len(self._lineages),
             branch=branch,
-            settings=self._settings.of(branch, index),
+            settings=self._predictions.settings.of(branch, index),
             micro_batches=self.space.micro_batches,
             ceiling=self.space.micro_batches[-1],
         )
@@ -278,7 +234,7 @@ class ModelSearch(Search):
     def _unopened(self) -> set[int]:
         """Strategies without offloading whose first trial is to come, or failed for its size."""
         found = set()
-        ran = {branch for branch, _ in self._measured}
+        ran = self._predictions.branches_that_ran
         running = {self._keys[lineage][0] for lineage, _ in self._running}
         for branch, strategy in enumerate(self.space.strategies):
             tries = self._openings[branch]
@@ -290,7 +246,8 @@ class ModelSearch(Search):
 
     def _choice(self) -> _Choice | None:
         if self._next is None:
-            self._next = (self._choose(),)
+            self._latest = self._choose()
+            self._next = (self._latest,)
         return self._next[0]
 
     @in_one_thread
@@ -320,126 +277,81 @@ class ModelSearch(Search):
 
     def _candidates(self) -> _Candidates | None:
         """All configurations to compare that may be tried."""
-        reference, best_rate = self._incumbent()
-        parts, indexes, positions, runs = [], [], [], []
-        for branch in range(len(self.space.branches)):
-            which = self._open_ones(branch, reference)
-            if not which:
-                continue
-            sizes = self.space.micro_batches
-            points = self._points(branch, [(index, sizes[at]) for index, at in which])
-            index = np.array([index for index, _ in which])
-            edges = points.room / self._sample_part + points.micro_batch
-            octaves = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
-            fits = np.log(self._feasibility.fits(branch, octaves))
-            for number in np.unique(index):
-                lineage = self._lineage_of.get((branch, int(number)))
-                if lineage is not None and lineage.lo:
-                    fits[(index == number) & (points.micro_batch < sizes[0] + lineage.lo)] = 0.0
-            sound = {i: self._feasibility.runs(self._settings.of(branch, i)) for i in set(index)}
-            runs.append(fits + np.log([sound[i] for i in index]))
-            parts.append(points)
-            indexes.append(index)
-            positions.append(np.array([at for _, at in which]))
-        if not parts:
+        running = list(self._running.values())
+        reference, best_rate = self._predictions.incumbent(running)
+        parts = [self._of_branch(b, reference) for b in range(len(self.space.branches))]
+        found = [part for part in parts if part is not None]
+        if not found:
             return None
-        points, index = Points.of(parts), np.concatenate(indexes)
-        fit = self.speed.fit
-        if self._running:
-            fit = fit.beside(Points.of(list(self._running.values())))
+        points = Points.of([part[0] for part in found])
+        index, position, runs = (np.concatenate([part[n] for part in found]) for n in (1, 2, 3))
+        fit = self.speed.fit if not running else self.speed.fit.beside(Points.of(running))
         log_s, sd = fit.predict(points, reference)
-        step_s = np.exp(log_s + (float(np.median(self._log_units)) if self._log_units else 0.0))
-        found = _Candidates(
-            points,
-            index,
-            np.concatenate(positions),
-            log_s,
-            self._log_work(points) - log_s - best_rate,
-            self._learnable(fit, sd, points),
-            np.concatenate(runs),
-            self._cost(log_s, step_s),
-        )
-        kept = np.arange(len(points))
-        if self._costs is not None and self._log_units:
+        cost = 1 + np.exp(log_s - log_s.min()) / _LONG
+        kept = np.ones(len(points), bool)
+        step_s = self._predictions.seconds(log_s)
+        if self._costs is not None and step_s is not None:
+            cost = self._costs.trial_s(step_s)
             least_s = step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN))
-            too_long = self._costs.are_too_long(least_s)
+            kept = ~self._costs.are_too_long(least_s)
             if self._stop_when:
-                too_long = too_long | self._costs.are_unaffordable(least_s)
-            kept = kept[~too_long]
-        self._is_too_dear = not len(kept)
+                kept &= ~self._costs.are_unaffordable(least_s)
+        self._is_too_dear = not kept.any()
         if self._is_too_dear:
             return None
-        return _Candidates(
-            points.only(kept),
-            *(getattr(found, name)[kept] for name in list(_Candidates.__dataclass_fields__)[1:]),
-        )
+        gain = self._predictions.log_work(points) - log_s - best_rate
+        sd = self._predictions.learnable(fit, sd, points)
+        arrays = (index, position, log_s, gain, sd, runs, cost)
+        return _Candidates(points.only(kept), *(array[kept] for array in arrays))
 
-    def _learnable(self, fit: Fit, sd: Array, points: Points) -> Array:
-        """By how much a trial will move the prediction of its configuration, (n,).
+    def _of_branch(
+        self, branch: int, reference: Points | None
+    ) -> tuple[Points, Array, Array, Array] | None:
+        """Configurations of a branch that may be tried, and their chances to run.
 
-        A measurement is as uncertain as those before it, so it tells little of what is known better
-        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
-        Control Optim. 47 (2008)).
+        Returns:
+            The configurations, the numbers of their settings, the positions of their micro batches
+            and the logarithms of their chances; None if there is none.
         """
-        sizes = [int(known.micro_batch[0]) for known in self.speed.points]
-        tiles = np.where(np.isin(points.micro_batch, sizes), 0.0, _TILES_SD)
-        variance = sd**2 + fit.misfit**2 + tiles**2
-        noise = fit.noise**2
-        moved: Array = variance / np.sqrt(variance + noise)
-        return moved
-
-    def _incumbent(self) -> tuple[Points | None, float]:
-        """The best by the model, which noise misleads less, and the logarithm of its rate."""
-        known = self.speed.points or list(self._running.values())
-        if not known:
-            return None, 0.0
-        points = Points.of(known)
-        rates: Array = self._log_work(points) - self.speed.fit.predict(points)[0]
-        best = int(np.argmax(rates))
-        return points.only(np.array([best])), float(rates[best])
-
-    def _cost(self, log_s: Array, step_s: Array) -> Array:
-        """Return the cost of trials in seconds, or in relative units before any measurement."""
-        if self._costs is None or not self._log_units:
-            relative: Array = 1 + np.exp(log_s - log_s.min()) / _LONG
-            return relative
-        cost: Array = self._costs.trial_s(step_s)
-        return cost
+        which = self._open_ones(branch, reference)
+        if not which:
+            return None
+        sizes = self.space.micro_batches
+        points = self._predictions.points(branch, [(index, sizes[at]) for index, at in which])
+        index = np.array([index for index, _ in which])
+        fits, sound = self._predictions.log_runs(branch, points, index)
+        for number in np.unique(index):
+            lineage = self._lineage_of.get((branch, int(number)))
+            if lineage is not None and lineage.lo:
+                fits[(index == number) & (points.micro_batch < sizes[lineage.lo - 1])] = 0.0
+        return points, index, np.array([at for _, at in which]), fits + sound
 
     def _open_ones(self, branch: int, reference: Points | None) -> list[tuple[int, int]]:
         """Settings and positions of micro batches of a branch that may be tried."""
-        best = self._best_of(branch)
-        indexes = self._settings.promising(branch, best, self.speed.fit)
-        edges = {index: self._edge(self._settings.of(branch, index)) for index in indexes}
+        predictions, sizes = self._predictions, self.space.micro_batches
+        best = predictions.best_settings(branch)
+        indexes = predictions.settings.promising(branch, best, self.speed.fit)
+        edges = {index: predictions.edge(branch, index) for index in indexes}
         near = [] if reference is None else [float(reference.micro_batch[0])]
         positions = self._sizes.positions(edges=(edges[0], max(edges.values())), best=near)
-        limit = self._oom_limit(branch)
-        sizes = self.space.micro_batches
         found = []
         for index in indexes:
             lineage = self._lineage_of.get((branch, index))
             asked = set() if lineage is None else self._asked[lineage.id]
             top = math.inf if lineage is None else (-1 if lineage.abandoned else lineage.open_hi)
-            for at in positions:
-                size = sizes[at]
-                if at in asked or at > top or size > limit:
-                    continue
-                if self._gated and size > edges[index]:
-                    continue
-                if self._starved and self._lacks_data(size, self._gas(branch, index, size)):
-                    continue
-                found.append((index, at))
+            most = min(self._oom_limit(branch), edges[index] if self._gated else math.inf)
+            found += [
+                (index, at)
+                for at in positions
+                if at <= top
+                and sizes[at] <= most
+                and at not in asked
+                and not self._lacks_data(branch, index, sizes[at])
+            ]
         return found
 
-    def _lacks_data(self, micro_batch: int, gas: int) -> bool:
-        return any(micro_batch >= size and gas >= steps for size, steps in self._starved)
-
-    def _best_of(self, branch: int) -> Mapping[str, Any]:
-        """The settings of the best that was measured in a branch, or else in any."""
-        own = [n for n, (b, _) in enumerate(self._measured) if b == branch]
-        among = own or list(range(len(self._measured)))
-        if not among:
-            return {}
-        points = Points.of([self.speed.points[n] for n in among])
-        rates = self._log_work(points) - np.array([self.speed.log_s[n] for n in among])
-        return self._settings.of(*self._measured[among[int(np.argmax(rates))]])
+    def _lacks_data(self, branch: int, index: int, micro_batch: int) -> bool:
+        return any(
+            micro_batch >= size and self._predictions.gas(branch, index, micro_batch) >= steps
+            for size, steps in self._starved
+        )

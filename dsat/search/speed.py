@@ -102,31 +102,51 @@ class Layout:
 
     def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
         """Return the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""
-        terms, count = len(TERMS), len(self.strategies)
+        terms = len(TERMS)
         moved = theta[:terms, None] + _DIFFERENCE * np.eye(terms, terms + 1)
+        values, share = self._physical(moved, theta, points)
+        corrections = self._corrections(points)
+        gradient = np.hstack(
+            (
+                (values[:-1] - values[-1]).T / _DIFFERENCE,
+                corrections,
+                share[-1][:, None] * points.knobs,
+            )
+        )
+        return values[-1] + corrections @ theta[terms : terms + corrections.shape[1]], gradient
+
+    def mean(self, theta: Array, points: Points) -> Array:
+        """Return the logarithm of the seconds, (n,)."""
+        terms, corrections = len(TERMS), self._corrections(points)
+        values, _ = self._physical(theta[:terms, None], theta, points)
+        mean: Array = values[0] + corrections @ theta[terms : terms + corrections.shape[1]]
+        return mean
+
+    def _physical(self, terms: Array, theta: Array, points: Points) -> tuple[Array, Array]:
+        """The logarithm of the seconds by some (terms, k), and the share of knobs, (k, n) both."""
         total_s, beside = step_time.seconds(
             self.job.hardware,
-            moved[:, :, None],
+            terms[:, :, None],
             points.work,
             points.micro_batch,
             points.gas,
             points.room,
         )
         share = np.clip(beside, 0.0, 1.0) + _ANYWHERE
-        values = np.log(total_s) + share * (points.knobs @ theta[len(theta) - self.num_values :])
-        rows, octave = np.arange(len(points)), np.log2(points.micro_batch)
-        gradient = np.zeros((len(points), len(theta)))
-        gradient[:, :terms] = (values[:-1] - values[-1]).T / _DIFFERENCE
-        gradient[rows, terms + points.strategy] = 1.0
-        gradient[rows, terms + count + points.strategy] = octave
-        rest = terms + 2 * count
+        effects = points.knobs @ theta[len(theta) - self.num_values :]
+        return np.log(total_s) + share * effects, share
+
+    def _corrections(self, points: Points) -> Array:
+        """Features of strategies, of their growth and of the rest, (n, their number)."""
+        count, rows = len(self.strategies), np.arange(len(points))
+        octave = np.log2(points.micro_batch)
+        features = np.zeros((len(points), 2 * count + _OCTAVES))
+        features[rows, points.strategy] = 1.0
+        features[rows, count + points.strategy] = octave
         left = np.clip(octave.astype(int), 0, _OCTAVES - 2)
-        gradient[rows, rest + left] = left + 1 - octave
-        gradient[rows, rest + left + 1] = octave - left
-        learned = slice(terms, rest + _OCTAVES)
-        value = values[-1] + gradient[:, learned] @ theta[learned]
-        gradient[:, rest + _OCTAVES :] = share[-1][:, None] * points.knobs
-        return value, gradient
+        features[rows, 2 * count + left] = left + 1 - octave
+        features[rows, 2 * count + left + 1] = octave - left
+        return features
 
 
 @dataclass(frozen=True)
@@ -162,6 +182,10 @@ class Fit:
     def noise(self) -> float:
         """Standard deviation of a measurement, as a fraction."""
         return math.hypot(min(self.run_sd, _RUN_SD), self.own_sd)
+
+    def mean(self, points: Points) -> Array:
+        """Return the mean of the natural logarithm of the seconds, (n,)."""
+        return self.layout.mean(self.theta, points)
 
     def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
@@ -256,7 +280,7 @@ class Fit:
         """Return 1, or the half, the quarter ... of a step that brings the fit nearer."""
 
         def misfit(at: Array) -> float:
-            z = (log_s - self.layout.predict(at, points)[0]) / noise
+            z = (log_s - self.layout.mean(at, points)) / noise
             return float((z**2).sum() + ((at - mean) ** 2 / variance).sum())
 
         part, now = 1.0, misfit(theta)

@@ -429,9 +429,9 @@ def test_feasibility_learns_where_memory_ends() -> None:
         return float(of.fits(branch, np.array([octaves]))[0])
 
     assert chance(-0.3) > 0.9 > chance(0.0) > 0.5 > chance(0.3)
-    known.update(0, {}, -0.1, ran())
+    known.update(0, (), -0.1, ran())
     assert chance(-0.05) > 0.9 and chance(-0.05, branch=1) > 0.9
-    known.update(1, {}, -0.5, failed("OOM"))
+    known.update(1, (), -0.5, failed("OOM"))
     assert chance(-0.49, branch=1) < 0.02 and chance(-1.0, branch=1) > 0.8
     bound = Feasibility(2, predicted=False, on_device=True)
     assert 0.1 < chance(-1.0, of=bound) < 0.9, "a bound is no prediction"
@@ -439,11 +439,12 @@ def test_feasibility_learns_where_memory_ends() -> None:
 
 def test_feasibility_learns_which_values_do_not_run() -> None:
     known = Feasibility(1, predicted=True, on_device=True)
-    for number in range(4):
-        known.update(0, {"stage": 1, "overlap_comm": True, "n": number}, -1.0, failed("INVALID"))
-        known.update(0, {"stage": 1, "overlap_comm": False, "n": number}, -1.0, ran())
-    assert known.runs({"stage": 1, "overlap_comm": True, "n": 9}) < 0.3
-    assert known.runs({"stage": 1, "overlap_comm": False, "n": 9}) > 0.45
+    off, on = (("overlap_comm", "false"),), (("overlap_comm", "true"),)
+    for _ in range(4):
+        known.update(0, (*on, ("stage", "1")), -1.0, failed("INVALID"))
+        known.update(0, (*off, ("stage", "1")), -1.0, ran())
+    assert known.runs((*on, ("stage", "1"))) < 0.3
+    assert known.runs((*off, ("stage", "1"))) > 0.45
 
 
 def _profile(*, activations: int = 1000, memory: int = 100_000) -> ModelProfile:

@@ -1,0 +1,164 @@
+"""What every outcome teaches about the configurations of a space: their speed, and if they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dsat.search.candidates import Settings
+from dsat.search.feasibility import Feasibility
+from dsat.search.normal import Array
+from dsat.search.speed import Fit, Layout, Points, SpeedModel
+from dsat.search.step_time import Job
+from dsat.space.space import Space
+from dsat.values.objective import Objective
+from dsat.values.outcome import ModelProfile, Outcome
+
+_TILES_SD = 0.01  # of a micro batch that never ran: whole tiles and waves of matrix products
+
+
+class Predictions:
+    """Models of speed, memory and failures.
+
+    Configurations are named by the numbers of a branch, of settings in it, and a micro batch.
+
+    Args:
+        profile: of the model.
+        objective: the metric to optimise.
+        space: what may be tried.
+        largest: the largest micro batch that settings should allow, 0 if none.
+        predicted: whether that is a prediction, and no bound from above.
+
+    Attributes:
+        settings: of the space, by their numbers.
+        speed: the model of speed, and what was measured.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        objective: Objective,
+        space: Space,
+        largest: Callable[[Mapping[str, Any]], float],
+        *,
+        predicted: bool,
+    ) -> None:
+        job = Job.of_profile(profile, slots=space.slots, slots_per_host=space.slots_per_host)
+        self.settings = Settings(space, job)
+        self.speed = SpeedModel(Layout(job, space.strategies, self.settings.num_values))
+        self._objective, self._space, self._largest = objective, space, largest
+        on_device = profile.host_memory_bytes > 0
+        count = len(space.branches)
+        self._feasibility = Feasibility(count, predicted=predicted, on_device=on_device)
+        # Of the memory, what a sample takes.
+        self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
+        self._gas: dict[tuple[int, int, int], int] = {}
+        self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
+        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
+
+    @property
+    def branches_that_ran(self) -> set[int]:
+        return {branch for branch, _ in self._measured}
+
+    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
+        """Take in the end of a trial."""
+        points = self.points(branch, [(index, micro_batch)])
+        octaves = float(self._octaves(points)[0])
+        values = self.settings.row(branch, index).values
+        self._feasibility.update(branch, values, octaves, outcome)
+        value = outcome.value(self._objective)
+        if value is None or not 0 < value < math.inf:
+            return
+        assert outcome.metrics is not None
+        sign = 1 if self._objective.smaller_is_better else -1
+        log_s = float(self.log_work(points)[0]) + sign * math.log(value)
+        self.speed.update(points, log_s, outcome.metrics.standard_error)
+        self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
+        self._measured.append((branch, index))
+
+    def points(self, branch: int, which: Sequence[tuple[int, int]]) -> Points:
+        """Return configurations of a branch by the numbers of settings and micro batches."""
+        indexes = {index for index, _ in which}
+        rows = {index: self.settings.row(branch, index) for index in indexes}
+        edges = {index: self.edge(branch, index) for index in indexes}
+        return Points(
+            strategy=np.full(len(which), branch),
+            work=np.array([rows[index].work for index, _ in which]),
+            knobs=np.array([rows[index].knobs for index, _ in which]),
+            micro_batch=np.array([size for _, size in which], float),
+            gas=np.array([self.gas(branch, index, size) for index, size in which], float),
+            room=np.array([(edges[i] - size) * self._sample_part for i, size in which]),
+        )
+
+    def edge(self, branch: int, index: int) -> float:
+        """The largest micro batch that should fit; in the middle between it and the next."""
+        return math.floor(self._largest(self.settings.of(branch, index))) + 0.5
+
+    def gas(self, branch: int, index: int, micro_batch: int) -> int:
+        """Accumulation steps that settings have with a micro batch."""
+        key = branch, index, micro_batch
+        if key not in self._gas:
+            settings = self.settings.of(branch, index)
+            self._gas[key] = self._space.batch(micro_batch, settings).gas
+        return self._gas[key]
+
+    def log_work(self, points: Points) -> Array:
+        """Return the offset between the logarithms of a rate and a time, (n,)."""
+        work: Array = np.log(points.micro_batch * points.gas)
+        return np.zeros(len(work)) if self._objective.smaller_is_better else work
+
+    def seconds(self, log_s: Array) -> Array | None:
+        """Seconds of steps whose times are predicted; None before anything was measured."""
+        if not self._log_units:
+            return None
+        seconds: Array = np.exp(log_s + float(np.median(self._log_units)))
+        return seconds
+
+    def log_runs(self, branch: int, points: Points, index: Array) -> tuple[Array, Array]:
+        """Logarithms of the chances to have enough memory, and to run for all else, (n,) both."""
+        fits = np.log(self._feasibility.fits(branch, self._octaves(points)))
+        numbers, where = np.unique(index, return_inverse=True)
+        sound = [self._feasibility.runs(self.settings.row(branch, int(n)).values) for n in numbers]
+        return fits, np.log(sound)[where]
+
+    def learnable(self, fit: Fit, sd: Array, points: Points) -> Array:
+        """By how much a trial will move the prediction of its configuration, (n,).
+
+        A measurement is as uncertain as those before it, so it tells little of what is known better
+        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
+        Control Optim. 47 (2008)).
+        """
+        sizes = [int(known.micro_batch[0]) for known in self.speed.points]
+        tiles = np.where(np.isin(points.micro_batch, sizes), 0.0, _TILES_SD)
+        variance = sd**2 + fit.misfit**2 + tiles**2
+        moved: Array = variance / np.sqrt(variance + fit.noise**2)
+        return moved
+
+    def incumbent(self, running: Sequence[Points]) -> tuple[Points | None, float]:
+        """The best by the model, which noise misleads less, and the logarithm of its rate."""
+        known = self.speed.points or running
+        if not known:
+            return None, 0.0
+        points = Points.of(known)
+        rates: Array = self.log_work(points) - self.speed.fit.mean(points)
+        best = int(np.argmax(rates))
+        return points.only(np.array([best])), float(rates[best])
+
+    def best_settings(self, branch: int) -> Mapping[str, Any]:
+        """The settings of the best that was measured in a branch, or else in any."""
+        own = [n for n, (b, _) in enumerate(self._measured) if b == branch]
+        among = own or list(range(len(self._measured)))
+        if not among:
+            return {}
+        points = Points.of([self.speed.points[n] for n in among])
+        rates: Array = self.log_work(points) - np.array([self.speed.log_s[n] for n in among])
+        return self.settings.of(*self._measured[among[int(np.argmax(rates))]])
+
+    def _octaves(self, points: Points) -> Array:
+        """Octaves of the micro batches above the largest that should fit."""
+        edges = points.room / self._sample_part + points.micro_batch
+        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
+        return octaves
