@@ -198,14 +198,10 @@ TOO_LARGE = {
     "inputs.settings Settings: attributes",
     "search.base Search: attributes",
     "search.base __init__: parameters",
-    "search.model ModelSearch: attributes",
-    "search.model ModelSearch: methods",
-    "search.model: lines",
     "space.plan Plan: attributes",
     "space.space __init__: parameters",
     "tuning.run Run: attributes",
     "tuning.run Run: methods",
-    "tuning.run: lines",
     "values.trial Trial: attributes",
 }
 

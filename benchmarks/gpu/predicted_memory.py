@@ -194,7 +194,7 @@ def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
         print(f"{one.trial.name}: {one.allocated / _MIB:.1f} MiB, {errors}", file=sys.stderr)
     predicted, simulated = zip(*(one.errors for one in found), strict=True)
     reserved = max(one.reserved / one.allocated for one in found)
-    lost = run.count(OutcomeKind.OOM)
+    lost = [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM)
     met = estimated and not lost and _is_met(predicted)
     print(
         f"| {name} | {_said(estimated)} | {len(found)} | {lost} | {_errors(predicted)} "

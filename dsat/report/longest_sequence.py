@@ -36,7 +36,8 @@ def memory_warning(run: Run) -> list[str]:
     """
     assert run.plan is not None
     best, outcome, profile = run.best, run.best_outcome, run.profile
-    expected, profiled = longest_sequence(run), run.profiled_sequences
+    expected = longest_sequence(run)
+    profiled = None if run.profiled is None else run.profiled.sequences
     if best is None or outcome is None or profile is None or expected is None:
         return []
     measured_with, (length, source) = outcome.sequences, expected

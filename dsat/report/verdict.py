@@ -204,7 +204,8 @@ def _keep_own(run: Run, trial: Trial, found: Gain, evidence: str, *, is_better: 
 
 
 def _of_training(run: Run, pick: Trial) -> str:
-    finding = run.compare_training(pick)
+    assert run.plan is not None and run.baseline is not None
+    finding = run.training.compare(run.plan, run.baseline, pick)
     if finding.agreement is Agreement.SAME:
         return "It trains like your own configuration: on the same data the losses agree."
     return f"Training equivalence was not checked: {finding.reason}."

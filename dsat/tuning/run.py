@@ -15,7 +15,6 @@ from typing import Any
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
-from dsat.tuning import same_training
 from dsat.tuning.comparison import Gain
 from dsat.tuning.events import (
     EVENT_BUDGET,
@@ -30,8 +29,8 @@ from dsat.tuning.events import (
     raise_as_corrupt_journal,
 )
 from dsat.tuning.finals import Contestant, Finals, Role
-from dsat.tuning.same_training import Finding
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind, SequenceLengths, TrainingCurve
+from dsat.tuning.training_check import TrainingCheck
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 HOPELESS_AFTER = 4
@@ -55,6 +54,9 @@ class Run:
         baseline: the trial of the user's own configuration.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
+        training: compares the losses of trials.
+        repeated: the trial that a trial of the finals runs again, by trial id.
+        profiled: end of the trial that profiled the model, once it is known.
         num_finals: trials of these and earlier finals.
         disqualified: why a leader cannot win although it ran, by its trial id.
         same_batch_final: the one with the user's own global batch, if another one is the best.
@@ -76,7 +78,7 @@ class Run:
         self.outcomes: dict[int, Outcome] = {}
         self.baseline: Trial | None = None
         self._running: dict[int, Trial] = {}
-        self._profiled: Outcome | None = None
+        self.profiled: Outcome | None = None
         self._failures = 0
         self._hopeful = False
         self.leader: Trial | None = None
@@ -87,7 +89,8 @@ class Run:
         self._earlier_noise: float | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
-        self._repeated: dict[int, int] = {}  # trial of the finals -> trial that it runs again
+        self.repeated: dict[int, int] = {}
+        self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
         self.most_samples: int | None = None
@@ -155,7 +158,7 @@ class Run:
         if outcome.most_samples is not None:
             self.most_samples = min(outcome.most_samples, self.most_samples or outcome.most_samples)
         if trial.profiles:
-            self._profiled = outcome
+            self.profiled = outcome
         if trial.kind is TrialKind.PROFILE:
             return
         if trial.kind is TrialKind.FINAL:
@@ -188,7 +191,7 @@ class Run:
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
         assert self.baseline is not None
         self.search_ended = event["reason"]
-        self._repeated = {}
+        self.repeated.clear()
         self.disqualified = {}
         if len(event["leaders"]) > 1:
             return  # an earlier version, which compared leaders with each other first
@@ -211,49 +214,22 @@ class Run:
         if turn is None:
             return
         if turn.role is Role.OWN:
-            self._repeated[trial.id] = self.baseline.id
+            self.repeated[trial.id] = self.baseline.id
         elif turn.role is Role.SAME_BATCH:
             self.same_batch_final = trial
         elif turn.trial_id is not None:
-            self._repeated[trial.id] = turn.trial_id
+            self.repeated[trial.id] = turn.trial_id
 
     def _check_training(self, finals: Finals) -> None:
         """Disqualify a pick that trains differently from the user's own configuration."""
         if finals.pick is None:
             return
-        pick = self.trials[finals.pick.trial_id]
-        finding = self.compare_training(pick)
-        if not finding.differs:
-            return
-        same = [
-            self.changes(trial)
-            for trial in self.trials.values()
-            if trial.kind is TrialKind.SEARCH
-            and self.compare_training(trial).agreement is same_training.Agreement.SAME
-        ]
-        blamed = same_training.suspects(self.changes(pick), same)
-        said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
-        self.disqualified[pick.id] = f"{finding.reason}. What differs: {said}"
-        finals.disqualify()
-
-    def compare_training(self, trial: Trial) -> Finding:
-        """Compare the training of a trial with the user's own configuration, over all runs."""
         assert self.plan is not None and self.baseline is not None
-        own = self._curves(self.baseline)
-        precision = same_training.precision_of(self.plan.config({}))
-        same_batch = trial.batch.train_batch_size == self.baseline.batch.train_batch_size
-        finding = Finding(same_training.Agreement.UNKNOWN, "no losses were seen")
-        for curve in self._curves(trial):
-            finding = same_training.compare(own, curve, precision=precision, same_batch=same_batch)
-            if finding.differs:
-                break
-        return finding
-
-    def _curves(self, trial: Trial) -> list[TrainingCurve]:
-        """Return the training curves of a trial and of its runs in the finals."""
-        ids = [trial.id, *(i for i, repeated in self._repeated.items() if repeated == trial.id)]
-        curves = [self.outcomes[i].training for i in ids if i in self.outcomes]
-        return [curve for curve in curves if curve is not None]
+        pick = self.trials[finals.pick.trial_id]
+        reason = self.training.disqualification(self.plan, self.baseline, pick, self.changes)
+        if reason is not None:
+            self.disqualified[pick.id] = reason
+            finals.disqualify()
 
     def contestant(self, trial: Trial) -> Contestant:
         """A trial that ran, as the finals look at it."""
@@ -360,7 +336,7 @@ class Run:
             return None
         again = [
             (value, self.outcomes[trial_id])
-            for trial_id, repeated in self._repeated.items()
+            for trial_id, repeated in self.repeated.items()
             if repeated == best.id and (value := self.value(self.trials[trial_id])) is not None
         ]
         if not again:
@@ -388,12 +364,7 @@ class Run:
     @property
     def profile(self) -> ModelProfile | None:
         """Profile of the model, once it is known."""
-        return None if self._profiled is None else self._profiled.profile
-
-    @property
-    def profiled_sequences(self) -> SequenceLengths | None:
-        """The sequences of the profile trial, whose memory its profile tells of."""
-        return None if self._profiled is None else self._profiled.sequences
+        return None if self.profiled is None else self.profiled.profile
 
     @property
     def hopeless(self) -> bool:
@@ -409,7 +380,3 @@ class Run:
         """The objective's value of a trial; None unless it ran."""
         outcome = self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
-
-    def count(self, kind: OutcomeKind) -> int:
-        """Return the number of trials with an outcome of this kind."""
-        return sum(outcome.kind is kind for outcome in self.outcomes.values())
