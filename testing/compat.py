@@ -93,7 +93,7 @@ def check(name: str) -> dict[str, str]:
 def install(pair: Pair, folder: Path) -> None:
     """Make a fresh environment with dsat, its extras and a pair of versions."""
     shutil.rmtree(folder, ignore_errors=True)
-    python = ["--python", pair.python or sys.executable]
+    python = ["--python", _interpreter(pair.python)]
     subprocess.run([_UV, "venv", "--quiet", *python, folder], check=True)
     install = [_UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
     others = [*_others(), "pytest", "pytest-xdist"]
@@ -102,6 +102,15 @@ def install(pair: Pair, folder: Path) -> None:
     subprocess.run([*install, "--no-build-isolation", *pair.requirements, *others], check=True)
     # A pair that is not claimed yet is tried as well.
     subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True)
+
+
+def _interpreter(version: str) -> str:
+    """Return an interpreter of a version: of pyenv, or as uv finds it; the running one without."""
+    if not version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    found = sorted(pyenv.glob(f"{version}.*/bin/python"))
+    return str(found[-1]) if found else version
 
 
 def _others() -> list[str]:
