@@ -201,7 +201,6 @@ TOO_LARGE = {
     "space.plan Plan: attributes",
     "space.space __init__: parameters",
     "tuning.run Run: attributes",
-    "tuning.run Run: methods",
     "values.trial Trial: attributes",
 }
 

@@ -92,7 +92,8 @@ class Ramp:
             if outcome.smaller_may_run:
                 self._limit_to(outcome.most_samples or micro_batch - 1)
             return
-        log_value, latency_s = run.log_value(value), outcome.metrics.latency / 1000
+        log_value = run.plan.objective.log_value(value)
+        latency_s = outcome.metrics.latency / 1000
         before, self._last = self._last, (micro_batch, log_value)
         factor = 4  # far from where growth ends, information comes sooner in larger steps
         self.limit = None

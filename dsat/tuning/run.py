@@ -6,7 +6,6 @@ All that a person looks at is drawn from here.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import NormalDist
@@ -163,7 +162,7 @@ class Run:
             return
         if trial.kind is TrialKind.FINAL:
             if self.finals is not None:
-                self.finals.record(None if value is None else self.log_value(value))
+                self.finals.record(None if value is None else self._objective.log_value(value))
                 self._check_training(self.finals)
             return
         if outcome.metrics is not None:
@@ -239,7 +238,7 @@ class Run:
         memory = outcome.memory
         return Contestant(
             trial_id=trial.id,
-            log_value=self.log_value(value),
+            log_value=self._objective.log_value(value),
             standard_error=max(outcome.metrics.standard_error, self.noise or 0.0),
             train_batch_size=trial.batch.train_batch_size,
             memory_bytes=memory.peak if memory is not None and memory.is_exact else None,
@@ -273,14 +272,6 @@ class Run:
             for key in dict.fromkeys([*own, *its])
             if own.get(key) != its.get(key) and key not in trial.batch.config()
         }
-
-    def log_value(self, value: float) -> float:
-        """The logarithm of a value of the objective, turned so that larger is better.
-
-        A phase that the script does not have, or FLOPs that nobody counts, are 0.
-        """
-        log_value = math.log(max(value, sys.float_info.min))
-        return -log_value if self._objective.smaller_is_better else log_value
 
     @property
     def best(self) -> Trial | None:

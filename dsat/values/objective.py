@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput", "tokens_per_second")
@@ -40,6 +42,14 @@ class Objective:
     def loss(self, value: float) -> float:
         """`value` turned so that smaller is better."""
         return value if self.smaller_is_better else -value
+
+    def log_value(self, value: float) -> float:
+        """The logarithm of a value, turned so that larger is better.
+
+        A phase that the script does not have, or FLOPs that nobody counts, are 0.
+        """
+        log_value = math.log(max(value, sys.float_info.min))
+        return -log_value if self.smaller_is_better else log_value
 
     def gain(self, value: float, reference: float) -> float:
         """Return the ratio of improvement of `value` over `reference` (1.0: equal)."""

@@ -45,27 +45,6 @@ def test_asha_promotes_the_best_half() -> None:
     )
 
 
-def test_asha_waits_for_a_third_with_divisor_three() -> None:
-    play(
-        search_of("asha", space_of(4), ceiling=63, max_rungs=2, min_trials=1, divisor=3),
-        """
-        ask 0@32 rung 0
-        tell 0@32 OK 30
-        ask 1@32 rung 0
-        tell 1@32 OK 20
-        ask 2@32 rung 0
-        tell 2@32 OK 10
-        ask 0@48 rung 1
-        tell 0@48 OK 1
-        ask 0@56 rung 1
-        tell 0@56 OK 1
-        ask 3@32 rung 0     # lineage 0 had its three trials
-        tell 3@32 OK 1
-        ask nothing
-        """,
-    )
-
-
 def test_asha_ranks_by_the_best_value_of_a_lineage() -> None:
     play(
         search_of("asha", space_of(3), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
@@ -116,42 +95,6 @@ def test_asha_gives_the_highest_rung_the_first_slot() -> None:
         tell 2@32 OK 99
         tell 1@56 OK 20
         ask 1@60 rung 1     # before lineage 2, which is better and waits longer
-        ask 2@48 rung 0
-        """,
-    )
-
-
-def test_asha_gives_the_longest_lineage_of_a_rung_the_first_slot() -> None:
-    play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=3, divisor=2),
-        """
-        ask 0@32 rung 0
-        ask 1@32 rung 0
-        tell 1@32 OK 1
-        ask 1@48 rung 0
-        tell 0@32 OK 9
-        tell 1@48 OK 1
-        ask 1@56 rung 0
-        ask 0@48 rung 0
-        """,
-    )
-
-
-def test_asha_promotes_before_what_waits_in_a_lower_rung_goes_on() -> None:
-    play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=2, min_trials=2, divisor=2),
-        """
-        ask 0@32 rung 0
-        ask 1@32 rung 0
-        ask 2@32 rung 0
-        tell 0@32 OK 10
-        ask 0@48 rung 0
-        tell 1@32 OK 20
-        ask 1@48 rung 0
-        tell 0@48 OK 10
-        tell 1@48 OK 20
-        tell 2@32 OK 1
-        ask 1@56 rung 1
         ask 2@48 rung 0
         """,
     )
@@ -215,49 +158,6 @@ def test_asha_passes_a_finished_lineage_through_to_the_next_rung() -> None:
     for told, asked in rest.items():
         search = search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2)
         play(search, f"{begin.strip()}\n{told}\n{asked}")
-
-
-def test_asha_passes_several_finished_lineages_through_at_once() -> None:
-    play(
-        search_of("asha", space_of(4), ceiling=1, max_rungs=3, min_trials=1, divisor=2),
-        """
-        ask 0@1 rung 0
-        ask 1@1 rung 0
-        ask 2@1 rung 0
-        ask 3@1 rung 0
-        tell 0@1 OK 1
-        tell 1@1 OK 2
-        tell 2@1 OK 3
-        tell 3@1 OK 4
-        ask nothing
-        """,
-    )
-
-
-def test_asha_promotes_another_when_a_finished_lineage_made_room() -> None:
-    play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
-        """
-        ask 0@32 rung 0
-        ask 1@32 rung 0
-        ask 2@32 rung 0
-        ask 3@32 rung 0
-        tell 0@32 OK 50
-        tell 1@32 OK 40
-        tell 2@32 OK 5
-        tell 3@32 OK 7
-        ask 0@48 rung 0
-        ask 1@48 rung 0
-        ask 2@48 rung 0
-        ask 3@48 rung 0
-        tell 0@48 ERROR
-        tell 1@48 OK 41
-        tell 2@48 OK 6
-        tell 3@48 OK 8
-        ask 1@56 rung 1     # 2 of 4, and the better one is finished
-        ask 4@32 rung 0
-        """,
-    )
 
 
 def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:

@@ -9,7 +9,7 @@ import pytest
 from dsat.search import RandomSearch
 from dsat.space.space import Freedom, Space
 from dsat.values.zero_strategy import plain
-from testing.helpers import play, proposals_of, ran, search_of, space_of
+from testing.helpers import play, search_of, space_of
 
 
 class _HalfwayDraws:
@@ -73,11 +73,6 @@ def test_random_ends_a_lineage_that_used_up_its_trials() -> None:
     )
 
 
-def test_random_gives_a_configuration_five_trials_unless_told_otherwise() -> None:
-    asked = proposals_of(search_of("random", space_of(3), ceiling=63), lambda p: ran(p.micro_batch))
-    assert [p.lineage for p in asked[:6]] == [0, 0, 0, 0, 0, 1]
-
-
 def test_random_ends_stage_3_once_a_lower_stage_ran() -> None:
     play(
         _halfway(_two_stages(3, 1)),
@@ -87,20 +82,6 @@ def test_random_ends_stage_3_once_a_lower_stage_ran() -> None:
         tell 1@8 OK 1
         tell 0@8 OK 99
         ask 1@12 stage 1
-        ask nothing
-        """,
-    )
-
-
-def test_random_ends_a_waiting_stage_3_once_a_lower_stage_ran() -> None:
-    play(
-        _halfway(_two_stages(3, 2)),
-        """
-        ask 0@8 stage 3
-        ask 1@8 stage 2
-        tell 0@8 OK 99
-        tell 1@8 OK 1
-        ask 1@12 stage 2
         ask nothing
         """,
     )
@@ -189,70 +170,6 @@ def test_random_ends_a_lineage_that_can_only_equal_what_ran_in_its_stage() -> No
     )
 
 
-def test_random_remembers_the_largest_that_ran_not_the_last() -> None:
-    play(
-        _halfway(space_of(3)),
-        """
-        ask 0@8
-        ask 1@8
-        tell 0@8 OK 1
-        ask 0@12
-        tell 0@12 OK 1
-        tell 1@8 OK 1
-        ask 0@14
-        ask 1@12
-        tell 1@12 OOM       # 11 at most, and 12 ran
-        ask 2@13
-        """,
-    )
-
-
-def test_random_goes_on_below_what_ran_while_memory_suffices() -> None:
-    play(
-        _halfway(space_of(2), ceiling=3),
-        """
-        ask 0@2
-        ask 1@2
-        tell 1@2 OK 1
-        ask 1@3
-        tell 1@3 OK 1
-        tell 0@2 OK 1
-        ask 1@5
-        ask 0@3
-        """,
-    )
-
-
-def test_random_goes_on_while_it_can_reach_more_than_what_ran() -> None:
-    play(
-        _halfway(space_of(1)),
-        """
-        ask 0@8
-        tell 0@8 OK 1
-        ask 0@12
-        tell 0@12 OOM       # 11 at most, and only 8 ran
-        ask 0@10
-        tell 0@10 OOM
-        ask 0@9
-        tell 0@9 OK 1
-        ask nothing
-        """,
-    )
-
-
-def test_random_compares_with_its_own_stage_only() -> None:
-    play(
-        _halfway(_two_stages(1, 2)),
-        """
-        ask 0@8 stage 1
-        ask 1@8 stage 2
-        tell 0@8 OOM
-        tell 1@8 OK 1
-        ask 0@4 stage 1
-        """,
-    )
-
-
 def test_random_starts_above_the_best_of_the_stage() -> None:
     play(
         _halfway(space_of(3), trials_per_config=2),
@@ -287,34 +204,6 @@ def test_random_starts_below_the_largest_of_the_stage() -> None:
         ask 0@11
         tell 0@11 OK 1
         ask 1@7             # 3 to 11, which ran
-        """,
-    )
-
-
-def test_random_starts_below_the_upper_end_that_the_best_had() -> None:
-    play(
-        _halfway(space_of(2), ceiling=63, trials_per_config=2),
-        """
-        ask 0@32
-        tell 0@32 TIMEOUT
-        ask 0@16
-        tell 0@16 OK 1
-        ask 1@40            # 17 to 63
-        """,
-    )
-
-
-def test_random_starts_at_the_largest_micro_batch_when_that_was_the_best() -> None:
-    play(
-        _halfway(space_of(2, micro_batches=(1, 2))),
-        """
-        ask 0@1
-        tell 0@1 OK 1
-        ask 0@2
-        tell 0@2 OK 2
-        ask 1@2
-        tell 1@2 OK 1
-        ask nothing
         """,
     )
 
@@ -380,21 +269,6 @@ def test_random_does_not_look_further_than_what_ran_out_of_memory() -> None:
         ask 0@3
         tell 0@3 OK 6
         ask 1@5
-        """,
-    )
-
-
-def test_random_does_not_look_further_than_a_time_out() -> None:
-    play(
-        _halfway(space_of(2), ceiling=4),
-        """
-        ask 0@2
-        tell 0@2 OK 5
-        ask 0@3
-        tell 0@3 OK 5
-        ask 0@4
-        tell 0@4 TIMEOUT
-        ask 1@4
         """,
     )
 
