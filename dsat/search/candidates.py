@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,16 +120,19 @@ class Settings:
             found = self._rows[branch, index] = Row(counted, knobs, values)
         return found
 
-    def promising(self, branch: int, best: Mapping[str, Any], fit: Fit) -> list[int]:
+    def promising(
+        self, branch: int, best: Mapping[str, Any], fit: Fit, closed: Collection[int]
+    ) -> list[int]:
         """Return numbers of settings: the first, the best, the likeliest, and one change of each.
 
         Args:
             branch: position of the branch.
             best: settings of the best so far, of this branch or of another.
             fit: what is known of values.
+            closed: numbers of settings with which nothing is left to try.
         """
         if self._space.branches[branch].count <= _MOST_SETTINGS:
-            return list(range(self._space.branches[branch].count))
+            return [n for n in range(self._space.branches[branch].count) if n not in closed]
         knobs = self._space.branches[branch].knobs
         strides = self._space.branches[branch].strides
         at_best, likeliest, hoped = 0, 0, 0
@@ -152,7 +155,7 @@ class Settings:
                 found |= dict.fromkeys(
                     start + stride * (other - digit) for other in range(len(values))
                 )
-        return list(found)[:_MOST_SETTINGS]
+        return [index for index in found if index not in closed][:_MOST_SETTINGS]
 
 
 def _text(value: Any) -> str:

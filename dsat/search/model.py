@@ -24,8 +24,9 @@ from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
 _CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
-# Of a strategy's first trial: gains that justify the double cost, and that it fails.
-_DOUBLING, _FAILURE = 0.01, 0.15
+# Of a first trial: gains that justify the double cost, and that it fails, after which predictions
+# leave more room everywhere.
+_DOUBLING, _FAILURE = 0.01, 0.25
 _UNLIKELY = math.log(0.5)  # that it runs
 _MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
@@ -330,10 +331,18 @@ class ModelSearch(Search):
         """Settings and positions of micro batches of a branch that may be tried."""
         predictions, sizes = self._predictions, self.space.micro_batches
         best = predictions.best_settings(branch)
-        indexes = predictions.settings.promising(branch, best, self.speed.fit)
+        closed = {
+            self._keys[lineage.id][1]
+            for lineage in self._lineages
+            if lineage.branch == branch
+            and (lineage.abandoned or len(self._asked[lineage.id]) > lineage.open_hi)
+        }
+        indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
+        if not indexes:
+            return []
         edges = {index: predictions.edge(branch, index) for index in indexes}
         near = [] if reference is None else [float(reference.micro_batch[0])]
-        positions = self._sizes.positions(edges=(edges[0], max(edges.values())), best=near)
+        positions = self._sizes.positions(edges=(edges[indexes[0]], max(edges.values())), best=near)
         found = []
         for index in indexes:
             lineage = self._lineage_of.get((branch, index))
