@@ -201,7 +201,9 @@ class LocalEngine:
     def cancel(self, trial_id: int) -> None:
         for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
             self._waiting.remove(waiting)
-            self._ended.append((trial_id, Outcome(OutcomeKind.CANCELED, message="canceled")))
+            if trial_id != SIMULATION_ID:
+                canceled = Outcome(OutcomeKind.CANCELED, message="canceled")
+                self._ended.append((trial_id, canceled))
         if trial_id in self._running:
             self._running[trial_id].canceled = True
             _end(self._supervisors, self._running[trial_id], grace_s=0)
@@ -294,7 +296,9 @@ class LocalEngine:
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
         """Take in that a trial's ranks on a host have ended."""
-        running = self._running[message["trial"]]
+        running = self._running.get(message["trial"])
+        if running is None or host not in running.hosts_going_on:
+            return  # it was launched on a host that is lost
         running.ended[host] = message
         if not running.hosts_going_on:
             self._on_trial_ended(running)

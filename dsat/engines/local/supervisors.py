@@ -332,7 +332,9 @@ class _Client:
         assert self._process.stdout is not None
         with self._process.stdout as stdout:
             for line in stdout:
-                if line.startswith(b"{"):  # a login shell on another host may say something first
+                # A login shell on another host may say something first, and a supervisor that is
+                # killed leaves half a line.
+                if line.startswith(b"{") and line.endswith(b"}\n"):
                     inbox.put((number, json.loads(line)))
         inbox.put((number, None))
 

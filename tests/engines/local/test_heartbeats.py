@@ -19,7 +19,7 @@ import pytest
 from dsat.engines.local import Host, Machine, heartbeats, leftovers, supervisors
 from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
 from dsat.engines.local.supervisors import LOST, Supervisors
-from testing.local import cpu_machine, is_alive, wait_until
+from testing.local import bench_of, cpu_machine, is_alive, wait_until
 
 ANSWERS = """
 import json, sys
@@ -136,6 +136,29 @@ def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
             assert talk.receive(0.1) == []
     finally:
         talk.close()
+
+
+def test_a_supervisor_that_dies_within_a_line_is_lost(tmp_path: Path) -> None:
+    torn = "import sys; sys.stdout.write('{\"event\": \"en')"
+    talk = Supervisors(made_up(torn), tmp_path, env={})
+    try:
+        assert "ended (exit status 0" in until_lost(talk, 0)
+    finally:
+        talk.close()
+
+
+def test_a_trial_launched_on_a_host_that_was_just_lost_runs_on_another(tmp_path: Path) -> None:
+    reads = ANSWERS.replace('"text": None', '"text": open(asked.get("file", "/dev/null")).read()')
+    reads = reads.replace("    op =", "    asked = json.loads(line)\n    op =")
+    reads = reads.replace('op == "ping"', 'op != "look"')
+    with bench_of("behaviours", tmp_path, hosts=made_up(reads, reads), cold=True) as bench:
+        talk = bench.engine._supervisors
+        psutil.Process(talk._clients[0].pid).kill()
+        assert list(talk._look(Path(__file__), tmp_path)) == [1]
+        trial = bench.trial()
+        bench.engine.launch(trial)
+        assert bench.engine.poll(2.0) == []
+        assert bench.engine._running[trial.id].hosts == {1}
 
 
 @pytest.mark.usefixtures("quick")
