@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from dsat.app.hosts import acquired
-from dsat.engines.local import Host, heartbeats
+from dsat.engines.local import heartbeats
+from dsat.engines.local.hosts import Host
 from dsat.engines.places import detect, given_options
 from dsat.engines.places.base import Environment
 from dsat.engines.places.ray import Reservation
@@ -137,13 +138,19 @@ sys.exit(3)
 """
 
 
-def finished(actor: NodeActor, number: int) -> tuple[int, bytes, bytes]:
-    """The exit status of a command and what it writes to its two outputs."""
-    out = b"".join(iter(lambda: actor.read(number, 1), b""))
-    err = b"".join(iter(lambda: actor.read(number, 2), b""))
-    found = actor.wait(number), out, err
-    actor.forget(number)
-    return found
+class Command:
+    """A command of an actor in this process, which has begun."""
+
+    def __init__(self, actor: NodeActor, *command: str, cwd: str = "/", **env: str) -> None:
+        self.items = actor.run(1, command, cwd, env)
+        assert next(self.items) == (0, b"")
+
+    def finished(self) -> tuple[int, bytes, bytes]:
+        """Its exit status and what it writes to its two outputs."""
+        found = {0: b"", 1: b"", 2: b""}
+        for target, data in self.items:
+            found[target] += data
+        return int(found[0]), found[1], found[2]
 
 
 def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devices(
@@ -151,39 +158,41 @@ def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devi
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     env = {"OWN": "a 'b'\n$c", "CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}
-    for actor, devices in ((NodeActor(None, False), "2,3"), (NodeActor(None, True), None)):
-        number = actor.start([sys.executable, "-c", SHOWS, "x y", "`z`\n"], str(tmp_path), env)
+    for actor, devices in ((NodeActor(None), "2,3"), (NodeActor(64), None)):
+        words = [sys.executable, "-c", SHOWS, "x y", "`z`\n"]
+        command = Command(actor, *words, cwd=str(tmp_path), **env)
 
-        def give(actor: NodeActor = actor, number: int = number) -> None:
+        def give(actor: NodeActor = actor) -> None:
             for _ in range(10):
-                actor.write(number, b"input\n" * 10_000)
-            actor.end(number)
+                actor.write(1, b"input\n" * 10_000)
+            actor.end(1, terminate=False)
 
         giving = threading.Thread(target=give)
         giving.start()
-        status, out, err = finished(actor, number)
+        status, out, err = command.finished()
         giving.join()
         expected = [str(tmp_path), "a 'b'\n$c", devices, "x y", "`z`\n"]
         assert (status, out.decode(), err) == (3, f"{expected}\n", b"600000")
 
 
 def test_a_command_that_cannot_be_run_says_why(tmp_path: Path) -> None:
-    actor = NodeActor(None, True)
-    for command, folder in (("/no/python", str(tmp_path)), ("/bin/true", "/no/folder")):
-        status, _, err = finished(actor, actor.start([command], folder, {}))
+    for path, folder in (("/no/python", str(tmp_path)), ("/bin/true", "/no/folder")):
+        status, _, err = Command(NodeActor(64), path, cwd=folder).finished()
         assert status == 127
         assert err.decode().endswith(f"on {os.uname().nodename}: No such file or directory\n")
 
 
 def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
-    actor = NodeActor(None, True)
-    reads = actor.start(["/bin/cat"], "/", {})
-    actor.end(reads)
-    assert finished(actor, reads)[0] == 0
-    sleeps = actor.start(["/bin/sh", "-c", "echo there; exec sleep 600"], "/", {})
-    assert actor.read(sleeps, 1) == b"there\n"
-    actor.terminate(sleeps)
-    assert finished(actor, sleeps)[0] == 128 + 15
+    actor = NodeActor(64)
+    reads = Command(actor, "/bin/cat")
+    actor.end(1, terminate=False)
+    assert reads.finished()[0] == 0
+    sleeps = Command(actor, "/bin/sh", "-c", "echo there; exec sleep 600")
+    assert next(sleeps.items) == (1, b"there\n")
+    actor.end(1, terminate=True)
+    assert sleeps.finished()[0] == 128 + 15
+    actor.write(1, b"more")
+    actor.end(1, terminate=True)
 
 
 def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Path) -> None:
@@ -192,10 +201,10 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
     program = (
         "import os, sys, time\n"
         "from dsat.engines.ray.node_actor import NodeActor\n"
-        "actor = NodeActor(None, True)\n"
-        "number = actor.start(sys.argv[1:], '/', {})\n"
-        "assert actor.read(number, 1) == b'there\\n'\n"
-        "actor._processes[number].kill()\n"
+        "actor = NodeActor(64)\n"
+        "items = actor.run(1, sys.argv[1:], '/', {})\n"
+        "assert [next(items), next(items)] == [(0, b''), (1, b'there\\n')]\n"
+        "actor._processes[1].kill()\n"
         "os._exit(0)\n"
     )
     command = [sys.executable, "-c", program, sys.executable, "-c", code, str(ended)]

@@ -14,12 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.engines.places.base import Environment, Node, Provider, hosts_on, place_option
 from dsat.engines.ray.choice import ResourceRequest
 from dsat.errors import EngineError, UserInputError
@@ -81,7 +80,7 @@ class RayCluster(Provider):
 
 
 class Reservation:
-    """Equal parts of nodes, until this is ended or forgotten, or this process ends.
+    """Equal parts of nodes, until this is ended or this process ends.
 
     Args:
         address: of the cluster; None for the one that Ray finds by itself, or else this machine.
@@ -106,10 +105,10 @@ class Reservation:
                 where="--engine ray",
                 hint="pip install 'dsat[ray]'.",
             )
-        folder = Path(tempfile.mkdtemp(prefix="dsat-"))
-        path = str(folder / "s")
+        self._folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+        socket = str(self._folder / "s")
         with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
+            self._driver = subprocess.Popen(
                 [sys.executable, "-m", "dsat.engines.ray.driver"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -117,10 +116,8 @@ class Reservation:
                 bufsize=0,
                 start_new_session=True,
             )
-            self.end = weakref.finalize(self, _end, process, folder)
-            wanted = {"nodes": request.nodes, "slots": request.slots, "kind": request.kind}
             try:
-                found = _reserve(process, {"socket": path, "address": address, **wanted}, say)
+                found = self._reserve({"socket": socket, "address": address, **vars(request)}, say)
             except BaseException:
                 self.end()
                 raise
@@ -130,40 +127,31 @@ class Reservation:
                 lines = errors.read().decode(errors="replace").strip().splitlines()
                 why = (lines or ["it printed nothing"])[-1]
                 raise EngineError(f"Ray's driver ended before anything was reserved: {why}")
-        run = (sys.executable, "-m", "dsat.engines.ray.run", path)
+        run = (sys.executable, "-m", "dsat.engines.ray.run", socket)
         self.text: str = found["text"]
         self.nodes = [
             Node(node["name"], node["address"], (*run, str(number)), node["is_here"])
             for number, node in enumerate(found["nodes"])
         ]
 
+    def _reserve(
+        self, request: Mapping[str, Any], say: Callable[[str], object]
+    ) -> dict[str, Any] | None:
+        """Return the driver's answer once it has reserved something; None if it has ended."""
+        assert self._driver.stdin is not None and self._driver.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._driver.stdin.write(json.dumps(request).encode() + b"\n")
+        while line := self._driver.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            if message["event"] == "reserved":
+                return message
+            if message["event"] == "failed":
+                raise EngineError(f"Ray: {message['reason']}")
+            say(f"waiting for Ray to give {message['text']}")
+        return None
 
-def _reserve(
-    process: subprocess.Popen[bytes], request: Mapping[str, Any], say: Callable[[str], object]
-) -> dict[str, Any] | None:
-    """Return the driver's answer once it has reserved something; None if it has ended."""
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-    output: IO[bytes] = process.stdout
-    while line := output.readline():
-        message: dict[str, Any] = json.loads(line)
-        if message["event"] == "reserved":
-            return message
-        if message["event"] == "failed":
-            raise EngineError(f"Ray: {message['reason']}")
-        say(f"waiting for Ray to give {message['text']}")
-    return None
-
-
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the driver, which gives everything back once the commands there have ended."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    process.stdout.close()
-    try:
-        process.wait(_END_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # left by a driver that was killed
+    def end(self) -> None:
+        """End the driver, which gives everything back; does nothing twice."""
+        with self._driver:  # closes its pipes, and waits
+            pass
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -2,9 +2,9 @@
 
     python3 -m dsat.engines.ray.driver
 
-The first line of its standard input is the request. When the input ends, the commands' standard
-inputs end, and Ray gets the reservation back as soon as the commands have ended. Each connection to
-its socket is a command, see `dsat.engines.ray.run`.
+The first line of its standard input is the request. The process ends with its standard input: Ray
+then takes the reservation back and ends the actors, and with them the inputs of all commands. Each
+connection to its socket is a command, see `dsat.engines.ray.run`.
 
 Request:
     {"socket": path, "address": of the cluster, or null, "nodes": n or null, "slots": n or null,
@@ -18,23 +18,27 @@ Answers, as JSON lines on the standard output:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dsat.engines.ray import node_actor
@@ -46,56 +50,49 @@ _LOOK_EVERY_S = 1.0
 _SETTLES_WITHIN_S = 0.5
 # Other work may be faster: then something else may be free.
 _RESERVE_LIMIT_S = 10.0
-_ACTORS_LIMIT_S = 120.0
-# Of one actor: three calls wait for each command, and a check of devices has one for each device.
+# Of one actor: two calls wait for each command, and a check of devices has one for each device.
 _THREADS = 64
-_END_LIMIT_S = 20.0
 _LOST = 255
-
-_Tell = Callable[[Mapping[str, Any]], None]
+_numbers = itertools.count()
 
 
 def main() -> None:
     """Serve one reservation."""
     # The answers get a descriptor of their own, so that nothing Ray prints can break them.
-    answers = os.dup(1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def tell(message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(answers, json.dumps(message).encode() + b"\n")
+    def tell(event: str, **message: Any) -> None:
+        answers.write(json.dumps({"event": event, **message}) + "\n")
 
-    request = json.loads(sys.stdin.readline())
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        request = json.loads(stdin.readline())
+    threading.Thread(target=_end_with_input, args=(request["socket"],), daemon=True).start()
     # The end of a Ray job signals all of its processes; Ctrl-C is for dsat, which ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _connect(request["address"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wanted = ResourceRequest(request["nodes"], request["slots"], request["kind"])
-        parts, group = _reserve(wanted, tell)
-        hosts = _start_actors(parts, group)
-        here = ray.get_runtime_context().get_node_id()
+        parts, group = _reserve(wanted, lambda text: tell("waits", text=text))
+        actors, nodes = _start_actors(parts, group)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(request["socket"])
             listener.listen(64)
-            nodes = [
-                {"name": host.name, "address": host.address, "is_here": host.node_id == here}
-                for host in hosts
-            ]
-            tell({"event": "reserved", "text": str(parts), "nodes": nodes})
-            _serve(listener, hosts)
-        remove_placement_group(group)
-    except _NobodyWaits:
-        pass
+            tell("reserved", text=str(parts), nodes=nodes)
+            while True:
+                connection, _ = listener.accept()
+                arguments = (connection, actors, nodes)
+                threading.Thread(target=_serve, args=arguments, daemon=True).start()
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        tell({"event": "failed", "reason": _first_line(error)})
-    finally:
-        shutil.rmtree(Path(request["socket"]).parent, ignore_errors=True)
-        ray.shutdown()
+        tell("failed", reason=_first_line(error))
 
 
-class _NobodyWaits(Exception):
-    """The standard input has ended before anything was reserved."""
+def _end_with_input(address: str) -> None:
+    while os.read(0, _CHUNK):
+        pass
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+    os._exit(0)
 
 
 def _connect(address: str | None) -> None:
@@ -131,29 +128,34 @@ def _resources() -> list[NodeResources]:
     ]
 
 
-def _reserve(wanted: ResourceRequest, tell: _Tell) -> tuple[Parts, PlacementGroup]:
-    """Take free resources, as soon as there are some."""
-    told = set[str]()
-    before: Parts | None = None
+def _reserve(
+    wanted: ResourceRequest, on_wait: Callable[[str], None]
+) -> tuple[Parts, PlacementGroup]:
+    """Take free resources, as soon as there are some.
+
+    Args:
+        wanted: resources.
+        on_wait: takes each description of resources that are not free, once.
+    """
+    waited_for = set[str]()
 
     def say_waiting(text: str) -> None:
-        if text not in told:
-            told.add(text)
-            tell({"event": "waits", "text": text})
+        if text not in waited_for:
+            waited_for.add(text)
+            on_wait(text)
 
+    before: Parts | None = None
     while True:
         parts = choose(_resources(), wanted)
         if parts is None:
             say_waiting("a node with something free")
+            time.sleep(_LOOK_EVERY_S)
         elif parts != before:
             # Ray learns of one node after the other what other work gives back.
-            before = parts
-            _check_wanted(_SETTLES_WITHIN_S)
-            continue
+            time.sleep(_SETTLES_WITHIN_S)
         elif group := _group_of(parts, wanted, say_waiting):
             return parts, group
-        before = None
-        _check_wanted(_LOOK_EVERY_S)
+        before = parts
 
 
 def _group_of(
@@ -166,7 +168,6 @@ def _group_of(
     deadline = time.monotonic() + _RESERVE_LIMIT_S
     while not group.wait(_LOOK_EVERY_S):
         say_waiting(f"{parts} that nobody else uses")
-        _check_wanted()
         # A complete request stays: it may make an autoscaler start nodes.
         if time.monotonic() > deadline and not wanted.is_complete:
             remove_placement_group(group)
@@ -174,146 +175,92 @@ def _group_of(
     return group
 
 
-def _check_wanted(wait_s: float = 0.0) -> None:
-    """Raise _NobodyWaits if the standard input ends within this time."""
-    if node_actor.readable(sys.stdin.fileno(), limit_s=wait_s):
-        raise _NobodyWaits
-
-
-@dataclass(frozen=True)
-class _Host:
-    """A node of which a part is reserved."""
-
-    actor: Any
-    node_id: str
-    name: str
-    address: str
-
-
-def _start_actors(parts: Parts, group: PlacementGroup) -> list[_Host]:
-    """Start an actor in each bundle; the one on this node comes first.
-
-    Raises:
-        RayError: an actor does not begin.
-    """
+def _start_actors(parts: Parts, group: PlacementGroup) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Start an actor in each bundle; return them and their nodes, the one on this node first."""
     # The class goes to nodes as it is: they need no dsat.
     ray.cloudpickle.register_pickle_by_value(node_actor)
+    here = ray.get_runtime_context().get_node_id()
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    ids = placement_group_table(group)["bundles_to_node_id"]
+    hosts = {index: known[node_id]["NodeManagerHostname"] for index, node_id in ids.items()}
+    times = Counter(hosts.values())
     bundle = parts.bundle
-    actors = []
-    for index in range(parts.nodes):
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    actors, nodes = [], []
+    for index in sorted(hosts, key=lambda index: (ids[index] != here, hosts[index])):
         options = ray.remote(node_actor.NodeActor).options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
             resources={name: n for name, n in bundle.items() if name not in ("CPU", "GPU")},
             max_concurrency=_THREADS,
-            scheduling_strategy=strategy,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
-        cores = None if parts.accelerator else parts.slots
-        actors.append(options.remote(cores, not parts.accelerator))
-    found = ray.get([actor.where.remote() for actor in actors], timeout=_ACTORS_LIMIT_S)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    here = ray.get_runtime_context().get_node_id()
-    times = Counter(name for _, name in found)
-    hosts = [
-        _Host(
-            actor,
-            node_id,
-            name if times[name] == 1 else f"{name}-{node_id[:6]}",
-            addresses[node_id],
+        actors.append(options.remote(None if parts.accelerator else parts.slots))
+        name, node_id = hosts[index], ids[index]
+        nodes.append(
+            {
+                "name": name if times[name] == 1 else f"{name}-{node_id[:6]}",
+                "address": known[node_id]["NodeManagerAddress"],
+                "is_here": node_id == here,
+            }
         )
-        for actor, (node_id, name) in zip(actors, found, strict=True)
-    ]
-    return sorted(hosts, key=lambda host: (host.node_id != here, host.name))
+    return actors, nodes
 
 
 # -- commands
 
 
-def _serve(listener: socket.socket, hosts: Sequence[_Host]) -> None:
-    """Run commands until the standard input ends, and then until they have ended."""
-    begun: list[_Command] = []
-    stdin = sys.stdin.fileno()
-    while stdin not in node_actor.readable(listener.fileno(), stdin):
-        connection, _ = listener.accept()
-        begun.append(_Command(connection, hosts))
-    deadline = time.monotonic() + _END_LIMIT_S
-    for command in begun:
-        # A node that was given up may not answer: its command is not waited for again.
-        command.thread.join(0 if command.given_up else max(0.0, deadline - time.monotonic()))
-
-
-class _Command:
-    """A command that a connection asks for.
-
-    Attributes:
-        thread: relays its pipes, and ends with it.
-        given_up: whether the other end of the connection has gone.
-    """
-
-    def __init__(self, connection: socket.socket, hosts: Sequence[_Host]) -> None:
-        self._connection = connection
-        self.given_up = False
-        self.thread = threading.Thread(target=self._run, args=(hosts,), daemon=True)
-        self.thread.start()
-
-    def _run(self, hosts: Sequence[_Host]) -> None:
-        """Run the command, and answer with its exit status."""
-        with self._connection:
-            _, pipes, _, _ = socket.recv_fds(self._connection, 1, 3)
-            start = json.loads(self._connection.makefile().readline())
-            host = hosts[start["node"]]
-            try:
-                begin = host.actor.start.remote(start["command"], start["cwd"], start["env"])
-                status = self._relay(host, ray.get(begin), *pipes)
-            except RayError as error:
-                status, reason = _LOST, _first_line(error)
-                os.write(pipes[2], f"Ray has lost {host.name}: {reason}\n".encode())
-            for pipe in pipes:
-                os.close(pipe)
-            with contextlib.suppress(OSError):
-                self._connection.sendall(b"%d\n" % status)
-
-    def _relay(self, host: _Host, number: int, given: int, out: int, err: int) -> int:
-        """Relay all pipes of a command; return its exit status."""
-        relays = [
-            threading.Thread(target=self._relay_input, args=(host, number, given), daemon=True),
-            threading.Thread(target=_relay_output, args=(host, number, 2, err), daemon=True),
-        ]
-        for relay in relays:
-            relay.start()
+def _serve(
+    connection: socket.socket, actors: Sequence[Any], nodes: Sequence[Mapping[str, Any]]
+) -> None:
+    """Run the command that a connection asks for, and answer with its exit status."""
+    with connection:
+        _, pipes, _, _ = socket.recv_fds(connection, 1, 3)
+        start = json.loads(connection.makefile().readline())
+        actor, number = actors[start["node"]], next(_numbers)
+        given, *outputs = pipes
+        arguments = (actor, number, given, connection)
+        relay = threading.Thread(target=_relay_input, args=arguments, daemon=True)
+        status = _LOST
         try:
-            _relay_output(host, number, 1, out)
-            return int(ray.get(host.actor.wait.remote(number)))
-        finally:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RD)  # which ends the relay of the input
-            for relay in relays:
-                relay.join()
-            host.actor.forget.remote(number)
-
-    def _relay_input(self, host: _Host, number: int, given: int) -> None:
-        """Relay the command's input, until that ends or the other end of the connection goes."""
-        connection = self._connection.fileno()
-        with contextlib.suppress(RayError):
-            while True:
-                ready = node_actor.readable(given, connection)
-                data = os.read(given, _CHUNK) if given in ready else b""
-                if not data:
-                    break
-                ray.get(host.actor.write.remote(number, data))
-            self.given_up = connection in ready
-            ray.get(host.actor.end.remote(number))
-            if self.given_up:
-                ray.get(host.actor.terminate.remote(number))
+            run = actor.run.options(num_returns="streaming")
+            for item in run.remote(number, start["command"], start["cwd"], start["env"]):
+                target, data = ray.get(item)
+                if target:
+                    _write(outputs[target - 1], data)
+                elif data:
+                    status = int(data)
+                else:
+                    relay.start()
+        except RayError as error:
+            name = nodes[start["node"]]["name"]
+            os.write(outputs[1], f"Ray has lost {name}: {_first_line(error)}\n".encode())
+        except BrokenPipeError:
+            pass  # nobody reads any more
+        connection.shutdown(socket.SHUT_RD)  # which ends the relay of the input
+        if relay.ident is not None:
+            relay.join()
+        for pipe in pipes:
+            os.close(pipe)
+        with contextlib.suppress(OSError):
+            connection.sendall(b"%d\n" % status)
 
 
-def _relay_output(host: _Host, number: int, target: int, pipe: int) -> None:
-    """Relay output of a command until its end, or until its node is lost."""
-    with contextlib.suppress(BrokenPipeError, RayError):
-        while data := ray.get(host.actor.read.remote(number, target)):
-            while data:
-                data = data[os.write(pipe, data) :]
+def _relay_input(actor: Any, number: int, given: int, connection: socket.socket) -> None:
+    """Relay a command's input, until that ends or the other end of the connection goes."""
+    waiting = select.poll()  # select(2) takes fewer descriptors than Ray's processes have
+    for descriptor in (given, connection.fileno()):
+        waiting.register(descriptor, select.POLLIN)
+    try:
+        while given in (ready := dict(waiting.poll())) and (data := os.read(given, _CHUNK)):
+            ray.get(actor.write.remote(number, data))
+        ray.get(actor.end.remote(number, terminate=connection.fileno() in ready))
+    except RayError:
+        pass  # `_serve` says so
+
+
+def _write(pipe: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(pipe, data) :]
 
 
 def _first_line(error: Exception) -> str:

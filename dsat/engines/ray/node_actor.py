@@ -1,4 +1,4 @@
-"""Actor on each node: starts commands there, and relays their pipes.
+"""Actor on each node: runs commands there, and streams their output.
 
 Ray sends the class as it is, so that nodes need no dsat for it: only the standard library is used.
 The pipes of a command belong to this process alone. When Ray ends it, with its driver or the node's
@@ -8,13 +8,11 @@ own daemon, the command's standard input ends.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import select
-import socket
+import selectors
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 # Variables with which Ray tells a process its devices, by kind of accelerator.
 _OF_DEVICES = (
@@ -52,55 +50,43 @@ os._exit(status if status >= 0 else 128 - status)
 """
 
 
-def readable(*descriptors: int, limit_s: float | None = None) -> set[int]:
-    """Return those with something to read, or at their end, after waiting at most so long.
-
-    Ray's processes have thousands of them, more than select(2) takes.
-    """
-    waiting = select.poll()
-    for descriptor in descriptors:
-        waiting.register(descriptor, select.POLLIN)
-    return {found for found, _ in waiting.poll(None if limit_s is None else 1000 * limit_s)}
-
-
 class NodeActor:
     """Run commands on a node; the methods are called from several threads.
 
     Args:
-        cores: number of processor cores for the commands; None for all.
-        cpu_only: leave the node's accelerators alone.
+        cores: number of processor cores for the commands, which leave the node's accelerators
+            alone; None for all cores, and the devices that Ray gives this process.
     """
 
-    def __init__(self, cores: int | None, cpu_only: bool) -> None:
+    def __init__(self, cores: int | None) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._numbers = itertools.count(1)
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
-        if cpu_only:
-            self._env = {"DS_ACCELERATOR": "cpu"}
         # Ray's processes are killed first where memory runs out, and run last; commands inherit it.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("0")
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        own = sorted(os.sched_getaffinity(0))
-        if cores is not None and cores < len(own):
-            os.sched_setaffinity(0, own[:cores])
+        if cores is not None:
+            self._env = {"DS_ACCELERATOR": "cpu"}
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
-    def where(self) -> tuple[str, str]:
-        """Return Ray's ID of the node, and its host's name."""
-        import ray
+    def run(
+        self, number: int, command: Sequence[str], cwd: str, env: Mapping[str, str]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Run a command; variables that name devices are this node's.
 
-        return ray.get_runtime_context().get_node_id(), socket.gethostname()
+        Args:
+            number: of the command, for `write` and `end`.
+            command: with an absolute path.
+            cwd: folder to run in.
+            env: its variables.
 
-    def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
-        """Start a command; variables that name devices are this node's.
-
-        Returns:
-            Its number, for the other methods.
+        Yields:
+            Its outputs, each after the number 1 or 2 of its pipe; before them (0, b"") once the
+            command takes input, and behind them 0 and its exit status.
         """
         others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
-        number = next(self._numbers)
-        self._processes[number] = subprocess.Popen(  # noqa: S603
+        process = self._processes[number] = subprocess.Popen(  # noqa: S603
             [sys.executable, "-I", "-S", "-c", _PARENT, cwd, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -108,38 +94,38 @@ class NodeActor:
             bufsize=0,
             env={**others, **self._env},
         )
-        return number
+        yield 0, b""
+        with process, selectors.DefaultSelector() as outputs:
+            for target, pipe in ((1, process.stdout), (2, process.stderr)):
+                assert pipe is not None
+                outputs.register(pipe, selectors.EVENT_READ, target)
+            while outputs.get_map():
+                for key, _ in outputs.select():
+                    if data := os.read(key.fd, _CHUNK):
+                        yield key.data, data
+                    else:
+                        outputs.unregister(key.fileobj)
+        del self._processes[number]
+        yield 0, b"%d" % process.returncode
 
     def write(self, number: int, data: bytes) -> None:
         """Write to a command's standard input; do nothing if it reads no more."""
-        stdin = self._processes[number].stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(KeyError, BrokenPipeError, ValueError):  # it has ended
+            stdin = self._processes[number].stdin
+            assert stdin is not None
             while data:
                 data = data[stdin.write(data) or 0 :]
 
-    def end(self, number: int) -> None:
-        """End a command's standard input."""
-        stdin = self._processes[number].stdin
-        assert stdin is not None
-        stdin.close()
+    def end(self, number: int, *, terminate: bool) -> None:
+        """End a command's standard input.
 
-    def read(self, number: int, target: int) -> bytes:
-        """Return output of a command to 1 or 2, after waiting for it; nothing at its end."""
-        process = self._processes[number]
-        output = process.stdout if target == 1 else process.stderr
-        assert output is not None
-        return os.read(output.fileno(), _CHUNK)
-
-    def wait(self, number: int) -> int:
-        """Wait for a command's end; return its exit status."""
-        return self._processes[number].wait()
-
-    def terminate(self, number: int) -> None:
-        """Send SIGTERM, which a command ignores that ends with its standard input."""
-        self._processes[number].terminate()
-
-    def forget(self, number: int) -> None:
-        """Close the pipes of a command that has ended."""
-        with self._processes.pop(number):
-            pass
+        Args:
+            number: of the command, which may have ended.
+            terminate: send SIGTERM too, which a command ignores that ends with its input.
+        """
+        process = self._processes.get(number)
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            if terminate:
+                process.terminate()
