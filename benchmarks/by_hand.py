@@ -30,7 +30,7 @@ from benchmarks.common import run_trial
 from dsat.app import train_command
 from dsat.app.local import local_engine
 from dsat.app.prepare import Prepared, prepared
-from dsat.engines.local import LocalEngine
+from dsat.engines.local.engine import LocalEngine
 from dsat.in_trial.steps import summarize
 from dsat.inputs.settings import Settings
 from dsat.report import summary

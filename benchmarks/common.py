@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsat.engines.local import LocalEngine
+from dsat.engines.local.engine import LocalEngine
 from dsat.memory.forecast import Forecast
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome

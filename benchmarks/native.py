@@ -27,7 +27,10 @@ from typing import Any
 
 from benchmarks.common import run_trial
 from benchmarks.record import OPTIMIZER, PROGRAM
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration

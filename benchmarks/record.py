@@ -34,7 +34,10 @@ from benchmarks.common import run_trial
 from benchmarks.grid import Cell, Grid
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.inputs.settings import BY_SIMULATION
 from dsat.memory import anchors

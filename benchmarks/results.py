@@ -36,7 +36,7 @@ from benchmarks.record import about_machine
 from benchmarks.replay import Episode
 from benchmarks.tables import Table
 from benchmarks.winners_curse import Row
-from dsat.engines.local import find_machine
+from dsat.engines.local.machine import find_machine
 from dsat.report.format import duration
 from dsat.values.files import write_atomically
 

@@ -28,7 +28,10 @@ from pathlib import Path
 
 from benchmarks.common import run_trial
 from dsat.app import hosts
-from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import find_machine
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions

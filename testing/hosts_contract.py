@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from dsat.engines import Engine
-from dsat.engines.local import Host, LocalEngine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
 from dsat.values.trial import Trial
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import engine_of

@@ -15,7 +15,10 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine
 from dsat.engines.local.ports import free_ports
 from dsat.in_trial.measurement import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment

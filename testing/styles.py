@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsat.app import simulation_engine
-from dsat.engines.local import Host, Machine
-from dsat.engines.local.machine import find_machines
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
 from testing import warm_host
 

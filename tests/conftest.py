@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.local import Machine, find_machine
+from dsat.engines.local.machine import Machine, find_machine
 
 ROOT = Path(__file__).parent.parent
 

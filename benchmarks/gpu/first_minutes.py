@@ -30,8 +30,10 @@ from typing import Any
 
 from benchmarks.common import run_trial
 from benchmarks.gpu import predicted_memory
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine
-from dsat.engines.local.machine import problems_with
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine, find_machine, problems_with
 from dsat.engines.local.supervisors import Supervisors
 from dsat.in_trial.rank_files import METRICS_FILE
 from dsat.inputs import entrypoint, experiment

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.engines import places
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.engines.places import PROVIDERS, Environment
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint

@@ -14,8 +14,10 @@ from dsat.app.hosts import describe
 from dsat.app.observers import Everyone, FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
-from dsat.engines.local import LocalEngine, LocalOptions, leftovers
+from dsat.engines.local import leftovers
 from dsat.engines.local.adopting_engine import AdoptingEngine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT

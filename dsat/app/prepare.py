@@ -17,8 +17,9 @@ from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
-from dsat.engines.local import Host, Machine
 from dsat.engines.local.first_run import FirstRun
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import UserInputError
 from dsat.inputs import script_args

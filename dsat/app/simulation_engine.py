@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsat.app.source import Source
-from dsat.engines.local import Host, LocalEngine, LocalOptions, find_machine_for_simulations
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import find_machine_for_simulations
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.values.trial import TrialOptions
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import record, tables
 from benchmarks.record import Spec
 from benchmarks.tables import Header, Row
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.tuning.journal import Journal
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from testing import warm_host

@@ -14,7 +14,7 @@ from benchmarks.grid import Cell, Grid
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.tables import Header, Table
 from benchmarks.tables import Row as Recorded
-from dsat.engines.local import Machine
+from dsat.engines.local.machine import Machine
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
 from testing.local import cpu_machine

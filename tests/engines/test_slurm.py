@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dsat.app.hosts import acquired, check_equal, check_slots, describe
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.engines.places import local as this_machine
 from dsat.engines.places import slurm
 from dsat.engines.places.slurm import Allocation

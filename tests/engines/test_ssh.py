@@ -15,7 +15,8 @@ import pytest
 
 from dsat.app import local
 from dsat.cli.main import main
-from dsat.engines.local import Host, Machine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
 from dsat.engines.local.ports import free_ports
 from dsat.engines.places import base, ssh
 from dsat.engines.places import local as this_machine

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsat.engines.local import Host, trial_result
-from dsat.engines.local.hosts import Share
+from dsat.engines.local import trial_result
+from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures

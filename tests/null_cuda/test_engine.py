@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, find_machine, find_machines
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine, find_machine, find_machines
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome, OutcomeKind

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import first_minutes
-from dsat.engines.local import Host, LocalEngine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 

@@ -344,7 +344,7 @@ class LocalEngine:
             return
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
-            outcome = _with_smallest_device(outcome, self._hosts)
+            outcome = trial_result.with_smallest_device(outcome, self._hosts)
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings, self._lost = (*outcome.warnings, *self._lost), []
@@ -380,18 +380,6 @@ def _end(supervisors: Supervisors, running: Running, *, grace_s: float) -> None:
     for host in running.hosts_going_on:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         supervisors.send(host, request)
-
-
-def _with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
-    """Return a profile's outcome with the memory of the slot that has least.
-
-    Its trial knows its own devices, and others may run on smaller ones.
-    """
-    sizes = [host.machine.memory_bytes for host in hosts if not host.machine.is_cpu]
-    profile = outcome.profile
-    if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
-        return outcome
-    return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
 
 
 def _rename_to_trial(folder: Path) -> None:

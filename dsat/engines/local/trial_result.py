@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import log_files
 from dsat.engines.local.running import FULL_RUN_ID, Running, Way
 from dsat.in_trial import failures
@@ -53,6 +55,18 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     else:
         found = _failure(running, reported(folder, duration_s))
     return replace(found, duration_s=duration_s)
+
+
+def with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
+    """Return a profile's outcome with the memory of the slot that has least.
+
+    Its trial knows its own devices, and others may run on smaller ones.
+    """
+    sizes = [host.machine.memory_bytes for host in hosts if not host.machine.is_cpu]
+    profile = outcome.profile
+    if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
+        return outcome
+    return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
 
 
 def status_of(running: Running) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dsat.engines.local import Host, find_machines
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import find_machines
 from dsat.inputs.option import Group, Option
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.engines.local import Host, find_machine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import find_machine
 from dsat.engines.places.base import Environment, Provider
 
 

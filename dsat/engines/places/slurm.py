@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.engines.places.base import Environment, Node, Provider, hosts_on
 from dsat.engines.places.local import ThisMachine
 from dsat.errors import EngineError, UserInputError

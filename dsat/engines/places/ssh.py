@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local import Host
+from dsat.engines.local.hosts import Host
 from dsat.engines.places.base import Environment, Node, Provider, hosts_on
 from dsat.engines.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError

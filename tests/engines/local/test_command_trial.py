@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.retries import COMMAND_AGAIN
 from dsat.inputs import experiment
 from dsat.inputs.entrypoint import Entrypoint

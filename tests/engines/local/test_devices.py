@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import Host, LocalEngine, LocalOptions, Machine, accelerators, machine
-from dsat.engines.local.hosts import Share
+from dsat.engines.local import accelerators, machine
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host, Share
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import Machine
 from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment

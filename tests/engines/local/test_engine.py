@@ -19,7 +19,10 @@ import psutil
 import pytest
 
 from dsat.engines import Engine
-from dsat.engines.local import Host, LocalEngine, LocalOptions, leftovers
+from dsat.engines.local import leftovers
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.retries import BESIDE_OTHERS
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.local import Host, Machine, heartbeats, leftovers, supervisors
+from dsat.engines.local import heartbeats, leftovers, supervisors
 from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
 from dsat.engines.local.supervisors import LOST, Supervisors
 from testing.local import bench_of, cpu_machine, is_alive, wait_until
 
@@ -139,7 +141,7 @@ def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_that_dies_within_a_line_is_lost(tmp_path: Path) -> None:
-    torn = "import sys; sys.stdout.write('{\"event\": \"en')"
+    torn = 'import sys; sys.stdout.write(\'{"event": "en\')'
     talk = Supervisors(made_up(torn), tmp_path, env={})
     try:
         assert "ended (exit status 0" in until_lost(talk, 0)

@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.engines.local import Host, Machine, heartbeats
+from dsat.engines.local import heartbeats
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
 from dsat.engines.local.slots import Slots
 from dsat.errors import EngineError
 from dsat.in_trial import loopback

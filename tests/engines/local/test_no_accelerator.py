@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import find_machine_for_simulations, machine
+from dsat.engines.local import machine
+from dsat.engines.local.machine import find_machine_for_simulations
 
 
 @pytest.fixture(autouse=True)
