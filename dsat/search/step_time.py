@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from dsat.inputs.ds_config import AUTO
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.search.normal import Array
 from dsat.space.knobs import HPZ, defaults
@@ -178,11 +179,13 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     Args:
         job: the model and its slots.
         strategy: the ZeRO stage and where state is kept.
-        settings: by their names in a proposal; missing ones have DeepSpeed's defaults.
+        settings: by their names in a proposal; those that are missing or "auto" have DeepSpeed's
+            defaults.
     """
     found = np.zeros(len(_COLUMNS))
     stage, n = strategy.stage, job.slots
-    get = {**defaults(stage), **settings}.get
+    given = {key: value for key, value in settings.items() if value != AUTO}
+    get = {**defaults(stage), **given}.get
     gradient_bytes = float(job.param_bytes * job.trainable)
     inside = (n - 1) / n / job.hardware.link_bandwidth
     part = (n - 1) / n / job.hardware.host_link_bandwidth if job.slots_per_host else inside

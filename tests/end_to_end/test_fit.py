@@ -87,10 +87,6 @@ def test_more_slots_need_less_where_something_is_sharded(folder: Path) -> None:
     [
         (f"dsat estimate --fits 8xmany {SCRIPT}", "invalid memory size"),
         ("dsat estimate --fits 8x80GiB -- fails.py", "No module named 'no_such_module'"),
-        (
-            f"dsat estimate --fits 1GiB --activation-checkpointing both {SCRIPT}",
-            "is one of on and off",
-        ),
     ],
 )
 def test_what_cannot_be_told_is_neither(folder: Path, line: str, message: str) -> None:

@@ -89,6 +89,11 @@ def test_accumulation_spares_the_optimizer_and_what_is_reduced_once() -> None:
     assert grows[1] > 1.5 * grows[0], "stage 2 reduces in every micro step"
 
 
+def test_a_size_left_to_the_trainer_counts_as_deepspeeds_default() -> None:
+    assert seconds_of(3, stage3_prefetch_bucket_size="auto") == seconds_of(3)
+    assert seconds_of(2, reduce_bucket_size="auto") == seconds_of(2)
+
+
 def test_between_hosts_stage_3_pays_most_and_hpz_spares_a_gather() -> None:
     apart = replace(JOB, slots_per_host=4)
     slower = [seconds_of(stage, 1, job=apart) / seconds_of(stage, 1) for stage in (1, 3)]
