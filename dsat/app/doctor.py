@@ -1,4 +1,4 @@
-"""A look at the environment before a script is run in it: `dsat doctor`."""
+"""Checks of the environment before a script runs in it: `dsat doctor`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finding:
         state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
             can run.
         problem: what does not work, and why; empty if all does.
-        remedy: a command, or a step, that mends it; empty if all works.
+        remedy: a command, or a step, that fixes it; empty if all works.
     """
 
     part: str
@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine(cluster: str | None) -> list[Finding]:
-    """Look at this process's environment, and change nothing.
+    """Check this process's environment without changing it.
 
     The accelerators are looked at in a process that imports DeepSpeed, which takes some seconds.
 
@@ -120,7 +120,7 @@ def _slots(machine: Machine) -> Finding:
             "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES is "
             "not empty"
             if nvidia
-            else "nothing to mend for a first try, or for `dsat estimate`",
+            else "nothing to do for a first try, or for `dsat estimate`",
         )
     remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES" if notes else ""
     return Finding("accelerators", machine.describe(), WARNING if notes else OK, notes, remedy)

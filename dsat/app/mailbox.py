@@ -1,6 +1,6 @@
-"""Requests to a run that goes on, left in its folder by other processes of the same user.
+"""Requests to a running search, left in its folder by other processes of the same user.
 
-The folder is private, so that whoever may write there may also end the processes.
+The folder is private: a process that may write there may also end the run's processes.
 """
 
 from __future__ import annotations

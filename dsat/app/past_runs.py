@@ -11,12 +11,12 @@ from dsat.errors import JournalError, UserInputError
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 
-_RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes unless it is told otherwise
+_RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run as its folder has it.
+    """A run, read from its folder.
 
     Attributes:
         run: what is known so far.

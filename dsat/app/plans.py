@@ -42,7 +42,7 @@ def plan_of(
             `offload_helps`, `slots_per_host` and `defaults`.
 
     Raises:
-        UserInputError: nothing is left to tune, or DeepSpeed has not got it.
+        UserInputError: nothing is left to tune, or DeepSpeed lacks the setting.
     """
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
@@ -115,7 +115,7 @@ def _begins_with_ramp(settings: Settings) -> bool:
 def _knobs_of(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the knobs that the user frees and fixes; `all` stands for all of them."""
+    """Return the knobs that the user frees and fixes, with `all` expanded."""
     missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
     for flag, names in (("--tune", settings.tune), ("--fix", settings.fix)):
         for name in names:

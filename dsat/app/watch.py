@@ -1,4 +1,4 @@
-"""The server of `dsat watch`: pages on this machine's loopback, for whoever has the token."""
+"""The server of `dsat watch`: pages on the loopback interface, for holders of the token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Server(socketserver.ThreadingTCPServer):
         port: 0 for any that is free.
 
     Attributes:
-        token: whoever knows it may look and ask.
+        token: secret that every request must carry.
     """
 
     allow_reuse_address = True
@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Leave a request for the process that works on the run; return a status and a message."""
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not self.server.knows(token):
-            return 403, "Refused: only whoever has the token may ask for anything."
+            return 403, "Refused: the token in the address is missing or wrong."
         folder, parts = self._parts(urlsplit(self.path))
         if folder is None or parts != ["requests"]:
             return 404, "There is no such page."
@@ -195,7 +195,7 @@ def _leave(folder: Path, wanted: Request) -> tuple[int, str]:
     run = watched.run
     assert run.plan is not None
     if not watched.goes_on:
-        return 409, "Refused: nobody works on this run; continue it with --resume."
+        return 409, "Refused: this run is not active; continue it with --resume."
     message = "No further trial will be started."
     if wanted.kind is RequestKind.CANCEL:
         running = {trial.id: trial.name for trial in run.running}

@@ -37,7 +37,7 @@ LAUNCHER_OPTIONS = """
 """.split()
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
 _ESTIMATE = (
-    "tells without running a trial what memory each ZeRO stage and offloading needs, and the "
+    "predicts without running a trial what memory each ZeRO stage and offloading needs, and the "
     "largest micro batch on slots of several sizes"
 )
 
@@ -47,7 +47,7 @@ _LOOKS = {
     RUNS: "lists runs, the newest first",
     WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
     EXPORT: "writes a run for other tools: Optuna, MLflow, TensorBoard, tables",
-    DOCTOR: "looks at this environment: what will work here, what will not, and what mends it; "
+    DOCTOR: "looks at this environment: what will work here, what will not, and how to fix it; "
     "exit status 1 if no trial can run",
 }
 _RUN = "folder of a run, or its name in dsat_runs"

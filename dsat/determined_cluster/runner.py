@@ -110,7 +110,7 @@ class Runner:
             events = self._master.ask(lambda: self._without_waiting(self._events)) or []
             inactive = any(event.experimentInactive for event in events)
             if paused and not inactive:
-                say(f"experiment {self.experiment_id} goes on")
+                say(f"experiment {self.experiment_id} continues")
                 paused = False
             for event in events:
                 if not event.experimentInactive:
@@ -233,11 +233,11 @@ class Runner:
         """End because the runner's experiment is paused, canceled or killed, or has to move."""
         state = self._master.state(self._runner_id)
         if state == "PAUSED":
-            say("paused; trials that run go on, and no others are started until this is resumed")
+            say("paused: running trials continue, and no others start before you resume")
             self._search.tuner.pause()
             self._save()
         elif not state.startswith("STOPPING_") and state not in IDLE_STATES:
-            say("the cluster wants its place; trials that run go on, and it starts again")
+            say("preempted: running trials continue, and the search runner is restarted")
         else:
             say(f"canceled, and with it experiment {self.experiment_id}")
             self._master.kill(self.experiment_id)

@@ -171,7 +171,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     try:
         ended = clients.follow(master, number, _log.info)
     except KeyboardInterrupt:
-        _log.info("detached: the search goes on")
+        _log.info("detached: the search continues")
         _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
     if ended.state != "COMPLETED":
@@ -179,7 +179,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
-            _log.info("without it nobody closes the trials of experiment %d: ended too", left_over)
+            _log.info("ended the trials of the search, experiment %d, too", left_over)
     result = dict(ended.result)
     files = result.pop("files", None)
     run_dir = None if files is None else _write_files(files, name)

@@ -1,4 +1,4 @@
-"""Engines, which run trials; all of one form, so that a search never knows which it has."""
+"""Engines, which run trials behind one interface that searches do not depend on."""
 
 from __future__ import annotations
 

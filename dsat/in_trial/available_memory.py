@@ -1,4 +1,4 @@
-"""Limits on a device's memory, and the answer that DeepSpeed gets when it asks for what is left.
+"""Limits on a device's memory, and the free memory that DeepSpeed sees.
 
 By that, ZeRO decides whether parameters are flattened on the device or on the host
 (`available_memory` in deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).

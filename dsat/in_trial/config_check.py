@@ -32,7 +32,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """A setting that DeepSpeed does not take.
+    """A setting that DeepSpeed does not accept.
 
     Attributes:
         path: the keys that lead to it, with dots between them; empty for the whole.
@@ -57,7 +57,7 @@ class Verdict:
 
 
 class _Section(dict[str, Any]):
-    """A mapping that records the keys it was asked for.
+    """Mapping that records which of its keys are read.
 
     Attributes:
         defaults: by key, the value that the reader takes if it is missing.

@@ -1,4 +1,4 @@
-"""The door by which a trial's configuration reaches the script: `deepspeed.initialize`, wrapped.
+"""Injection of a trial's configuration into the script: `deepspeed.initialize`, wrapped.
 
 Many scripts build their configuration in code, or read a file that no argument names. The
 configuration that the script passes is left alone if it agrees with the trial, as a file of the

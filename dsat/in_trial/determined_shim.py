@@ -152,7 +152,7 @@ def _init(
     preempt_mode: Any = None,
     tensorboard_mode: Any = None,
 ) -> Any:
-    """In place of `determined.core.init`, with its parameters."""
+    """Replacement of `determined.core.init`, with its parameters."""
     import determined
     from determined import core
     from determined.core import _context

@@ -161,7 +161,7 @@ def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], mod
 
 
 def _adapt_plugin(config_path: Path, gas: int, module: Any) -> None:
-    """Give accelerate's DeepSpeed plugin the trial's configuration, whoever makes the plugin."""
+    """Give accelerate's DeepSpeed plugin the trial's configuration."""
 
     def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
         given = plugin.hf_ds_config

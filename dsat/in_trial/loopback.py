@@ -21,7 +21,7 @@ def install() -> None:
     """Make rank 0's store listen on loopback where the others look for it, and nowhere else.
 
     Between hosts, gloo is given the interface that leads to rank 0: by itself it takes the one that
-    the host's own name stands for, which is loopback where /etc/hosts says so.
+    the host's own name resolves to, which is loopback with some /etc/hosts.
 
     torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
     but takes a socket that listens already.

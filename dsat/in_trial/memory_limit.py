@@ -29,8 +29,8 @@ def limit_memory(budget_bytes: int) -> None:
     The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
     allocator fail as a device's would. What was imported before does not count. The C library is
     made to return tensors to the system at once: otherwise it is the holes in its heap that exhaust
-    the limit, and not tensors. It has one heap, since each more reserves 128 MiB for a moment,
-    which no peak could be told from.
+    the limit, and not tensors. It has one heap, since each further one reserves 128 MiB for a
+    moment, which would hide the peak.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

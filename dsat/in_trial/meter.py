@@ -1,4 +1,4 @@
-"""Meter: measures the optimizer steps of a live DeepSpeed engine, inside the training process.
+"""Meter of the optimizer steps of a live DeepSpeed engine, inside the training process.
 
 The engine comes from `deepspeed.initialize`'s public result; DeepSpeed's own autotuning mode is not
 used, because it scores a single step. Times are taken at the ends of optimizer steps, so whatever

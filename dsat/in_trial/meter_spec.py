@@ -69,7 +69,7 @@ class MeterSpec(Recorded):
         )
 
     def of_engine(self, engine: Any) -> MeterSpec:
-        """The same with the batch sizes and the stage of an engine, where none are expected."""
+        """Fill in the batch sizes and the stage from an engine, where none are expected."""
         if self.micro_batch:
             return self
         own = engine.train_micro_batch_size_per_gpu()

@@ -51,7 +51,7 @@ class RunnerWatch:
         self._every_s = every_s
 
     def start(self) -> None:
-        """Look now and then, beside the training."""
+        """Poll the runner periodically in a thread."""
         threading.Thread(target=self._run, name="runner-watch", daemon=True).start()
 
     def look(self) -> str:
@@ -62,7 +62,7 @@ class RunnerWatch:
                 print(
                     f"[dsat] the search runner, experiment {self._runner_id}, is gone "
                     f"({state.lower()}): ending experiment {self._experiment_id}, whose trials "
-                    "nobody would close",
+                    "would otherwise run on",
                     flush=True,
                 )
                 self._master.kill_experiment(self._experiment_id)

@@ -203,7 +203,7 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
         hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
         if AUTO in (config.get(key) for key in BATCH_KEYS):
             hint = (
-                'What "auto" stands for is in the script: write the number of '
+                'The value of "auto" is set in the script: write the number of '
                 "train_micro_batch_size_per_gpu in its place, or give "
                 "--per_device_train_batch_size and --deepspeed on the command line."
             )

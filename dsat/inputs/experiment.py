@@ -21,7 +21,7 @@ class Experiment:
     """The experiment to tune.
 
     Attributes:
-        path: the experiment configuration, or what stands for it.
+        path: the experiment configuration, or the file that replaces it.
         name: for people and for the run's folder.
         config: the whole experiment configuration.
         model_dir: where the training script is.

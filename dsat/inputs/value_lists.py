@@ -36,7 +36,7 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
         their settings, each value once and in the order given.
 
     Raises:
-        UserInputError: a list is empty, holds what the setting cannot be, or stands where none can.
+        UserInputError: a list is empty, holds an invalid value, or is not allowed there.
     """
     base = copy.deepcopy(dict(config))
     listed: dict[str, list[Any]] = {}
@@ -130,7 +130,7 @@ def _stages(value: Any, where: str) -> list[int] | None:
 
 
 def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """Return all sections that a section with lists stands for; None if it has none."""
+    """Return all combinations of a section's lists; None if it has none."""
     listed = {}
     for key, value in section.items():
         options = _zero_values(key, value, f"{where}.{key}")

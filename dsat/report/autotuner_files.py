@@ -63,7 +63,7 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> No
 def summary_text(view: RunView) -> str:
     """Return the table of tuning spaces, and the time and trials they took.
 
-    A space is a ZeRO stage with its offloading (`z1`, `z2_offload`); `global` stands for all. The
+    A space is a ZeRO stage with its offloading (`z1`, `z2_offload`); `global` is all of them. The
     profile trial does not count.
     """
     total = sum(stage.trials for stage in view.stages)

@@ -162,7 +162,7 @@ class Search(abc.ABC):
         Args:
             branch: the number of the branch whose first settings it had; None if it had others.
             micro_batch: its samples per slot and micro step.
-            outcome: how it ended; predictions may have learned from it as well.
+            outcome: how it ended; predictions may use it as well.
         """
         if branch is not None and self._is_allowed(micro_batch):
             self._unasked[branch].append((micro_batch, outcome))
@@ -251,7 +251,7 @@ class Search(abc.ABC):
         )
 
     def _told(self, proposal: Proposal, outcome: Outcome) -> Lineage:
-        """Enters an outcome in its lineage and returns the lineage."""
+        """Record an outcome in its lineage and return the lineage."""
         lineage = self._lineages[proposal.lineage]
         self._note_memory(lineage.branch, proposal.micro_batch, outcome)
         lineage.record(

@@ -24,7 +24,7 @@ _UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID)
 
 
 class Feasibility:
-    """What is known of memory in each strategy, and of values that fail for other reasons.
+    """Knowledge of where memory ends in each strategy, and of values that fail otherwise.
 
     The place where memory ends is expected about where it is predicted, and lies between what ran
     and what did not, which is kept for each strategy relative to the prediction of the time.

@@ -24,7 +24,7 @@ class Lineage:
         trials: how many were recorded.
         best: the best value of the objective so far.
         out_of_memory: whether a trial ran out of memory.
-        abandoned: it failed in a way that no other micro batch would mend.
+        abandoned: it failed in a way that no other micro batch would avoid.
     """
 
     id: int
@@ -54,7 +54,7 @@ class Lineage:
         return self.abandoned or self.lo > self.open_hi
 
     def middle(self) -> int:
-        """The position in the middle of what is open."""
+        """Middle of the open positions."""
         return (self.lo + self.open_hi) // 2
 
     def position(self, micro_batch: int) -> int:
@@ -113,5 +113,5 @@ class Lineage:
             self.hi = min(self.hi, self.position(micro_batch) - 1)
 
     def limit(self, micro_batch: float) -> None:
-        """There are no data for larger micro batches."""
+        """Exclude larger micro batches, for which there are too few data."""
         self.hi = min(self.hi, bisect.bisect_right(self.micro_batches, micro_batch) - 1)

@@ -1,4 +1,4 @@
-"""Expected improvement over what a physical model of speed and a prediction of memory say."""
+"""Search by expected improvement, on a physical model of speed and predicted memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Choice:
 
 
 class ModelSearch(Search):
-    """Tries what promises most, by models of memory and speed that every outcome corrects.
+    """Try the most promising configuration, by models that every outcome corrects.
 
     It begins with the first settings of each strategy, at about the largest micro batch that is
     predicted to fit: larger ones are not worth it where the model says that they only cost time.

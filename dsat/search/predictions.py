@@ -1,4 +1,4 @@
-"""What every outcome teaches about the configurations of a space: their speed, and if they run."""
+"""Predictions of speed and feasibility for all configurations of a space, from the outcomes."""
 
 from __future__ import annotations
 

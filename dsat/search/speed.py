@@ -175,7 +175,7 @@ class Fit:
 
     @property
     def misfit(self) -> float:
-        """What measurements are off by beyond what runs vary: what the model does not know."""
+        """Standard deviation of measurements from the model beyond run-to-run variation."""
         return math.sqrt(max(0.0, self.run_sd**2 - _RUN_SD**2))
 
     @property

@@ -35,7 +35,7 @@ from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one slot does in a second; by default a GPU of NVIDIA's DGX A100, by its data sheet.
+    """Speed of one slot; by default a GPU of NVIDIA's DGX A100, by its data sheet.
 
     Only ratios matter once a trial has been measured.
 

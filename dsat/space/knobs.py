@@ -311,7 +311,7 @@ KNOBS = (
         "activation_checkpointing.cpu_checkpointing",
         _SWITCH_ON,
         (0, 1, 2, 3),
-        "what deepspeed.checkpointing keeps lies on the host",
+        "deepspeed.checkpointing keeps activations on the host",
         **_ON_REQUEST,
     ),
 )

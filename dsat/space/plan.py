@@ -62,7 +62,7 @@ class Plan(Recorded):
         offload_helps: whether slots have memory of their own, which offloading relieves.
         nvme_path: where offloading to NVMe may write.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
-            their paths; a knob that is not among them it has not got. Empty if it was not asked.
+            their paths; a missing knob is unsupported. Empty if unknown.
         max_seq_length: the longest sequence of the data, in tokens, if the user gave it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.

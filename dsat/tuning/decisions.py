@@ -118,13 +118,13 @@ class Decisions:
 
     @property
     def _profile(self) -> ProfilePhase:
-        """The profile phase, told of all outcomes."""
+        """The profile phase, updated with all outcomes."""
         self._update_phases()
         return self._profiling
 
     @property
     def _search(self) -> SearchPhase | None:
-        """The search, told of all outcomes; made when it is first asked for anything."""
+        """The search, updated with all outcomes; made at its first use."""
         self._update_phases()
         if self._searching is None and self.search_began:
             self._searching = SearchPhase(

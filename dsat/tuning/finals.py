@@ -1,4 +1,4 @@
-"""The finals: after a search its best and the user's own configuration run again, in turns.
+"""The finals: re-runs of the search's best and the user's own configuration, in turns.
 
 The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
 search measured is reported. The best by what the search expects of it, the pick, and the user's own
@@ -134,7 +134,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class Role(str, enum.Enum):
-    """Who runs next."""
+    """Configuration of a turn of the finals."""
 
     OWN = "own"
     LEADER = "leader"
@@ -253,7 +253,7 @@ class Finals:
             self._go_on()
 
     def disqualify(self) -> None:
-        """The pick trains differently: it cannot win, whatever its speed."""
+        """Exclude the pick from winning because it trains differently."""
         self._drop_pick()
         self._go_on()
 

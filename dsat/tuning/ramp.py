@@ -84,7 +84,7 @@ class Ramp:
             self.update(run, run.baseline.batch.micro_batch, outcome)
 
     def update(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
-        """A micro batch of the ramp has ended."""
+        """Process the outcome of a micro batch of the ramp."""
         assert run.plan is not None
         value = outcome.value(run.plan.objective)
         if value is None or outcome.metrics is None:

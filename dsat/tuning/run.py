@@ -231,7 +231,7 @@ class Run:
             finals.disqualify()
 
     def contestant(self, trial: Trial) -> Contestant:
-        """A trial that ran, as the finals look at it."""
+        """Make a contestant of the finals from a trial that ran."""
         assert self.plan is not None
         outcome, value = self.outcomes[trial.id], self.value(trial)
         assert value is not None and outcome.metrics is not None

@@ -2,12 +2,12 @@
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are kept and in which order they are added up, not what is computed. So
-losses may differ by rounding, and no more. How much that is, two runs of the user's own tell, but
-at least what a change of order may do (`_ROUNDING`). Those follow the size of the formats and are
-not derived; for fp32 they were held against real trainings of a small language model, 22 steps of
-Adam on a CPU (DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation differed by 1.2e-7 at
-most, a bias whose gradient was dropped by 2e-4 at a learning rate of 1e-3. In bf16 accumulation
-differed by 3e-4, stage 0 by 1.3e-2, and a bucket that raced by 2e-2, which is not told apart.
+losses may differ by rounding, and no more. Two runs of the user's own configuration show how much
+that is, at least `_ROUNDING`. These limits follow the size of the formats and are not derived; for
+fp32 they were compared with real trainings of a small language model, 22 steps of Adam on a CPU
+(DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation differed by 1.2e-7 at most, a bias whose
+gradient was dropped by 2e-4 at a learning rate of 1e-3. In bf16 accumulation differed by 3e-4,
+stage 0 by 1.3e-2, and a bucket that raced by 2e-2, which is not detected.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def compare(
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """In which numbers a DeepSpeed configuration computes."""
+    """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32."""
     for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
         for key in sections:
             section = config.get(key)

@@ -203,7 +203,7 @@ class SearchPhase(Phase):
             self._search.limit(self._run.most_samples)
 
     def take_skipped(self) -> list[str]:
-        """Names of what was predicted not to fit since this was last asked."""
+        """Return, once, the names of new proposals that were predicted not to fit."""
         skipped, self._skipped = self._skipped, []
         return skipped
 

@@ -13,7 +13,7 @@ from dsat.values.trial import Trial, TrialKind
 
 
 class TrainingCheck:
-    """Compares the losses of trials.
+    """Comparison of the losses of trials.
 
     Args:
         trials, outcomes: of a run, by trial id.

@@ -27,7 +27,7 @@ _SEARCH, _SEARCH_S = 15.0, 200.0
 
 
 class TrialCosts:
-    """Predicts how long trials take, and which would take too long.
+    """Predictions of how long trials take, and which would take too long.
 
     A trial takes the steps before those that are measured, these, and some time besides (the start
     of the script, making the engine).

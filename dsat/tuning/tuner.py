@@ -45,7 +45,7 @@ class Tuner:
     """Decides the trials of a run: profile, the user's own configuration, search and finals.
 
     Every decision is appended to the journal before it is returned, and every outcome before the
-    search hears of it. A tuner made from the events of an earlier one continues as if it were it.
+    search receives it. A tuner made from the events of an earlier one continues as if it were it.
 
     Args:
         plan: what to tune. Must agree with the plan in `events`, but for the number of trials.
@@ -127,7 +127,7 @@ class Tuner:
         self._append({"event": EVENT_CANCEL_ASKED, "trial_id": trial_id})
 
     def raise_budget(self, max_trials: int) -> None:
-        """Allows more trials; fewer than there may be already change nothing."""
+        """Raise the maximum number of trials; a smaller number changes nothing."""
         if max_trials > self.plan.max_trials:
             self._append({"event": EVENT_BUDGET, "max_trials": max_trials, "asked": True})
             self.plan = replace(self.plan, max_trials=max_trials)
@@ -158,7 +158,7 @@ class Tuner:
 
     @property
     def search_began(self) -> bool:
-        """True from the beginning of the search on."""
+        """Return whether the search has begun."""
         return self._decisions.search_began
 
     @property
@@ -168,7 +168,7 @@ class Tuner:
 
     @property
     def finished(self) -> bool:
-        """True when the run is over and nothing runs."""
+        """Return whether the run is over and nothing runs."""
         return self.stop_reason is not None and not self.run.running
 
     @property

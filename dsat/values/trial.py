@@ -120,7 +120,7 @@ class Trial(Recorded):
 
     @property
     def profiles(self) -> bool:
-        """The trial counts the model's parameters, FLOPs and activations in its first step.
+        """Return whether it counts parameters, FLOPs and activations in its first step.
 
         It is the first of its run, or follows one that failed.
         """

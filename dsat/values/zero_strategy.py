@@ -25,7 +25,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """As in the names of trials: `z2`, `z2_offload`, `z3_offload_param`, `z3_nvme_param`."""
+        """Short name, for trial names: `z2`, `z2_offload`, `z3_offload_param`, `z3_nvme_param`."""
         words = {CPU: "offload", NVME: "nvme"}
         parts = [f"z{self.stage}"]
         if self.offload_optimizer != NONE:

@@ -117,7 +117,7 @@ def test_only_the_token_in_a_header_may_ask(served: tuple[Path, str, str, Run]) 
     ("asked", "goes_on", "status", "said"),
     [
         ({"kind": "stop"}, True, 202, "No further trial"),
-        ({"kind": "stop"}, False, 409, "nobody works on this run"),
+        ({"kind": "stop"}, False, 409, "this run is not active"),
         ({"kind": "cancel", "trial_id": "running"}, True, 202, "will be canceled"),
         ({"kind": "cancel", "trial_id": 0}, True, 409, "does not run"),
         ({"kind": "cancel"}, True, 409, "does not run"),

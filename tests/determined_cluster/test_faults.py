@@ -106,7 +106,7 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
         user.get_experiment(SEARCH).pause()
         there.until_said("is paused; waiting")
         user.get_experiment(SEARCH).activate()
-        there.until_said("goes on")
+        there.until_said("experiment 4 continues")
         there.master.wait_until(lambda: there.master.experiment(SEARCH).progress, "progress")
         user.get_experiment(RUNNER).pause()
         runner = there.master.trials(RUNNER)[0]
@@ -197,7 +197,7 @@ def test_a_command_that_leaves_does_not_end_the_search_but_a_runner_that_is_gone
         user.get_experiment(RUNNER + 2).kill()
         told = ended(process)
         assert told.status == 1, told
-        assert "nobody closes the trials of experiment 4" in told.out
+        assert "ended the trials of the search, experiment 4, too" in told.out
         assert there.master.wait_ended(SEARCH + 2) == "STATE_CANCELED"
 
 

@@ -320,7 +320,7 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
         assert [ended[trial.id].ok for trial in both] == [True, True], ended
         # Of the four, an actor stops, and another daemon is killed: each time the trial runs on
         # two that are left.
-        for reason in ("nothing was heard of it for 8 s", "the process that runs trials ended"):
+        for reason in ("it has not answered for 8 s", "the process that runs trials ended"):
             trial = bench.trial("hangs at first")
             bench.engine.launch(trial)
             mark = tmp_path / "trials" / f"{trial.name}.began1"

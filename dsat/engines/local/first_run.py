@@ -1,4 +1,4 @@
-"""The user's own command, run as it stands: it shows how ranks start, and is the first trial."""
+"""The user's own command, run unchanged: it records how ranks start, and is the first trial."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ SILENT_AFTER_S = 60.0
 class ListeningClock:
     """Seconds during which this process was able to listen.
 
-    A process that is stopped (Ctrl-Z, a job that Slurm suspends) or busy hears nothing of others:
-    that is not their silence.
+    While this process is stopped (Ctrl-Z, a job that Slurm suspends) or busy it receives nothing,
+    which must not count as the silence of hosts.
 
     Args:
         most_s: the most that the time between two readings counts.
@@ -35,7 +35,7 @@ class ListeningClock:
 
 
 class Heartbeats:
-    """Times at which hosts were last heard, and when they are asked next.
+    """Times of the hosts' last signs of life, and of the next request for one.
 
     Args:
         hosts: their numbers.
@@ -55,7 +55,7 @@ class Heartbeats:
         self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
 
     def forget(self, host: int) -> None:
-        """Expect nothing of a host any more."""
+        """Stop watching a host."""
         del self._heard_s[host]
 
     def left_s(self) -> float:

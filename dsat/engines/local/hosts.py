@@ -29,7 +29,7 @@ class Host:
 
     @property
     def is_loopback(self) -> bool:
-        """Its address is one that no other host can reach."""
+        """Return whether no other host can reach its address."""
         return is_loopback(self.address)
 
 

@@ -108,7 +108,7 @@ def with_own_swap_folder(config: Mapping[str, Any], name: str) -> tuple[dict[str
     """Return a DeepSpeed configuration that swaps to a folder of its own, and such folders.
 
     DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
-    runtime/swap_tensor/partitioned_param_swapper.py), whoever else is using it.
+    runtime/swap_tensor/partitioned_param_swapper.py), although other trials may be using it.
     """
     own: dict[str, Any] = copy.deepcopy(dict(config))
     folders = []
@@ -187,7 +187,7 @@ def _may_be_shared(folder: Path) -> bool:
 
 
 def _extensions_folder(env: Mapping[str, str]) -> Path:
-    """As torch finds it (torch/utils/cpp_extension.py, torch/_appdirs.py)."""
+    """Folder of compiled operators (torch/utils/cpp_extension.py, torch/_appdirs.py)."""
     given = env.get("TORCH_EXTENSIONS_DIR")
     cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or Path.home()) / ".cache"))
     return Path(given) if given else Path(cache) / "torch_extensions"

@@ -49,7 +49,7 @@ class Machine:
         visible_devices: environment variables that choose devices; none on a CPU.
         memory_bytes: of the smallest device; on a CPU of the whole host, or its processes' share.
         device_memory_bytes: of each device, where there are any.
-        expandable_segments: whether torch's allocator can be told to use them.
+        expandable_segments: whether torch's allocator can use them.
         left_out: why other devices are no slots, for people.
         warnings: further messages on the slots, for people.
         software: versions that must be the same on all hosts of a run.

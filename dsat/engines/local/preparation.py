@@ -24,7 +24,7 @@ from dsat.values.files import PRIVATE_FOLDER, write_atomically
 
 @dataclass(frozen=True)
 class Preparation:
-    """What all trials of a run have in common.
+    """Facts that all trials of a run share.
 
     Attributes:
         experiment: what is run.

@@ -83,7 +83,7 @@ class Retries:
         self.way = self._known_way = Way.FRESH if cannot_fork else Way.FORKED
 
     def decide(self, running: Running, outcome: Outcome, *, broken: bool) -> Again | None:
-        """Return how an ended trial is run again; None if its outcome stands.
+        """Return how an ended trial is run again; None if its outcome is final.
 
         Args:
             running: the trial.
@@ -107,7 +107,7 @@ class Retries:
         return Again.ALONE if may_be_others and not is_alone else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return the outcome that stands, with warnings on how it came about."""
+        """Return the final outcome, with warnings about earlier attempts."""
         warnings = list(outcome.warnings)
         if running.start.alone:
             warnings.append(BESIDE_OTHERS)
@@ -166,7 +166,7 @@ class Retries:
 
         Its host was lost, its device is broken, or another program took a port between its choice
         and its use. It may have killed the host or the device itself: the second or third failure
-        stands.
+        is final.
         """
         starts = self._starts[trial_id] = self._starts.get(trial_id, 1) + 1
         if broken and not from_outside:

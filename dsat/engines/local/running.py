@@ -1,4 +1,4 @@
-"""Trials that have been asked for, and trials that run."""
+"""Requested trials and running trials."""
 
 from __future__ import annotations
 

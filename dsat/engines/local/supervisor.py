@@ -117,7 +117,7 @@ class Supervisor:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serve until the standard input ends, or is cut off; then kill all trials."""
+        """Serve until the standard input ends; then kill all trials."""
         try:
             while True:
                 for key, _ in self._selector.select(self._timeout_s()):

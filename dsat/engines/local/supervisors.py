@@ -95,7 +95,7 @@ class Supervisors:
             return self._read(timeout_s)
         found = self._read(min(timeout_s, self._heartbeats.left_s()))
         silent, asked = self._heartbeats.due()
-        reason = f"nothing was heard of it for {heartbeats.SILENT_AFTER_S:g} s"
+        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
         found += [self._abandon(host, reason) for host in silent]
         for host in asked:
             limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S

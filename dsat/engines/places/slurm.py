@@ -105,7 +105,7 @@ class Allocation:
 
     @property
     def is_this_machine(self) -> bool:
-        """It is one node, and this process runs there."""
+        """Return whether the allocation is one node, on which this process runs."""
         return self.count == 1 and bool(self.node)
 
     def find_nodes(self) -> list[Node]:

@@ -56,7 +56,7 @@ class ResourceRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Both numbers are given: it can be asked for whatever is free."""
+        """Return whether both numbers are given, so that nothing depends on what is free."""
         return None not in (self.nodes, self.slots)
 
 
@@ -80,7 +80,7 @@ class Parts:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources that Ray is asked for on each node."""
+        """Resources to reserve on each node."""
         found: dict[str, float] = {_CPU: self.cpus} if self.cpus else {}
         if self.accelerator:
             found[self.accelerator] = self.slots

@@ -161,7 +161,7 @@ def _reserve(
 def _group_of(
     parts: Parts, wanted: ResourceRequest, say_waiting: Callable[[str], None]
 ) -> PlacementGroup | None:
-    """Reserve parts; None if other work was faster."""
+    """Reserve parts; None if other work took them first."""
     group = placement_group(
         [parts.bundle] * parts.nodes, strategy="STRICT_SPREAD", name=f"dsat-{os.getpid()}"
     )

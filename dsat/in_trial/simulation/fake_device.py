@@ -1,6 +1,6 @@
 """A device that exists only for fake tensors, and DeepSpeed's view of it.
 
-A Python module stands in for the backend of torch's private device type
+A Python module replaces the backend of torch's private device type
 (`dsat.in_trial.versions.device_types`), so autograd finds streams and guards for a device that no
 machine has. DeepSpeed asks its accelerator object for everything else.
 """

@@ -72,7 +72,7 @@ class ModuleSnapshot:
             floating: another type for those of floating point.
 
         Returns:
-            The fakes by the `id` of the tensor that each stands for.
+            The fakes by the `id` of the tensor that each replaces.
         """
         fakes = {key: form.fake(device, floating) for key, form in self._forms.items()}
         self._put(fakes)

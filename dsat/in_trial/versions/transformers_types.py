@@ -17,7 +17,7 @@ def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def loads_float32() -> bool:
-    """Return whether `from_pretrained` loads in float32 unless it is told otherwise."""
+    """Return whether `from_pretrained` loads in float32 by default."""
     import transformers
 
     return int(transformers.__version__.split(".")[0]) <= _LOADS_FLOAT32

@@ -195,7 +195,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
         [(_, outcome)] = bench.engine.poll(PATIENCE_S)
         assert outcome.ok, (outcome, bench.log(trial))
         [warning] = [line for line in outcome.warnings if "host" in line]
-        assert warning == "host host1 is not used any more: nothing was heard of it for 6 s"
+        assert warning == "host host1 is not used any more: it has not answered for 6 s"
         assert [path.name for path in (tmp_path / "trials").iterdir() if path.is_dir()] == [
             trial.name
         ]
