@@ -57,7 +57,10 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     # A process for each piece: what one leaves behind does not reach the next.
     with context.Pool(args.jobs, maxtasksperchild=1) as pool:
-        for name, tally in pool.imap_unordered(_run, pieces):
+        # Only what another module holds is found in a spawned process.
+        ends = [(name, pool.apply_async(ATTACKS[name].run, tries)) for name, *tries in pieces]
+        for name, end in ends:
+            tally = end.get()
             found[name].by.update(tally.by)
             found[name].findings += tally.findings
             for finding in tally.findings:
@@ -66,11 +69,6 @@ def main() -> int:
         endings = ", ".join(f"{ending} {count}" for ending, count in sorted(total.by.items()))
         print(f"{name}: {total.tried:,} tried, {len(total.findings)} findings: {endings}")
     return 1 if any(total.findings for total in found.values()) else 0
-
-
-def _run(piece: tuple[str, int, int]) -> tuple[str, Tally]:
-    name, seed, count = piece
-    return name, ATTACKS[name].run(seed, count)
 
 
 if __name__ == "__main__":
