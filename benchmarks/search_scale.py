@@ -22,8 +22,9 @@ from typing import Any
 
 from benchmarks.common import Silent
 from dsat.search import SEARCHES
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space, allowed_micro_batches
+from dsat.space.space import Freedom, Space
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
@@ -84,7 +85,7 @@ def search_alone(method: str, count: int) -> tuple[int, str | None]:
     """Asks and tells only, on the real space with a knob more, so that no search ends."""
     space = Space(
         strategies=plain(0, 1, 2, 3),
-        micro_batches=allowed_micro_batches(train_batch_size=None, divisible_by=1, slots=SLOTS),
+        micro_batches=range(1, LARGEST_MICRO_BATCH + 1),
         slots=SLOTS,
         freedom=Freedom(choices={"gradient_accumulation_steps": range(1, 100_001)}),
     )

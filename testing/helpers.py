@@ -58,7 +58,7 @@ def space_of(
         strategies=plain(stage),
         micro_batches=micro_batches,
         slots=1,
-        freedom=Freedom(fixed=("contiguous_gradients",)),
+        freedom=Freedom(fix=("contiguous_gradients",)),
         num_params=buckets[lineages - 1],
     )
 

@@ -195,11 +195,8 @@ TOO_LARGE = {
     "in_trial.simulation.attention attention: parameters",
     "inputs.autotuning_section Autotuning: attributes",
     "inputs.entrypoint Entrypoint: attributes",
-    "inputs.settings Settings: attributes",
     "search.base Search: attributes",
     "search.base __init__: parameters",
-    "space.plan Plan: attributes",
-    "space.space __init__: parameters",
     "tuning.run Run: attributes",
     "values.trial Trial: attributes",
 }

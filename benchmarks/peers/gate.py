@@ -8,9 +8,10 @@ from benchmarks.ledger import STAGES, Ledger, Workload
 from benchmarks.peers.ours import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for
-from dsat.space.space import LARGEST_MICRO_BATCH, Freedom, Space
+from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
 from dsat.values.zero_strategy import plain
 
@@ -22,10 +23,10 @@ def space_of(table: Workload) -> Space:
         micro_batches=range(1, (table.cap or LARGEST_MICRO_BATCH) + 1),
         slots=table.header.slots,
         freedom=Freedom(
+            base_config=table.header.ds_config,
             choices=table.choices,
-            fixed=tuple(name for name in KNOB_NAMES if name not in table.choices),
+            fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         ),
-        config=table.header.ds_config,
         num_params=table.header.profile.num_params,
     )
 

@@ -12,7 +12,7 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel, Variant
 from dsat.report import format as fmt
 from dsat.report.table import Table
-from dsat.space.space import LARGEST_MICRO_BATCH
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.zero_strategy import NONE, Strategy
 
 _GIB = 2**30

@@ -31,8 +31,8 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 from dsat.report import format as fmt
 from dsat.report.table import Table
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
-from dsat.space.space import LARGEST_MICRO_BATCH
 from dsat.tuning import strategies
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NVME, Strategy

@@ -11,7 +11,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationUnavailable
 from dsat.report import format as fmt
-from dsat.space.space import LARGEST_MICRO_BATCH
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy, of_config
 

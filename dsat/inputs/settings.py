@@ -42,38 +42,81 @@ BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Target):
-    """Settings of a search.
+class ClusterSettings:
+    """Settings of a search on a Determined cluster."""
 
-    Attributes:
-        method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
-        search_options: the method's own options, by the parameters of the search.
-        place_options: given options of the place where hosts come from, by keyword.
-
-    Raises:
-        UserInputError: settings contradict each other.
-    """
-
-    method: str
-    search_options: Mapping[str, Any] = field(default_factory=dict)
-    place_options: Mapping[str, Any] = field(default_factory=dict)
-    max_trials: int = option(
-        "-mt",
-        "--max-trials",
-        kind=at_least(2),
-        default=50,
-        group=Group.FIRST,
-        help="maximum number of trials, including those of the profile and of your own "
-        "configuration",
+    search_runner_config: Path | None = option(
+        "--search-runner-config",
+        kind=PATH,
+        metavar="FILE",
+        group=Group.CLUSTER,
+        help="experiment configuration of the search runner",
     )
-    finals: int | None = option(
-        "--finals",
+    max_search_runner_restarts: int = option(
+        "--max-search-runner-restarts",
         kind=at_least(0),
+        default=5,
+        group=Group.CLUSTER,
+        help="restarts of the search runner",
+    )
+    detach: bool = option(
+        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultSettings:
+    """Settings of what is shown and left behind."""
+
+    run_dir: Path | None = option(
+        "--run-dir",
+        kind=PATH,
+        metavar="DIR",
+        group=Group.RESULT,
+        help="folder of the run (default: dsat_runs/NAME-N)",
+    )
+    resume: bool = option(
+        "--resume",
+        group=Group.FIRST,
+        help="continue the run in --run-dir, or the newest one of this experiment",
+    )
+    run_full_experiment: bool = option(
+        "--run-full-experiment",
+        group=Group.RESULT,
+        help="then train in full length with the best configuration",
+    )
+    dry_run: bool = option(
+        "--dry-run",
         any_command=True,
-        group=Group.SEARCH,
-        help="of these trials, N at most come after the search: its best and your own "
-        "configuration run again in turns, until it is certain which is better (default: up to 1 "
-        "of 4 and 30 %% of the search's time, 15 at most; 0: none)",
+        shell_only=True,
+        group=Group.FIRST,
+        help="print the plan and how the first trial would be started; run nothing",
+    )
+    json: bool = option(
+        "--json",
+        any_command=True,
+        shell_only=True,
+        group=Group.RESULT,
+        help="print the result as JSON, everything else to stderr",
+    )
+    watch: bool = option(
+        "--watch",
+        any_command=True,
+        shell_only=True,
+        group=Group.RESULT,
+        help="serve a page to watch the search at, on this machine alone, as `dsat watch` does",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSettings:
+    """Settings of where and how trials run."""
+
+    slots: int | None = option(
+        "--slots",
+        kind=at_least(1),
+        group=Group.FIRST,
+        help="slots of each trial, instead of resources.slots_per_trial",
     )
     max_slots: int | None = option(
         "-ms", "--max-slots", kind=at_least(1), help="use at most N slots at once"
@@ -85,20 +128,94 @@ class Settings(Target):
         default=16,
         help="run at most N trials at once",
     )
-    metric: str = option(
-        "-m",
-        "--metric",
+    engine: str = option(
+        "--engine",
         kind=WORD,
-        choices=METRIC_NAMES,
-        default="FLOPS_per_gpu",
+        default="auto",
+        help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
+        "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
+        "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
+        "hostfile, or on the nodes if dsat runs in a Ray job or in an allocation of several)",
+    )
+    cold: bool = option(
+        "--cold",
+        any_command=True,
+        help="start every rank as a fresh Python process, for scripts that cannot be forked",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringSettings:
+    """Settings of the measurement of a trial."""
+
+    trial_timeout_s: float = option(
+        "--trial-timeout",
+        kind=DURATION,
+        default="30m",
+        any_command=True,
         group=Group.FIRST,
-        help="what to optimise",
+        help="end a trial that takes longer (90s, 10m, 1h)",
     )
-    run_full_experiment: bool = option(
-        "--run-full-experiment",
-        group=Group.RESULT,
-        help="then train in full length with the best configuration",
+    slot_memory_bytes: int | None = option(
+        "--slot-memory",
+        kind=MEMORY_SIZE,
+        any_command=True,
+        group=Group.FIRST,
+        help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
+        "only limit that a CPU has",
     )
+    start_profile_step: int = option(
+        "--start-profile-step",
+        kind=at_least(1),
+        default=TrialOptions.start_step,
+        group=Group.MEASURING,
+        help="the first optimizer step that is measured, counted from 1",
+    )
+    end_profile_step: int = option(
+        "--end-profile-step",
+        kind=at_least(1),
+        default=TrialOptions.end_step,
+        group=Group.MEASURING,
+        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
+        "then on while the mean step time is uncertain by over 2 %% "
+        "and may still be the best",
+    )
+    max_profile_steps: int = option(
+        "--max-profile-steps",
+        kind=at_least(1),
+        default=TrialOptions.max_steps,
+        group=Group.MEASURING,
+        help="the most optimizer steps that are measured, unless these take less than 2 s on an "
+        "accelerator",
+    )
+
+    def __post_init__(self) -> None:
+        start = self.start_profile_step
+        end = min(self.end_profile_step, start + self.max_profile_steps - 1)
+        if end < start:
+            raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
+        object.__setattr__(self, "end_profile_step", end)
+
+    def trial_options(self, own_micro_batch: int) -> TrialOptions:
+        """Return how trials are measured.
+
+        Args:
+            own_micro_batch: of the user's own configuration.
+        """
+        return TrialOptions(
+            timeout_s=self.trial_timeout_s,
+            start_step=self.start_profile_step,
+            end_step=self.end_profile_step,
+            max_steps=self.max_profile_steps,
+            slot_memory_bytes=self.slot_memory_bytes,
+            own_micro_batch=own_micro_batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceSettings:
+    """Settings of the search space."""
+
     zero_stages: tuple[int, ...] | None = option(
         "-z",
         "--zero-stages",
@@ -135,46 +252,14 @@ class Settings(Target):
         group=Group.SPACE,
         help="where offloading to NVMe may write, if nothing else fits",
     )
-    arg_mappings: Mapping[str, str] = option(
-        "--arg-mapping",
-        kind=ARG_MAPPING,
-        many=True,
-        default=(),
-        group=Group.TARGET,
-        help="an argument of the script that must follow a DeepSpeed setting, such as "
-        "train_micro_batch_size_per_gpu=--batch-size",
-    )
-    start_profile_step: int = option(
-        "--start-profile-step",
-        kind=at_least(1),
-        default=TrialOptions.start_step,
-        group=Group.MEASURING,
-        help="the first optimizer step that is measured, counted from 1",
-    )
-    end_profile_step: int = option(
-        "--end-profile-step",
-        kind=at_least(1),
-        default=TrialOptions.end_step,
-        group=Group.MEASURING,
-        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
-        "then on while the mean step time is uncertain by over 2 %% "
-        "and may still be the best",
-    )
-    max_profile_steps: int = option(
-        "--max-profile-steps",
-        kind=at_least(1),
-        default=TrialOptions.max_steps,
-        group=Group.MEASURING,
-        help="the most optimizer steps that are measured, unless these take less than 2 s on an "
-        "accelerator",
-    )
-    seed: int = option(
-        "-r",
-        "--random-seed",
-        kind=at_least(0),
-        default=42,
-        group=Group.SEARCH,
-        help="seed of every random choice",
+    train_batch_size: int | str | None = option(
+        "--train-batch-size",
+        kind=GLOBAL_BATCH,
+        any_command=True,
+        group=Group.FIRST,
+        help="only configurations whose micro batch x gradient accumulation steps x slots is "
+        "exactly N, or that of your own configuration (own), or any "
+        "(default: your own if your configuration gives a train_batch_size)",
     )
     max_train_batch_size: int | None = option(
         "--max-train-batch-size",
@@ -195,6 +280,13 @@ class Settings(Target):
         group=Group.SPACE,
         help="the largest micro batch",
     )
+    divisible_by: int = option(
+        "--divisible-by",
+        kind=at_least(1),
+        default=1,
+        group=Group.SPACE,
+        help="only micro batches that are multiples of N",
+    )
     max_seq_length: int | None = option(
         "--max-seq-length",
         kind=at_least(1),
@@ -203,64 +295,55 @@ class Settings(Target):
         help="the longest sequence of your data, in tokens: the verdict warns if the best would "
         "not fit there (default: the longest seen, or what the model takes if lengths vary)",
     )
-    divisible_by: int = option(
-        "--divisible-by",
-        kind=at_least(1),
-        default=1,
-        group=Group.SPACE,
-        help="only micro batches that are multiples of N",
-    )
-    slots: int | None = option(
-        "--slots",
-        kind=at_least(1),
+
+    def __post_init__(self) -> None:
+        if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
+            raise UserInputError(
+                f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
+                f"{self.min_micro_batch}"
+            )
+        if self.train_batch_size not in (None, ANY) and self.max_train_batch_size is not None:
+            raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """Settings of the search itself."""
+
+    max_trials: int = option(
+        "-mt",
+        "--max-trials",
+        kind=at_least(2),
+        default=50,
         group=Group.FIRST,
-        help="slots of each trial, instead of resources.slots_per_trial",
+        help="maximum number of trials, including those of the profile and of your own "
+        "configuration",
     )
-    engine: str = option(
-        "--engine",
+    metric: str = option(
+        "-m",
+        "--metric",
         kind=WORD,
-        default="auto",
-        help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
-        "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
-        "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
-        "hostfile, or on the nodes if dsat runs in a Ray job or in an allocation of several)",
-    )
-    run_dir: Path | None = option(
-        "--run-dir",
-        kind=PATH,
-        metavar="DIR",
-        group=Group.RESULT,
-        help="folder of the run (default: dsat_runs/NAME-N)",
-    )
-    resume: bool = option(
-        "--resume",
+        choices=METRIC_NAMES,
+        default="FLOPS_per_gpu",
         group=Group.FIRST,
-        help="continue the run in --run-dir, or the newest one of this experiment",
+        help="what to optimise",
     )
-    train_batch_size: int | str | None = option(
-        "--train-batch-size",
-        kind=GLOBAL_BATCH,
+    finals: int | None = option(
+        "--finals",
+        kind=at_least(0),
         any_command=True,
-        group=Group.FIRST,
-        help="only configurations whose micro batch x gradient accumulation steps x slots is "
-        "exactly N, or that of your own configuration (own), or any "
-        "(default: your own if your configuration gives a train_batch_size)",
+        group=Group.SEARCH,
+        help="of these trials, N at most come after the search: its best and your own "
+        "configuration run again in turns, until it is certain which is better (default: up to 1 "
+        "of 4 and 30 %% of the search's time, 15 at most; 0: none)",
     )
-    trial_timeout_s: float = option(
-        "--trial-timeout",
-        kind=DURATION,
-        default="30m",
-        any_command=True,
-        group=Group.FIRST,
-        help="end a trial that takes longer (90s, 10m, 1h)",
-    )
-    slot_memory_bytes: int | None = option(
-        "--slot-memory",
-        kind=MEMORY_SIZE,
-        any_command=True,
-        group=Group.FIRST,
-        help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
-        "only limit that a CPU has",
+    seed: int = option(
+        "-r",
+        "--random-seed",
+        kind=at_least(0),
+        default=42,
+        group=Group.SEARCH,
+        help="seed of every random choice",
     )
     memory_model: str = option(
         "--memory-model",
@@ -273,75 +356,43 @@ class Settings(Target):
         "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
         "place), at once by a formula, or not at all",
     )
-    cold: bool = option(
-        "--cold",
-        any_command=True,
-        help="start every rank as a fresh Python process, for scripts that cannot be forked",
-    )
-    dry_run: bool = option(
-        "--dry-run",
-        any_command=True,
-        shell_only=True,
-        group=Group.FIRST,
-        help="print the plan and how the first trial would be started; run nothing",
-    )
-    json: bool = option(
-        "--json",
-        any_command=True,
-        shell_only=True,
-        group=Group.RESULT,
-        help="print the result as JSON, everything else to stderr",
-    )
-    watch: bool = option(
-        "--watch",
-        any_command=True,
-        shell_only=True,
-        group=Group.RESULT,
-        help="serve a page to watch the search at, on this machine alone, as `dsat watch` does",
-    )
-    search_runner_config: Path | None = option(
-        "--search-runner-config",
-        kind=PATH,
-        metavar="FILE",
-        group=Group.CLUSTER,
-        help="experiment configuration of the search runner",
-    )
-    max_search_runner_restarts: int = option(
-        "--max-search-runner-restarts",
-        kind=at_least(0),
-        default=5,
-        group=Group.CLUSTER,
-        help="restarts of the search runner",
-    )
-    detach: bool = option(
-        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
+
+
+# --help shows the options of a heading in the order of these classes, the last one first.
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    ClusterSettings,
+    ResultSettings,
+    RunningSettings,
+    MeasuringSettings,
+    SpaceSettings,
+    SearchSettings,
+    Target,
+):
+    """Settings of a search.
+
+    Attributes:
+        method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
+        search_options: the method's own options, by the parameters of the search.
+        place_options: given options of the place where hosts come from, by keyword.
+
+    Raises:
+        UserInputError: settings contradict each other.
+    """
+
+    method: str
+    search_options: Mapping[str, Any] = field(default_factory=dict)
+    place_options: Mapping[str, Any] = field(default_factory=dict)
+    arg_mappings: Mapping[str, str] = option(
+        "--arg-mapping",
+        kind=ARG_MAPPING,
+        many=True,
+        default=(),
+        group=Group.TARGET,
+        help="an argument of the script that must follow a DeepSpeed setting, such as "
+        "train_micro_batch_size_per_gpu=--batch-size",
     )
 
     def __post_init__(self) -> None:
-        start = self.start_profile_step
-        end = min(self.end_profile_step, start + self.max_profile_steps - 1)
-        if end < start:
-            raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
-        object.__setattr__(self, "end_profile_step", end)
-        if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
-            raise UserInputError(
-                f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
-                f"{self.min_micro_batch}"
-            )
-        if self.train_batch_size not in (None, ANY) and self.max_train_batch_size is not None:
-            raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
-
-    def trial_options(self, own_micro_batch: int) -> TrialOptions:
-        """Return how trials are measured.
-
-        Args:
-            own_micro_batch: of the user's own configuration.
-        """
-        return TrialOptions(
-            timeout_s=self.trial_timeout_s,
-            start_step=self.start_profile_step,
-            end_step=self.end_profile_step,
-            max_steps=self.max_profile_steps,
-            slot_memory_bytes=self.slot_memory_bytes,
-            own_micro_batch=own_micro_batch,
-        )
+        MeasuringSettings.__post_init__(self)
+        SpaceSettings.__post_init__(self)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.memory.predictor import Basis, MemoryModel, Shape
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.plan import Plan
-from dsat.space.space import LARGEST_MICRO_BATCH, Space
+from dsat.space.space import Space
 from dsat.values.memory_size import readable
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple

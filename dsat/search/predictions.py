@@ -46,7 +46,9 @@ class Predictions:
         *,
         predicted: bool,
     ) -> None:
-        job = Job.of_profile(profile, slots=space.slots, slots_per_host=space.slots_per_host)
+        job = Job.of_profile(
+            profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
+        )
         self.settings = Settings(space, job)
         self.speed = SpeedModel(Layout(job, space.strategies, self.settings.num_values))
         self._objective, self._space, self._largest = objective, space, largest

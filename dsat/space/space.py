@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,46 +13,6 @@ from dsat.space.knobs import BUCKETS, KNOBS, Knob, Situation
 from dsat.space.overrides import GAS, strategy_settings
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
-
-LARGEST_MICRO_BATCH = 2**20
-
-
-def allowed_micro_batches(
-    *,
-    train_batch_size: int | None,
-    divisible_by: int,
-    slots: int,
-    listed: Sequence[int] = (),
-    smallest: int = 1,
-    largest: int = LARGEST_MICRO_BATCH,
-) -> Sequence[int]:
-    """Return all micro batches that may be tried, ascending.
-
-    Args:
-        train_batch_size: if given, micro batch x gas x slots must be exactly this.
-        divisible_by: micro batches must be multiples of this.
-        slots: data-parallel slots of a trial.
-        listed: if given, only these.
-        smallest, largest: bounds, both allowed.
-
-    Returns:
-        An ascending sequence, empty when the constraints cannot be met together.
-    """
-    if train_batch_size is None and not listed:
-        first = -(-smallest // divisible_by) * divisible_by
-        return range(first, largest + 1, divisible_by)
-    candidates = set(listed)
-    if train_batch_size is not None:
-        per_slot, rest = divmod(train_batch_size, slots)
-        most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
-        small = [d for d in range(1, most + 1) if per_slot % d == 0]
-        divisors = {*small, *(per_slot // d for d in small)}
-        candidates = divisors & candidates if listed else divisors
-    return tuple(
-        size
-        for size in sorted(candidates)
-        if size % divisible_by == 0 and smallest <= size <= largest
-    )
 
 
 @dataclass(frozen=True)
@@ -87,36 +48,52 @@ class Branch:
         return chosen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Freedom:
     """The settings that a search may choose.
 
     Attributes:
-        fixed: settings of `zero_optimization` that the user chose by hand.
-        tune: settings that they freed all the same, or want searched that otherwise are not.
+        base_config: the user's DeepSpeed configuration with their own overrides laid over it.
+        tune, fix: settings that the user freed, or wants left alone.
         choices: values that they listed, by setting; these and no others are tried.
         switches: switches of the script that can be searched, with the user's own value.
         nvme_path: where offloading to NVMe may write.
-        on_device: whether slots have memory of their own.
+        offload_helps: whether slots have memory of their own, which offloading relieves.
         slots_per_host: of a trial over several hosts; 0 if it is on one.
-        defaults: the installed DeepSpeed's, by the paths of the knobs that it has; empty if it was
-            not asked.
+        defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
+            their paths; a missing knob is unsupported. Empty if unknown.
     """
 
-    fixed: Collection[str] = ()
-    tune: Collection[str] = ()
-    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    base_config: Mapping[str, Any] = field(default_factory=dict)
+    tune: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     nvme_path: str | None = None
-    on_device: bool = False
+    offload_helps: bool = False
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Settings of `zero_optimization` that are not searched.
 
+        They are those that the user chose by hand ("auto" excepted) and did not free, and those
+        that they fixed.
+        """
+        zero = self.base_config.get("zero_optimization") or {}
+        freed = {"stage", *self.tune, *self.choices}
+        chosen = [
+            key for key, value in zero.items() if value != ds_config.AUTO and key not in freed
+        ]
+        return (*chosen, *self.fix)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
     """Every configuration that may be tried: strategy x knob values x micro batch.
 
-    Args:
+    Attributes:
         strategies: the strategies to search.
         micro_batches: allowed micro batches, ascending.
         slots: data-parallel slots of a trial.
@@ -124,50 +101,35 @@ class Space:
         train_batch_size: if given, gas makes every batch exactly this.
         max_train_batch_size: if given, gas makes every batch as large as this lets it be.
         freedom: what of the settings may be chosen.
-        config: the user's DeepSpeed configuration.
         num_params: sizes that the model could never fill are left out.
         roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
             of a branch have no larger one, whatever DeepSpeed's default.
     """
 
-    def __init__(
-        self,
-        *,
-        strategies: Sequence[Strategy],
-        micro_batches: Sequence[int],
-        slots: int,
-        gas: int = 1,
-        train_batch_size: int | None = None,
-        max_train_batch_size: int | None = None,
-        freedom: Freedom = Freedom(),
-        config: Mapping[str, Any] | None = None,
-        num_params: int | None = None,
-        roomy_bucket: int | None = None,
-    ) -> None:
-        self.micro_batches = micro_batches
-        self.slots = slots
-        self.slots_per_host = freedom.slots_per_host
-        self._gas = gas
-        self._train_batch_size = train_batch_size
-        self._max_train_batch_size = max_train_batch_size
-        self.branches = tuple(
-            _branch(strategy, slots, freedom, config or {}, num_params, roomy_bucket)
-            for strategy in strategies
-        )
+    strategies: Sequence[Strategy]
+    micro_batches: Sequence[int]
+    slots: int
+    gas: int = 1
+    train_batch_size: int | None = None
+    max_train_batch_size: int | None = None
+    freedom: Freedom = Freedom()
+    num_params: int | None = None
+    roomy_bucket: int | None = None
 
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        return tuple(branch.strategy for branch in self.branches)
+    @functools.cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """The settings of each strategy."""
+        return tuple(_branch(strategy, self) for strategy in self.strategies)
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         """Return the batch sizes of a micro batch, with settings that may name gas."""
         step = micro_batch * self.slots
-        if self._train_batch_size is not None:
-            gas = self._train_batch_size // step
-        elif self._max_train_batch_size is not None:
-            gas = max(1, self._max_train_batch_size // step)
+        if self.train_batch_size is not None:
+            gas = self.train_batch_size // step
+        elif self.max_train_batch_size is not None:
+            gas = max(1, self.max_train_batch_size // step)
         else:
-            gas = int((settings or {}).get(GAS, self._gas))
+            gas = int((settings or {}).get(GAS, self.gas))
         return BatchTriple(step * gas, micro_batch, gas)
 
     def describe(self) -> list[str]:
@@ -179,19 +141,13 @@ class Space:
         ]
 
 
-def _branch(
-    strategy: Strategy,
-    slots: int,
-    freedom: Freedom,
-    config: Mapping[str, Any],
-    num_params: int | None,
-    roomy_bucket: int | None,
-) -> Branch:
+def _branch(strategy: Strategy, space: Space) -> Branch:
+    freedom, config = space.freedom, space.freedom.base_config
     situation = Situation(
         strategy,
-        slots,
+        space.slots,
         cpu_adam=_makes_cpu_adam(config),
-        on_device=freedom.on_device,
+        on_device=freedom.offload_helps,
         bf16=(config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True,
         slots_per_host=freedom.slots_per_host,
     )
@@ -201,7 +157,7 @@ def _branch(
             continue
         values = tuple(freedom.choices.get(knob.key, ()))
         if not values:
-            values = _useful_values(knob, situation, freedom.defaults, num_params, roomy_bucket)
+            values = _useful_values(knob, situation, space)
             values = _with_first(_own_value(knob, config), values)
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
@@ -259,15 +215,10 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     return (first, *(value for value in values if value != first))
 
 
-def _useful_values(
-    knob: Knob,
-    situation: Situation,
-    defaults: Mapping[str, Any],
-    num_params: int | None,
-    roomy_bucket: int | None,
-) -> tuple[Any, ...]:
+def _useful_values(knob: Knob, situation: Situation, space: Space) -> tuple[Any, ...]:
     """Return the values worth trying: of sizes beyond the model only the smallest."""
-    values = _with_first(defaults.get(knob.path), knob.usable(situation))
+    values = _with_first(space.freedom.defaults.get(knob.path), knob.usable(situation))
+    num_params, roomy_bucket = space.num_params, space.roomy_bucket
     if num_params is not None and knob.elements:
         enough = min((value for value in values if value >= num_params), default=None)
         if enough is not None and values[0] >= num_params:  # the default, by another name

@@ -16,7 +16,7 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space
+from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
@@ -112,17 +112,7 @@ def make_space(
         gas=plan.own_batch.gas,
         train_batch_size=plan.train_batch_size,
         max_train_batch_size=plan.max_train_batch_size,
-        freedom=Freedom(
-            fixed=plan.fixed,
-            tune=plan.tune,
-            choices=plan.choices,
-            switches=plan.switches,
-            nvme_path=plan.nvme_path,
-            on_device=plan.offload_helps,
-            slots_per_host=plan.slots_per_host,
-            defaults=plan.defaults,
-        ),
-        config=plan.base_config,
+        freedom=plan,
         num_params=None if profile is None else profile.num_params,
         roomy_bucket=None if profile is None else _roomy_bucket(profile),
     )

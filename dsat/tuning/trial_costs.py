@@ -50,7 +50,7 @@ class TrialCosts:
         self._strategies = space.strategies
         assert run.profile is not None
         self._job = Job.of_profile(
-            run.profile, slots=space.slots, slots_per_host=space.slots_per_host
+            run.profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
         )
         layout = Layout(self._job, space.strategies, num_values=0)
         self._speed = SpeedModel(layout) if predicts else None

@@ -202,7 +202,7 @@ def _branches(*stages: int, micro_batches: Sequence[int] = (1, 2)) -> Space:
         slots=1,
         freedom=Freedom(
             choices={"contiguous_gradients": [False, True]},
-            fixed=("reduce_bucket_size", "sub_group_size"),
+            fix=("reduce_bucket_size", "sub_group_size"),
         ),
     )
 

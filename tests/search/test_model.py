@@ -37,7 +37,7 @@ def stages(*numbers: int, micro_batches: range = range(1, 65)) -> Space:
         strategies=plain(*numbers),
         micro_batches=micro_batches,
         slots=4,
-        freedom=Freedom(fixed=_ALL),
+        freedom=Freedom(fix=_ALL),
     )
 
 
@@ -158,7 +158,7 @@ def test_times_are_made_short(metric: str) -> None:
         micro_batches=sizes,
         slots=1,
         train_batch_size=64,
-        freedom=Freedom(fixed=_ALL),
+        freedom=Freedom(fix=_ALL),
     )
 
     def outcome(proposal: Proposal) -> Outcome:
@@ -178,7 +178,7 @@ def test_accumulation_is_part_of_the_search_where_it_is_free() -> None:
         strategies=plain(1),
         micro_batches=range(1, 65),
         slots=2,
-        freedom=Freedom(fixed=_ALL, choices={"gradient_accumulation_steps": [1, 2, 4, 8]}),
+        freedom=Freedom(fix=_ALL, choices={"gradient_accumulation_steps": [1, 2, 4, 8]}),
     )
 
     def outcome(proposal: Proposal) -> Outcome:

@@ -38,7 +38,7 @@ def _two_stages(first: int, second: int, *, lineages: int = 1) -> Space:
         strategies=plain(first, second),
         micro_batches=one.micro_batches,
         slots=1,
-        freedom=Freedom(fixed=("contiguous_gradients", "sub_group_size")),
+        freedom=Freedom(fix=("contiguous_gradients", "sub_group_size")),
         num_params=(10**6, 5 * 10**6)[lineages - 1],
     )
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from dsat.inputs import ds_config
+from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOBS, SECTIONS, Situation, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
-from dsat.space.space import Freedom, Space, allowed_micro_batches
+from dsat.space.space import Freedom, Space
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plain
 
@@ -19,14 +20,14 @@ BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**
 def _space(
     stages: Sequence[int] = (0, 1, 2, 3),
     slots: int = 2,
-    fixed: Sequence[str] = (),
+    fix: tuple[str, ...] = (),
     num_params: int | None = None,
 ) -> Space:
     return Space(
         strategies=plain(*stages),
         micro_batches=range(1, 9),
         slots=slots,
-        freedom=Freedom(fixed=fixed),
+        freedom=Freedom(fix=fix),
         num_params=num_params,
     )
 
@@ -48,10 +49,13 @@ def test_micro_batches_against_trying_every_number() -> None:
                     for micro in range(1, total + 1)
                     if total % (micro * slots) == 0 and micro % divisible_by == 0
                 ]
-                allowed = allowed_micro_batches(
-                    train_batch_size=total, divisible_by=divisible_by, slots=slots
+                rule = BatchRule(
+                    train_batch_size=total,
+                    divisible_by=divisible_by,
+                    slots_per_trial=slots,
+                    own_batch=ONE,
                 )
-                assert list(allowed) == expected
+                assert list(rule.allowed_micro_batches) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
 
 
 def test_what_is_fixed_is_not_searched() -> None:
-    space = _space(fixed=("stage", "overlap_comm", "reduce_bucket_size", "offload_optimizer"))
+    space = _space(fix=("stage", "overlap_comm", "reduce_bucket_size", "offload_optimizer"))
     assert all(
         set(config) == {"stage", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"}
         for config in _all_configs(space, 2)
@@ -187,8 +191,7 @@ def _knobs(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tupl
         strategies=[strategy],
         micro_batches=(1,),
         slots=slots,
-        freedom=Freedom(**freedom),
-        config=config,
+        freedom=Freedom(base_config=config, **freedom),
     )
     return dict(space.branches[0].knobs)
 
@@ -224,7 +227,7 @@ def test_only_deepspeeds_own_adam_is_offloaded_in_part(
 def test_a_freed_setting_begins_with_the_users_own_value() -> None:
     config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}}
     fixed = ("overlap_comm", "reduce_bucket_size")
-    knobs = _knobs(Strategy(2), config=config, fixed=fixed, tune=["reduce_bucket_size"])
+    knobs = _knobs(Strategy(2), config=config, fix=fixed, tune=["reduce_bucket_size"])
     assert "overlap_comm" not in knobs
     assert knobs["reduce_bucket_size"][0] == 7
     assert sorted(knobs["reduce_bucket_size"]) == [7, *BUCKETS]
@@ -248,11 +251,11 @@ ON_DEVICE = {"stage3_use_all_reduce_for_fetch_params"}
 
 
 def test_what_spares_the_host_is_searched_on_several_devices_if_deepspeed_has_it() -> None:
-    assert set(_knobs(Strategy(3), on_device=True, defaults=INSTALLED)) >= ON_DEVICE
+    assert set(_knobs(Strategy(3), offload_helps=True, defaults=INSTALLED)) >= ON_DEVICE
     for slots, freedom in (
-        (1, {"on_device": True, "defaults": INSTALLED}),
-        (2, {"on_device": False, "defaults": INSTALLED}),
-        (2, {"on_device": True}),  # nobody asked DeepSpeed
+        (1, {"offload_helps": True, "defaults": INSTALLED}),
+        (2, {"offload_helps": False, "defaults": INSTALLED}),
+        (2, {"offload_helps": True}),  # nobody asked DeepSpeed
     ):
         assert not ON_DEVICE & set(_knobs(Strategy(3), slots, **freedom))
     assert set(_knobs(Strategy(3), tune=tuple(ON_DEVICE))) >= ON_DEVICE
@@ -279,7 +282,7 @@ NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked(Situation(Strate
 
 def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
-    freedom = {"config": config, "on_device": True, "defaults": INSTALLED}
+    freedom = {"config": config, "offload_helps": True, "defaults": INSTALLED}
     never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size"}
     assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
     for strategy in (Strategy(3), Strategy(3, CPU)):
@@ -293,7 +296,7 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
 
 
 def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
-    asked: dict[str, Any] = {"tune": ["compile"], "defaults": INSTALLED, "on_device": True}
+    asked: dict[str, Any] = {"tune": ["compile"], "defaults": INSTALLED, "offload_helps": True}
     plain = {"deepcompile": False, "offload_activation": False, "offload_opt_states": False}
     compiled = {**plain, "deepcompile": True}
     assert _knobs(Strategy(1), **asked)["compile"] == (plain, compiled)
@@ -306,7 +309,7 @@ def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
     for strategy, other in (
         (Strategy(0), asked),
         (Strategy(3, CPU), asked),
-        (Strategy(3), {**asked, "on_device": False}),
+        (Strategy(3), {**asked, "offload_helps": False}),
         (Strategy(3), {**asked, "tune": []}),
     ):
         assert "compile" not in _knobs(strategy, **other)
@@ -348,15 +351,15 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
 
 def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
     assert not any(
-        key.startswith("offload_optimizer") for key in _knobs(Strategy(3, CPU), fixed=SECTIONS)
+        key.startswith("offload_optimizer") for key in _knobs(Strategy(3, CPU), fix=SECTIONS)
     )
-    freed = _knobs(Strategy(3, CPU), fixed=SECTIONS, tune=["offload_optimizer.ratio"])
+    freed = _knobs(Strategy(3, CPU), fix=SECTIONS, tune=["offload_optimizer.ratio"])
     assert "offload_optimizer.ratio" in freed
 
 
 def test_an_alias_is_the_same_setting() -> None:
     for key in ("max_live_parameters", "stage3_max_live_parameters"):
-        assert "stage3_max_live_parameters" not in _knobs(Strategy(3), fixed=[key])
+        assert "stage3_max_live_parameters" not in _knobs(Strategy(3), fix=(key,))
 
 
 def test_gradient_accumulation_may_be_listed() -> None:
@@ -385,17 +388,17 @@ def test_accumulation_fills_the_largest_global_batch(micro_batch: int, gas: int)
 @pytest.mark.parametrize(
     ("bounds", "expected"),
     [
-        ({"smallest": 3, "largest": 6}, [3, 4, 5, 6]),
-        ({"smallest": 3, "largest": 12, "divisible_by": 4}, [4, 8, 12]),
-        ({"listed": [16, 2, 4], "largest": 8}, [2, 4]),
-        ({"listed": [1, 2, 3, 4, 6], "train_batch_size": 12}, [1, 2, 3, 6]),
-        ({"smallest": 5, "largest": 4}, []),
-        ({"listed": [2, 4], "smallest": 8}, []),
+        ({"min_micro_batch": 3, "max_micro_batch": 6}, [3, 4, 5, 6]),
+        ({"min_micro_batch": 3, "max_micro_batch": 12, "divisible_by": 4}, [4, 8, 12]),
+        ({"micro_batches": (16, 2, 4), "max_micro_batch": 8}, [2, 4]),
+        ({"micro_batches": (1, 2, 3, 4, 6), "train_batch_size": 12}, [1, 2, 3, 6]),
+        ({"min_micro_batch": 5, "max_micro_batch": 4}, []),
+        ({"micro_batches": (2, 4), "min_micro_batch": 8}, []),
     ],
 )
 def test_bounds_and_lists_of_micro_batches(bounds: dict[str, Any], expected: list[int]) -> None:
-    given = {"train_batch_size": None, "divisible_by": 1, **bounds}
-    assert list(allowed_micro_batches(slots=2, **given)) == expected
+    rule = BatchRule(slots_per_trial=2, own_batch=ONE, **bounds)
+    assert list(rule.allowed_micro_batches) == expected
 
 
 @pytest.mark.parametrize(
