@@ -193,12 +193,9 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES 
 # What is larger still. An entry that no longer is has to go.
 TOO_LARGE = {
     "in_trial.simulation.attention attention: parameters",
-    "inputs.autotuning_section Autotuning: attributes",
-    "inputs.entrypoint Entrypoint: attributes",
     "search.base Search: attributes",
     "search.base __init__: parameters",
     "tuning.run Run: attributes",
-    "values.trial Trial: attributes",
 }
 
 

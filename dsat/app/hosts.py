@@ -37,13 +37,14 @@ def acquired(
         EngineError: the accelerators of a host cannot be found, or the place gives no hosts.
     """
     program = program or Entrypoint()
-    environment = Environment(os.environ, dict(program.hosts), program.ssh_port)
+    launch = program.launch
+    environment = Environment(os.environ, dict(launch.hosts), launch.ssh_port)
     name = engine if engine in PROVIDERS else "local"
     if engine == places.AUTO:
         name = places.detect(environment)
         if name != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", name)
-    provider, named = PROVIDERS[name](), (program.devices, program.not_devices)
+    provider, named = PROVIDERS[name](), (launch.devices, launch.not_devices)
     try:
         hosts = provider.acquire(environment, given or {})
         check_equal(hosts)
@@ -87,7 +88,7 @@ def describe(hosts: Sequence[Host]) -> str:
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
     """Return the slots that a launcher without a number uses: of its machines, or of one."""
-    return hosts[0].machine.num_slots * (len(hosts) if program.hosts else 1)
+    return hosts[0].machine.num_slots * (len(hosts) if program.launch.hosts else 1)
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:

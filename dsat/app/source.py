@@ -60,7 +60,7 @@ class Source:
         program = self.program
         return (
             bool(self.command)
-            and not (program.trial_class or program.hosts or self.ds_config)
+            and not (program.trial_class or program.launch.hosts or self.ds_config)
             and not any("determined" in word for word in self.command)
             and not (self.experiment.choices or "autotuning" in self.experiment.ds_config)
             and not _HIDE_THE_HOOK.intersection(program.python_options)
@@ -99,7 +99,7 @@ class Source:
             return self
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
-        own = not self.program.hosts
+        own = not self.program.launch.hosts
         run = FirstRun(
             self.command if own else self.program.command(),
             Path.cwd(),
@@ -127,8 +127,11 @@ class Source:
         program = replace(
             program,
             started_in=str(Path.cwd()),
-            devices=self.program.devices,
-            not_devices=self.program.not_devices,
+            launch=replace(
+                program.launch,
+                devices=self.program.launch.devices,
+                not_devices=self.program.launch.not_devices,
+            ),
         )
         if not self.start_known or program.needs_command:
             _log.info("%s", _recognised(program))

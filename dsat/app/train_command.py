@@ -133,12 +133,12 @@ def _words(ready: Prepared, run: Run, config: Path, best: Mapping[str, Any]) -> 
 def _launcher(ready: Prepared, best: Mapping[str, Any]) -> list[str]:
     program, slots = ready.program, str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
-    if not program.passes_local_rank:
+    if not program.launch.passes_local_rank:
         launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
     launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
     launcher += ["--num_gpus", slots]
-    if program.binds_cores:
+    if program.launch.binds_cores:
         launcher += binding_options(ready.machine, program, best, ready.plan.slots_per_trial)
     return launcher
 
@@ -146,7 +146,7 @@ def _launcher(ready: Prepared, best: Mapping[str, Any]) -> list[str]:
 def _script(program: Entrypoint) -> list[str]:
     """Return the words of a launcher that name the script or module."""
     if program.python_options:
-        no_python = "--no_python" if program.passes_local_rank else "--no-python"
+        no_python = "--no_python" if program.launch.passes_local_rank else "--no-python"
         script = ["-m", program.module] if program.module else [program.script]
         return [no_python, program.interpreter or "python3", *program.python_options, *script]
     return ["--module", program.module] if program.module else [program.script]
@@ -171,7 +171,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
     if program.needs_command or not command:
         return bool(program.needs_command)
     has_variables = command[0] == "env"  # which may be credentials
-    if has_variables or program.slots != slots or program.binds_cores:
+    if has_variables or program.slots != slots or program.launch.binds_cores:
         return False
     if not _ends_with(command, program.args):
         return False

@@ -151,7 +151,7 @@ def outcome_of_ended(meter: Meter) -> Outcome:
 
 def _run_program(program: Entrypoint) -> None:
     args = list(program.args)
-    if program.passes_local_rank:
+    if program.launch.passes_local_rank:
         args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         preparation.default_local_rank(os.environ["LOCAL_RANK"])

@@ -139,7 +139,21 @@ def _key(keys: str, read: Callable[[Any, str], Any], default: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autotuning:
+class ResultFolders:
+    """The folders that DeepSpeed's autotuner leaves its results in.
+
+    Attributes:
+        results_dir, exps_dir: as written: relative to where the command is run.
+        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
+    """
+
+    results_dir: Path = _key("results_dir", _folder, Path("autotuning_results"))
+    exps_dir: Path = _key("exps_dir", _folder, Path("autotuning_exps"))
+    overwrite: bool = _key("overwrite", _flag, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autotuning(ResultFolders):
     """The `autotuning` section of a DeepSpeed configuration.
 
     Attributes:
@@ -154,8 +168,6 @@ class Autotuning:
         num_micro_batches: micro batches tried with each ZeRO section.
         num_gpus: slots of a trial; 0 for all.
         arg_mappings: setting -> the script's flag, with its leading dashes.
-        results_dir, exps_dir: as written: relative to where the command is run.
-        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
         notes: a line for the user on each key that is accepted but has no effect here.
     """
 
@@ -173,9 +185,6 @@ class Autotuning:
     num_micro_batches: int = _key("num_tuning_micro_batch_sizes", whole_number, 3)
     num_gpus: int = _key("num_gpus", _number, 0)
     arg_mappings: Mapping[str, str] = _key("arg_mappings", _mappings, {})
-    results_dir: Path = _key("results_dir", _folder, Path("autotuning_results"))
-    exps_dir: Path = _key("exps_dir", _folder, Path("autotuning_exps"))
-    overwrite: bool = _key("overwrite", _flag, False)
     notes: tuple[str, ...] = ()
 
     def slots_of(self, usable: int, *, where: str) -> int:

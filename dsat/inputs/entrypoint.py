@@ -19,6 +19,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import accelerate_env, placement, script_args
+from dsat.inputs.placement import Launch
 from dsat.values.codec import Recorded
 
 _WHERE = "entrypoint"
@@ -69,16 +70,9 @@ class Entrypoint(Recorded):
         python_options: options of the interpreter itself.
         env: assignments in front of the command.
         launcher: `DEEPSPEED` or `TORCHRUN`; empty if there is none, or after the command was run.
-        passes_local_rank: the launcher adds `--local_rank=N` to the arguments.
-        binds_cores: the launcher binds each rank to its share of the processor cores.
-        core_list: the cores that it shares out; all of the machine's if empty.
         slots: the number of ranks that the command itself asks for, if any.
         takes_hf_flags: it certainly knows every flag of transformers' TrainingArguments.
-        devices, not_devices: positions of the machine's devices to use, or not to use; all if both
-            are empty.
-        hosts: names of a hostfile's machines, with the positions of the devices to use there (all
-            if empty); empty if the command names no hostfile.
-        ssh_port: of these machines, if the command names one.
+        launch: what the launcher does beside starting ranks.
         interpreter: that of the ranks, unless it is the one that runs dsat.
         lacks_wrapt: the package wrapt, which ranks need, is missing there.
         started_by: the user's command; empty for an entrypoint.
@@ -94,15 +88,9 @@ class Entrypoint(Recorded):
     python_options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     launcher: str = ""
-    passes_local_rank: bool = False
-    binds_cores: bool = False
-    core_list: tuple[int, ...] = ()
     slots: int | None = None
     takes_hf_flags: bool = False
-    devices: tuple[int, ...] = ()
-    not_devices: tuple[int, ...] = ()
-    hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    ssh_port: int | None = None
+    launch: Launch = field(default_factory=Launch)
     interpreter: str = ""
     lacks_wrapt: bool = False
     started_by: tuple[str, ...] = ()
@@ -341,27 +329,8 @@ def _deepspeed(words: list[str]) -> Entrypoint:
             where=_WHERE,
             hint="Leave it out.",
         )
-    found = replace(
-        found,
-        passes_local_rank="--no_local_rank" not in options,
-        binds_cores="--bind_cores_to_rank" in options,
-        core_list=placement.cores(options.get("--bind_core_list", "")),
-    )
-    hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
-    hosts = placement.read(hostfile)
-    if len(hosts) > 1:
-        chosen = placement.chosen(hostfile, hosts, options)
-        port = placement.count(options, "--ssh_port")
-        return replace(found, hosts=tuple(chosen.items()), ssh_port=port)
-    placement.check_one_machine(options)
-    devices = placement.devices(options, "--include", "-i")
-    slots = placement.count(options, "--num_gpus", "--num_accelerators") or len(devices) or None
-    return replace(
-        found,
-        slots=slots or next(iter(hosts.values()), None),
-        devices=devices,
-        not_devices=placement.devices(options, "--exclude", "-e"),
-    )
+    slots, launch = placement.read_options(options)
+    return replace(found, slots=slots, launch=launch)
 
 
 def _torchrun(words: list[str]) -> Entrypoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsat.errors import UserInputError
@@ -16,6 +17,53 @@ _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Machines, devices and cores that a launcher's options choose for its ranks.
+
+    Attributes:
+        hosts: names of a hostfile's machines, with the positions of the devices to use there (all
+            if empty); empty if the command names no hostfile.
+        ssh_port: of these machines, if the command names one.
+        devices, not_devices: positions of the machine's devices to use, or not to use; all if both
+            are empty.
+        binds_cores: each rank is bound to its share of the processor cores.
+        core_list: the cores that are shared out; all of the machine's if empty.
+        passes_local_rank: `--local_rank=N` is added to the arguments.
+    """
+
+    hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ssh_port: int | None = None
+    devices: tuple[int, ...] = ()
+    not_devices: tuple[int, ...] = ()
+    binds_cores: bool = False
+    core_list: tuple[int, ...] = ()
+    passes_local_rank: bool = False
+
+
+def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
+    """Return the slots that DeepSpeed's launcher is told to use, if any, and what else it does.
+
+    Raises:
+        UserInputError: an option is wrong, or asks for several machines without a hostfile.
+    """
+    launch = Launch(
+        binds_cores="--bind_cores_to_rank" in options,
+        core_list=cores(options.get("--bind_core_list", "")),
+        passes_local_rank="--no_local_rank" not in options,
+    )
+    hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
+    hosts = read(hostfile)
+    if len(hosts) > 1:
+        machines = tuple(chosen(hostfile, hosts, options).items())
+        return None, replace(launch, hosts=machines, ssh_port=count(options, "--ssh_port"))
+    check_one_machine(options)
+    used, unused = devices(options, "--include", "-i"), devices(options, *_EXCLUDE)
+    slots = count(options, "--num_gpus", "--num_accelerators") or len(used) or None
+    slots = slots or next(iter(hosts.values()), None)
+    return slots, replace(launch, devices=used, not_devices=unused)
 
 
 def read(path: Path) -> dict[str, int | None]:

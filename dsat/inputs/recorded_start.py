@@ -14,6 +14,7 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint, split_interpreter
+from dsat.inputs.placement import Launch
 from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
@@ -118,12 +119,12 @@ def program_of(
     return replace(
         program,
         args=program.args[1:] if passes_local_rank else program.args,
-        binds_cores=bool(bound),
-        core_list=bound,
+        launch=Launch(
+            binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
+        ),
         env=_difference(first.env, env),
         interpreter="" if is_mine else first.executable,
         lacks_wrapt=not first.has_wrapt,
-        passes_local_rank=passes_local_rank,
         slots=first.size,
         started_by=tuple(command),
         needs_command=needs_command,

@@ -83,8 +83,22 @@ class Proposal:
     note: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownOfModel:
+    """What the model's profile tells a measurement.
+
+    Attributes:
+        flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
+        batch_dimensions, fed_instead: see `ModelProfile`.
+    """
+
+    flops_per_sample: float | None = None
+    batch_dimensions: Mapping[str, int] = field(default_factory=dict)
+    fed_instead: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
-class Trial(Recorded):
+class Trial(KnownOfModel, Recorded):
     """One run of the user's script under one configuration.
 
     Attributes:
@@ -92,8 +106,6 @@ class Trial(Recorded):
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
         overrides: DeepSpeed keys laid over the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
-        flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
-        batch_dimensions, fed_instead: see `ModelProfile`.
         predicted_bytes: the peak that was predicted for a slot; None if nothing was.
         to_beat: the metric and its best value so far; empty if there is none, or if the intervals
             of the metric are not known. A trial that is surely worse is measured less closely.
@@ -111,9 +123,6 @@ class Trial(Recorded):
     script_args: Mapping[str, Any] = field(default_factory=dict)
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
-    flops_per_sample: float | None = None
-    batch_dimensions: Mapping[str, int] = field(default_factory=dict)
-    fed_instead: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None

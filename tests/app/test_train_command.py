@@ -13,6 +13,7 @@ import pytest
 
 from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
+from dsat.inputs.placement import Launch
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
@@ -97,7 +98,7 @@ def test_another_interpreter_has_its_own_launchers(
     line = printed_line(replace(ready, program=other), tmp_path)
     assert "/other/bin/python -m deepspeed.launcher.runner --num_gpus 1 --no_python" in line
     assert "/other/bin/python -O train.py" in line
-    plain = replace(other, passes_local_rank=False)
+    plain = replace(other, launch=Launch())
     line = printed_line(replace(ready, program=plain), tmp_path)
     assert "/other/bin/python -m torch.distributed.run --standalone" in line
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,9 @@ import pytest
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint
 from dsat.inputs.entrypoint import DEEPSPEED, TORCHRUN, Entrypoint, parse
+from dsat.inputs.placement import Launch
 
+PASSES_RANK = Launch(passes_local_rank=True)
 DET = "python3 -m determined.launch."
 
 
@@ -80,37 +83,37 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             script("--", "rest", launcher=TORCHRUN),
         ),
         # deepspeed
-        ("deepspeed train.py", script(passes_local_rank=True, launcher=DEEPSPEED)),
+        ("deepspeed train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
         (
             "deepspeed train.py --num_gpus 2",
-            script("--num_gpus", "2", passes_local_rank=True, launcher=DEEPSPEED),
+            script("--num_gpus", "2", launch=PASSES_RANK, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --num_gpus 2 train.py --x",
-            script("--x", passes_local_rank=True, launcher=DEEPSPEED, slots=2),
+            script("--x", launch=PASSES_RANK, launcher=DEEPSPEED, slots=2),
         ),
         (
             "deepspeed --num_gpus=2 train.py",
-            script(passes_local_rank=True, launcher=DEEPSPEED, slots=2),
+            script(launch=PASSES_RANK, launcher=DEEPSPEED, slots=2),
         ),
         (
             "deepspeed --num_accelerators 4 train.py",
-            script(passes_local_rank=True, launcher=DEEPSPEED, slots=4),
+            script(launch=PASSES_RANK, launcher=DEEPSPEED, slots=4),
         ),
-        ("deepspeed --num_gpus -1 train.py", script(passes_local_rank=True, launcher=DEEPSPEED)),
+        ("deepspeed --num_gpus -1 train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
         ("deepspeed --no_local_rank train.py", script(launcher=DEEPSPEED)),
         (
             "deepspeed -q --save_pid train.py --x",
-            script("--x", passes_local_rank=True, launcher=DEEPSPEED),
+            script("--x", launch=PASSES_RANK, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --master_addr localhost --master_port=29501 train.py",
-            script(passes_local_rank=True, launcher=DEEPSPEED),
+            script(launch=PASSES_RANK, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --module package.train -x",
             Entrypoint(
-                module="package.train", args=("-x",), passes_local_rank=True, launcher=DEEPSPEED
+                module="package.train", args=("-x",), launch=PASSES_RANK, launcher=DEEPSPEED
             ),
         ),
         (
@@ -119,17 +122,15 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
         ),
         (
             "python3 -m deepspeed.launcher.runner --num_gpus 2 train.py",
-            script(passes_local_rank=True, launcher=DEEPSPEED, slots=2),
+            script(launch=PASSES_RANK, launcher=DEEPSPEED, slots=2),
         ),
-        ("/opt/venv/bin/deepspeed train.py", script(passes_local_rank=True, launcher=DEEPSPEED)),
+        ("/opt/venv/bin/deepspeed train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
         (
             "deepspeed --num_gpus 2 --bind_cores_to_rank --bind_core_list 0,2-4 train.py",
             script(
-                passes_local_rank=True,
                 launcher=DEEPSPEED,
                 slots=2,
-                binds_cores=True,
-                core_list=(0, 2, 3, 4),
+                launch=replace(PASSES_RANK, binds_cores=True, core_list=(0, 2, 3, 4)),
             ),
         ),
         # torchrun

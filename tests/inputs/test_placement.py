@@ -33,7 +33,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
     words = ["deepspeed", *options.split(), "train.py"]
-    return dict(entrypoint.parse(words, Path.cwd()).hosts)
+    return dict(entrypoint.parse(words, Path.cwd()).launch.hosts)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,12 @@ def test_machines_and_devices(options: str, found: dict[str, tuple[int, ...]]) -
 def test_the_launcher_starts_ranks_on_all_of_them() -> None:
     words = ["deepspeed", "--hostfile", "equal", "--ssh_port", "2222", "train.py", "--x"]
     found = entrypoint.parse(words, Path.cwd())
-    assert (found.slots, found.takes_all_slots, found.ssh_port) == (None, True, 2222)
-    assert (found.script, found.args, found.passes_local_rank) == ("train.py", ("--x",), True)
+    assert (found.slots, found.takes_all_slots, found.launch.ssh_port) == (None, True, 2222)
+    assert (found.script, found.args, found.launch.passes_local_rank) == (
+        "train.py",
+        ("--x",),
+        True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,11 @@ def settings_of_ranks(
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
         settings["OMP_NUM_THREADS"] = "1"
-    elif program.binds_cores:  # the launcher sets it, whatever it was
+    elif program.launch.binds_cores:  # the launcher sets it, whatever it was
         share = share_of(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
-        as_torchrun = not program.passes_local_rank
+        as_torchrun = not program.launch.passes_local_rank
         if as_torchrun and ranks > 1 and not offloads(config):
             settings["OMP_NUM_THREADS"] = "1"
         elif sharers > 1:
@@ -60,7 +60,7 @@ def binding_options(
     machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
 ) -> list[str]:
     """Return options of DeepSpeed's launcher that bind ranks to as many cores as in a trial."""
-    sharers, own = _sharers(machine, config, ranks), sorted(program.core_list)
+    sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
         among = _shared_cores(machine, program)
         shares = [share_of(among, rank, sharers) for rank in range(ranks)]
@@ -84,7 +84,7 @@ def cores_of(
     if machine.is_cpu:
         # As taskset gives them to a command that is run by hand: to its ranks together.
         return [int(machine.devices[slot]) for slot in share.slots]
-    if not (program.binds_cores and share.slots):
+    if not (program.launch.binds_cores and share.slots):
         return []
     # Beside other trials, each slot has its cores.
     sharers = _sharers(machine, config, ranks)
@@ -116,7 +116,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
     """The cores that the user's launcher shares out among ranks."""
-    return program.core_list or machine.cores
+    return program.launch.core_list or machine.cores
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:

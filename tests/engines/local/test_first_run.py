@@ -117,8 +117,8 @@ def test_the_cores_that_ranks_are_bound_to_are_seen(
     named(place, {}, monkeypatch)
     (place / "bound.sh").write_text(BOUND)
     program = seen(place, "bash", "bound.sh", str(own[1]), str(own[0]))
-    assert (program.slots, program.passes_local_rank) == (2, True)
-    assert (program.binds_cores, program.core_list) == (True, (own[1], own[0]))
+    assert (program.slots, program.launch.passes_local_rank) == (2, True)
+    assert (program.launch.binds_cores, program.launch.core_list) == (True, (own[1], own[0]))
 
 
 @pytest.mark.parametrize(

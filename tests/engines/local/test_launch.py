@@ -14,6 +14,7 @@ from dsat.engines.local import leftovers, machine
 from dsat.engines.local.leftovers import CompilerLocks
 from dsat.engines.local.rank_settings import binding_options, offloads, settings_of_ranks, share_of
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.placement import Launch
 from testing.local import cpu_machine
 
 # Eight cores of two hardware threads each: 0 and 8, 1 and 9, ...
@@ -25,7 +26,7 @@ GPUS = replace(
     threads=16,
 )
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-PROGRAM = Entrypoint(script="train.py", passes_local_rank=True)
+PROGRAM = Entrypoint(script="train.py", launch=Launch(passes_local_rank=True))
 
 
 def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
@@ -42,7 +43,7 @@ def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all() -> None:
         (2, True): "8",
         (4, True): "4",
     }
-    torchrun = replace(PROGRAM, passes_local_rank=False)
+    torchrun = replace(PROGRAM, launch=Launch())
     assert settings_of_ranks(GPUS, torchrun, {}, 2, {})["OMP_NUM_THREADS"] == "1"
 
 
@@ -62,7 +63,7 @@ def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
     shares = [share_of(GPUS.cores, place, 4) for place in range(4)]
     assert shares == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert share_of(GPUS.cores, 9, 16) == [1], "there are fewer cores than ranks"
-    binds = replace(PROGRAM, binds_cores=True)
+    binds = replace(PROGRAM, launch=Launch(binds_cores=True, passes_local_rank=True))
     for ranks, config, threads, listed in (
         (4, {}, "2", None),
         (2, {}, "2", "0,1,2,3"),  # as beside another trial
@@ -76,8 +77,8 @@ def test_bound_ranks_have_whole_cores_and_training_has_the_same() -> None:
 
 
 def test_the_users_own_list_of_cores_is_shared_out() -> None:
-    binds = replace(PROGRAM, binds_cores=True, core_list=(1, 3, 5, 7, 9, 11, 13, 15))
-    shares = [share_of(binds.core_list, place, 4) for place in (0, 3)]
+    binds = replace(PROGRAM, launch=Launch(binds_cores=True, core_list=(1, 3, 5, 7, 9, 11, 13, 15)))
+    shares = [share_of(binds.launch.core_list, place, 4) for place in (0, 3)]
     assert shares == [[1, 3], [13, 15]]
     for ranks, config, threads, listed in (
         (4, {}, "2", "1,3,5,7,9,11,13,15"),
