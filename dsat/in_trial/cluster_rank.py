@@ -14,12 +14,10 @@ import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from dsat.in_trial import failures, runner_watch
@@ -94,15 +92,7 @@ class Task:
 
     def watch(self) -> None:
         """Report a failure of this process, and end it when it takes too long."""
-        previous = sys.excepthook
-
-        def hook(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            self._log(self.measured() or self.failed(error))
-            previous(kind, error, traceback)
-
-        sys.excepthook = hook
+        failures.report_uncaught(lambda error: self._log(self.measured() or self.failed(error)))
         atexit.register(self._at_exit)
         timer = threading.Timer(self._timeout_s, self._give_up)
         timer.daemon = True

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dsat.in_trial import config_injection, failures, preparation, start_record
@@ -109,16 +108,7 @@ class CommandRank:
         # What the script imports from here on does not count, as in a forked rank.
         if self._spec.cpu_memory_bytes is not None:
             _before_first_module(functools.partial(_limit, self._spec.cpu_memory_bytes))
-        previous = sys.excepthook
-
-        @functools.wraps(previous)
-        def hook(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            previous(kind, error, traceback)
-            self.failed(error)
-
-        sys.excepthook = hook
+        failures.report_uncaught(self.failed)
         atexit.register(self.ended)
         self._env = dict(os.environ)
 

@@ -11,11 +11,10 @@ contexts).
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,26 +165,14 @@ def _init(
     )
     is_chief = context.distributed.rank == 0
     reports = task.folder / "reports.jsonl" if is_chief else Path(os.devnull)
-    report = functools.partial(_append, reports)
     context.info = determined.get_cluster_info()
     searcher = context.info.trial._config["searcher"]
-    context.train = _train_context(report, task.folder / "tensorboard", searcher)
-    context.searcher = _searcher_context(context.distributed, task, report)
+    context.train = _train_context(reports, task.folder / "tensorboard", searcher)
+    context.searcher = _searcher_context(context.distributed, task)
     return context
 
 
-def _append(path: Path, kind: str, **values: Any) -> None:
-    """Append a report of the script to a file."""
-    from determined import util
-
-    line = json.loads(util.json_encode({"kind": kind, **values}))
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _train_context(
-    report: Callable[..., None], tensorboard: Path, searcher: Mapping[str, Any]
-) -> Any:
+def _train_context(reports: Path, tensorboard: Path, searcher: Mapping[str, Any]) -> Any:
     from determined import core, util
 
     better = min if searcher["smaller_is_better"] else max
@@ -197,7 +184,9 @@ def _train_context(
             self, group: Any, steps_completed: int, metrics: Any, *args: Any, **kwargs: Any
         ) -> None:
             group = getattr(group, "value", group)
-            report("metrics", group=group, steps_completed=steps_completed, metrics=metrics)
+            report = {"group": group, "steps_completed": steps_completed, "metrics": metrics}
+            with open(reports, "a", encoding="utf-8") as file:
+                file.write(util.json_encode(report) + "\n")
             value = metrics.get(searcher.get("metric"))
             if group == "validation" and util.is_numerical_scalar(value):
                 self.best = float(value if self.best is None else better(self.best, value))
@@ -210,26 +199,10 @@ def _train_context(
     return TrainContext(tensorboard)
 
 
-def _searcher_context(distributed: Any, task: LocalTask, report: Callable[..., None]) -> Any:
+def _searcher_context(distributed: Any, task: LocalTask) -> Any:
     from determined import core
 
-    class Operation(core.DummySearcherOperation):  # type: ignore[misc]
-        def report_progress(self, length: float) -> None:
-            if not self._is_chief:
-                raise RuntimeError("you must only call op.report_progress() from the chief worker")
-            report("progress", length=length)
-
-        def report_completed(self, searcher_metric: Any) -> None:
-            super().report_completed(searcher_metric)
-            report("completed", searcher_metric=searcher_metric)
-
     class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
-        def operations(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            for plain in super().operations(*args, **kwargs):
-                operation = Operation(plain.length, plain._is_chief)
-                yield operation
-                plain._completed = operation._completed
-
         def get_configured_units(self) -> Any:
             return core._parse_searcher_units(dict(task.experiment_config))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 from dsat.errors import Diverged, DsatError, InvalidTrial
 from dsat.values.memory_size import readable
@@ -70,6 +72,20 @@ _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 _DSAT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
+
+
+def report_uncaught(report: Callable[[BaseException], None]) -> None:
+    """Report the exception that ends this process, once it was printed as without dsat."""
+    previous = sys.excepthook
+
+    @functools.wraps(previous)
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        previous(kind, error, traceback)
+        report(error)
+
+    sys.excepthook = hook
 
 
 def classify(error: BaseException) -> OutcomeKind:

@@ -104,7 +104,7 @@ def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> No
     lines = (run_dir / "full" / "reports.jsonl").read_text().splitlines()
     reports = [json.loads(line) for line in lines]
     # Ranks train 20 steps, as searcher.max_length says; the chief reports.
-    assert [report["kind"] for report in reports] == ["metrics", "completed"]
+    assert len(reports) == 1
     assert reports[0]["steps_completed"] == 20
     assert reports[0]["metrics"].keys() == {"loss"}
     assert not (run_dir / "full" / "metrics.json").exists()

@@ -124,7 +124,6 @@ def test_training_in_full_length_on_two_ranks(pair: Bench) -> None:
         assert lines[-1] == "shutdown"
     reports = (folder / "reports.jsonl").read_text().splitlines()
     assert sum('"group": "validation"' in line for line in reports) == 4
-    assert sum('"kind": "completed"' in line for line in reports) == 1
     assert any('"samples": 40' in line for line in reports), "the reducer's sum over both ranks"
     assert list((folder / "tensorboard").iterdir())
     checkpoint = next((folder / "checkpoints").iterdir())

@@ -158,10 +158,8 @@ def test_with_determineds_callback(tmp_path: Path) -> None:
         reports = reports_of(run_dir / "trials" / trial.name)
         assert set(reports[-1]["searcher_metric"]) >= {"throughput", "latency"}
     reports = reports_of(run_dir / "full")
-    assert [r["length"] for r in reports if r["kind"] == "progress"] == [1, 2, 3, 4, 5, 6]
-    assert reports[-1]["kind"] == "completed"
-    losses = [r["metrics"]["eval_loss"] for r in reports if r.get("group") == "validation"]
-    assert len(losses) == 2 and losses[-1] == reports[-1]["searcher_metric"]
+    losses = [r["metrics"]["eval_loss"] for r in reports if r["group"] == "validation"]
+    assert len(losses) == 2
 
 
 def reports_of(folder: Path) -> list[dict[str, Any]]:
