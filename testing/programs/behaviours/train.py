@@ -45,16 +45,17 @@ def fail_beside_others() -> None:
 
 def compile_an_operator() -> None:
     """As DeepSpeed does it, but for the compiler: it takes its time and fails."""
-    from types import SimpleNamespace
-
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    def is_compatible(verbose: bool) -> bool:
-        time.sleep(1.0)
-        return False
+    class Slow(OpBuilder):  # type: ignore[misc]
+        absolute_name = sources = None
+
+        def is_compatible(self, verbose: bool = False) -> bool:
+            time.sleep(1.0)
+            return False
 
     with contextlib.suppress(RuntimeError):
-        OpBuilder.jit_load(SimpleNamespace(name="slow", is_compatible=is_compatible, error_log=""))
+        Slow("slow").jit_load()
 
 
 def go_wrong(behaviour: str) -> None:
