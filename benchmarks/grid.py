@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.tables import Row
+from dsat.values.outcome import Outcome
 
 
 def next_size(known: Mapping[int, bool], largest: int) -> int | None:
@@ -46,6 +47,7 @@ class Grid:
         largest: no micro batch above this is.
         passes: how often each trial that runs is measured.
         events: the rows that were recorded before, all of them with one of the settings.
+        interval: only trials whose 95 % intervals are all wider, as a fraction, are measured again.
     """
 
     def __init__(
@@ -54,7 +56,11 @@ class Grid:
         largest: int,
         passes: int,
         events: Iterable[Mapping[str, Any]] = (),
+        *,
+        interval: float = 0.0,
     ) -> None:
+        self._interval = interval
+        self._precise: set[tuple[int, int]] = set()
         self._largest = largest
         self._passes = passes
         self._known: list[dict[int, bool]] = [{} for _ in settings]
@@ -63,7 +69,7 @@ class Grid:
         for event in events:
             row = Row.from_json(event)
             position = list(settings).index(row.settings)
-            self.end(Cell(position, row.micro_batch, tables.pass_of(event)), ok=row.outcome.ok)
+            self.end(Cell(position, row.micro_batch, tables.pass_of(event)), row.outcome)
 
     def begin(self) -> Cell | None:
         """The next trial, or None if none is to be run before others end."""
@@ -73,12 +79,14 @@ class Grid:
             self._running.add(cell)
         return cell
 
-    def end(self, cell: Cell, *, ok: bool) -> None:
-        """Enters whether a trial ran."""
+    def end(self, cell: Cell, outcome: Outcome) -> None:
+        """Enters what came of a trial."""
+        if outcome.metrics is not None and outcome.metrics.ci95 <= self._interval:
+            self._precise.add((cell.settings, cell.micro_batch))
         self._running.discard(cell)
         self._ended.add(cell)
         if cell.number == 1:
-            self._known[cell.settings][cell.micro_batch] = ok
+            self._known[cell.settings][cell.micro_batch] = outcome.ok
 
     def _edges(self) -> list[Cell | None]:
         """Of all settings whose edge is unknown, the next trial; None where one is running."""
@@ -96,6 +104,6 @@ class Grid:
             for number in range(2, self._passes + 1)
             for position, known in enumerate(self._known)
             for size, ok in known.items()
-            if ok
+            if ok and (position, size) not in self._precise
         )
         return next((c for c in cells if c not in self._ended | self._running), None)

@@ -39,10 +39,11 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs import entrypoint, experiment
+from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import BY_SIMULATION
 from dsat.memory import anchors
 from dsat.report.format import duration
-from dsat.space.overrides import overrides_for
+from dsat.space.overrides import SCRIPT_SWITCHES, overrides_for, script_args_for
 from dsat.tuning.journal import Journal, MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
@@ -50,7 +51,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 # One warm-up step, then two measured ones, or three where these differ: passes do the rest.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 AGAIN = "again"
@@ -63,11 +64,44 @@ def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(zip(knobs, values, strict=True)) for values in combinations]
 
 
+Settings = list[dict[str, Any]]
+
 # What matters most on one slot (see dsat/space/space.py): a small and a large size of each.
 SETTINGS = tuple(
     grid(stage=[0])
     + grid(stage=[1, 2], reduce_bucket_size=[5 * 10**6, 10**8])
     + grid(stage=[3], reduce_bucket_size=[5 * 10**6], sub_group_size=[10**9, 10**7])
+)
+
+
+def _apart(name: str, values: Sequence[Any], others: Mapping[str, Sequence[Any]]) -> Settings:
+    """Values of a knob with the first values of others, then with the last ones.
+
+    Half of a full factorial design of two levels: the knobs meet in both directions.
+    """
+    first = {key: choices[0] for key, choices in others.items()}
+    last = {key: choices[-1] for key, choices in others.items()}
+    return [{name: value, **rest} for rest in (first, last) for value in values]
+
+
+# What matters on two slots: buckets, overlap, what is gathered, and what stage 3 keeps.
+_OVERLAP = [False, True]
+_PARTITIONED = {
+    "reduce_bucket_size": [5 * 10**5, 10**8],
+    "allgather_bucket_size": [10**8, 5 * 10**5],
+}
+_GATHERED = {
+    "stage3_prefetch_bucket_size": [5 * 10**4, 5 * 10**7],
+    "stage3_param_persistence_threshold": [10**5, 0],
+}
+TWO_SLOTS = (
+    {"stage": 0},
+    *({"stage": 1, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
+    *({"stage": 2, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
+    *({"stage": 3, **settings} for settings in _apart("overlap_comm", _OVERLAP, _GATHERED)),
+)
+CHECKPOINTED = tuple(
+    {**settings, CHECKPOINTING: is_on} for settings in TWO_SLOTS[:7:2] for is_on in (False, True)
 )
 
 
@@ -83,6 +117,10 @@ class Spec:
         seconds_per_trial: measured on a quiet machine; to tell people how long it takes.
         largest: no micro batch above this is tried.
         passes: how often each trial that runs is measured.
+        slots: of every trial.
+        steps: the first measured, the last, and the most while an interval is too wide.
+        interval: a trial whose 95 % interval is wider, as a fraction, is measured again, in as
+            many passes as there may be; without it every trial is measured in all passes.
     """
 
     name: str
@@ -95,10 +133,29 @@ class Spec:
     settings: Sequence[Mapping[str, Any]] = SETTINGS
     largest: int = 4096
     passes: int = 1
+    slots: int = 1
+    steps: tuple[int, int, int] = (START_STEP, END_STEP, MAX_STEPS)
+    interval: float = 0.0
 
     @property
     def ds_config(self) -> dict[str, Any]:
         return {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, **self.config}
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The script's own switches that the settings differ in, as its user has them."""
+        found = {key for settings in self.settings for key in settings} & {*SCRIPT_SWITCHES}
+        return dict.fromkeys(found, False)
+
+
+# At least ten steps, and ever more of them until the interval is narrow.
+_LONG = (START_STEP, START_STEP + 9, 60)
+
+
+def _two_slots(name: str, model: str, side: int, memory_bytes: int, **rest: Any) -> Spec:
+    """A table with real communication."""
+    about = {"passes": 3, "slots": 2, "steps": _LONG, "interval": 0.03, "settings": TWO_SLOTS}
+    return Spec(name, "cpu", model, side, memory_bytes, 5.0, **{**about, **rest})
 
 
 _BF16 = {"bf16": {"enabled": True}}
@@ -107,6 +164,14 @@ SPECS = (
     Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), 10.0, largest=32, passes=3),
     Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), 6.0, passes=3),
     Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0, passes=3),
+    # The gradients' accumulation is limited by the batch; all stages fit.
+    _two_slots(
+        "cpu2-gpt-fixed-batch", "gpt-5m", 32, 640 * MIB, config={"train_batch_size": 64}, largest=32
+    ),
+    # Stage 0 does not fit, the stages above with ever more samples.
+    _two_slots("cpu2-gpt-stage3", "gpt-25m", 32, 480 * MIB, largest=64),
+    _two_slots("cpu2-gpt-checkpointing", "gpt-5m", 64, 400 * MIB, settings=CHECKPOINTED),
+    _two_slots("cpu2-gpt-lora", "gpt-25m-lora", 32, 400 * MIB, largest=64),
     Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
     Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
     Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
@@ -200,7 +265,7 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
 def _fill(
     spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
 ) -> None:
-    profile = run_trial(engine, _trial(spec, 0, TrialKind.PROFILE, {}, 1))
+    profile = run_trial(engine, _trial(spec, 0, TrialKind.PROFILE, spec.switches, 1))
     _refuse(profile, "the profile")
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
@@ -208,7 +273,9 @@ def _fill(
         about = {**about_machine(machine), "concurrent trials": concurrent}
         header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append(header.to_json())
-    todo = Grid(spec.settings, spec.largest, spec.passes, journal.events[1:])
+    todo = Grid(
+        spec.settings, spec.largest, spec.passes, journal.events[1:], interval=spec.interval
+    )
     running: dict[int, Cell] = {}
     numbers = itertools.count(1)
     while True:
@@ -226,9 +293,9 @@ def _fill(
             _refuse(outcome, what)
             # The log of an expected failure is of no use, and large.
             kept = replace(outcome, detail="")
-            row = Row(settings, cell.micro_batch, 1, 1, kept)
+            row = Row(settings, cell.micro_batch, 1, spec.slots, kept)
             journal.append(tables.of_pass(row, cell.number))
-            todo.end(cell, ok=outcome.ok)
+            todo.end(cell, outcome)
             said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
             print(
                 f"{spec.name} {what}, pass {cell.number}: {said} ({outcome.duration_s:.1f} s)",
@@ -243,15 +310,16 @@ def _header(
         name=spec.name,
         command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
         ds_config=spec.ds_config,
-        slots=1,
+        slots=spec.slots,
         slot_memory_bytes=spec.slot_memory_bytes,
         profile=profile,
         profile_duration_s=profile_duration_s,
         about={
             **about,
             "passes": spec.passes,
-            "measured steps": f"{END_STEP - START_STEP + 1} to {MAX_STEPS}",
+            "measured steps": f"{spec.steps[1] - spec.steps[0] + 1} to {spec.steps[2]}",
         },
+        switches=spec.switches,
     )
 
 
@@ -283,10 +351,16 @@ def _refuse(outcome: Outcome, what: str) -> None:
 def _trial(
     spec: Spec, number: int, kind: TrialKind, settings: Mapping[str, Any], size: int
 ) -> Trial:
-    batch = BatchTriple(size, size, 1)
-    overrides = overrides_for(settings, batch)
-    stage = int(settings.get("stage", 0))
-    return Trial(number, kind, f"t{number}", stage, batch, overrides)
+    batch = BatchTriple(size * spec.slots, size, 1)
+    return Trial(
+        number,
+        kind,
+        f"t{number}",
+        int(settings.get("stage", 0)),
+        batch,
+        overrides_for(settings, batch),
+        script_args=script_args_for(settings),
+    )
 
 
 def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
@@ -295,19 +369,22 @@ def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
     shutil.copy(PROGRAM, model_dir)
     (folder / "ds_config.json").write_text(json.dumps(spec.ds_config))
     command = ["python3", PROGRAM.name, "--model", spec.model, "--side", str(spec.side)]
-    command += ["--steps", "1000", "--deepspeed", "--deepspeed_config"]
+    command += ["--steps", "1000", f"--{CHECKPOINTING}", "False"]
+    command += ["--deepspeed", "--deepspeed_config"]
     command.append(str(folder / "ds_config.json"))
     user = experiment.of_command(command, spec.name, model_dir, folder / "ds_config.json")
     options = TrialOptions(
         timeout_s=600.0,
         slot_memory_bytes=spec.slot_memory_bytes,
-        start_step=START_STEP,
-        end_step=END_STEP,
-        max_steps=MAX_STEPS,
+        start_step=spec.steps[0],
+        end_step=spec.steps[1],
+        max_steps=spec.steps[2],
     )
     program = entrypoint.parse(user.entrypoint, model_dir)
     hosts = [Host(machine)]
-    return LocalEngine(user, program, hosts, folder, LocalOptions(options), slots_per_trial=1)
+    return LocalEngine(
+        user, program, hosts, folder, LocalOptions(options), slots_per_trial=spec.slots
+    )
 
 
 def about_machine(machine: Machine) -> dict[str, str]:

@@ -8,9 +8,8 @@ from benchmarks.ledger import STAGES, Ledger, Workload
 from benchmarks.peers.ours import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
-from dsat.space.overrides import overrides_for
+from dsat.space.overrides import overrides_for, script_args_for
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
 from dsat.values.zero_strategy import plain
@@ -20,13 +19,15 @@ def space_of(table: Workload) -> Space:
     """The settings that a workload tells apart, with the micro batches that dsat has."""
     return Space(
         strategies=plain(*STAGES),
-        micro_batches=range(1, (table.cap or LARGEST_MICRO_BATCH) + 1),
+        micro_batches=plan_of(table, "model").allowed_micro_batches,
         slots=table.header.slots,
         freedom=Freedom(
             base_config=table.header.ds_config,
-            choices=table.choices,
+            choices={k: v for k, v in table.choices.items() if k not in table.header.switches},
             fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+            switches=table.header.switches,
         ),
+        train_batch_size=table.header.train_batch_size,
         num_params=table.header.profile.num_params,
     )
 
@@ -49,7 +50,7 @@ class Gated:
         assert profile is not None
         header = table.header
         basis = (
-            Basis.of_profile(profile, {})
+            Basis.of_profile(profile, header.switches)
             if header.memory is None
             else Basis.from_json(dict(header.memory))
         )
@@ -65,5 +66,5 @@ class Gated:
         """Run a trial, and learn what it used."""
         batch = self.space.batch(micro_batch, settings)
         outcome = self._ledger.run(self._ledger.table.config(settings, batch))
-        self._forecast.learn(overrides_for(settings, batch), {}, outcome)
+        self._forecast.learn(overrides_for(settings, batch), script_args_for(settings), outcome)
         return outcome

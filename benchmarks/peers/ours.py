@@ -34,7 +34,9 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
         own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
         slot_memory_bytes=header.slot_memory_bytes,
         max_micro_batch=table.cap,
-        choices=table.choices,
+        choices={k: v for k, v in table.choices.items() if k not in header.switches},
+        switches=header.switches,
+        train_batch_size=header.train_batch_size,
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         ramp=True,
         longest_s=LONGEST_S,
@@ -51,7 +53,7 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
     def outcome_of(trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
             return ledger.profile()
-        return ledger.run(plan.config(trial.overrides))
+        return ledger.run({**plan.config(trial.overrides), **header.switches, **trial.script_args})
 
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
     drive(

@@ -54,6 +54,10 @@ def _small_grid(passes: int, *lines: dict[str, Any]) -> Grid:
     return Grid(record.grid(stage=[0, 1]), 4096, passes, lines)
 
 
+def _ended(*, ok: bool) -> Outcome:
+    return outcome_of({"stage": 0}, 1) if ok else Outcome(OutcomeKind.OOM)
+
+
 def test_further_passes_begin_when_all_edges_are_known() -> None:
     small = _small_grid(3)
     running: list[Cell] = []
@@ -64,7 +68,7 @@ def test_further_passes_begin_when_all_edges_are_known() -> None:
         if not running:
             break
         cell = running.pop()
-        small.end(cell, ok=cell.micro_batch <= 2 - cell.settings)
+        small.end(cell, _ended(ok=cell.micro_batch <= 2 - cell.settings))
         ended.append(cell)
     passes = [cell.number for cell in ended]
     assert passes[:6] == [1] * 6 and len(set(ended)) == len(ended)
@@ -72,6 +76,18 @@ def test_further_passes_begin_when_all_edges_are_known() -> None:
     for number in (2, 3):
         cells = {(c.settings, c.micro_batch) for c in ended if c.number == number}
         assert cells == {(0, 1), (0, 2), (1, 1)}, "nothing that is out of memory"
+
+
+def test_only_what_is_not_measured_closely_is_measured_again() -> None:
+    precise = _ended(ok=True)
+    assert precise.metrics is not None
+    wide = replace(precise, metrics=replace(precise.metrics, ci95=0.05))
+    small = Grid([{"stage": 0}], 1, 3, interval=0.03)
+    for number, outcome in ((1, wide), (2, wide)):
+        assert small.begin() == Cell(0, 1, number)
+        small.end(Cell(0, 1, number), outcome)
+    small.end(Cell(0, 1, 3), replace(precise, metrics=replace(precise.metrics, ci95=0.03)))
+    assert small.begin() is None
 
 
 def test_a_recording_goes_on_with_what_its_pass_lacks() -> None:
