@@ -32,6 +32,7 @@ import psutil
 from benchmarks import tables
 from benchmarks.common import run_trial
 from benchmarks.grid import Cell, Grid
+from benchmarks.ledger import STAGES
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
 from dsat.engines.local.engine import LocalEngine
@@ -265,8 +266,7 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
 def _fill(
     spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
 ) -> None:
-    profile = run_trial(engine, _trial(spec, 0, TrialKind.PROFILE, spec.switches, 1))
-    _refuse(profile, "the profile")
+    profile = _profile(spec, engine)
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
@@ -301,6 +301,18 @@ def _fill(
                 f"{spec.name} {what}, pass {cell.number}: {said} ({outcome.duration_s:.1f} s)",
                 flush=True,
             )
+
+
+def _profile(spec: Spec, engine: LocalEngine) -> Outcome:
+    """Return the profile of the first stage that fits."""
+    outcome = Outcome(OutcomeKind.OOM)
+    for stage in STAGES:
+        settings = {"stage": stage, **spec.switches}
+        outcome = run_trial(engine, _trial(spec, -stage, TrialKind.PROFILE, settings, 1))
+        _refuse(outcome, f"the profile in stage {stage}")
+        if outcome.ok:
+            break
+    return outcome
 
 
 def _header(
