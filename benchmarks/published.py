@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.app.simulation_engine import simulation_engine
+from dsat.app.estimate import simulation_engine
 from dsat.app.source import Source
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import closed_form
@@ -68,8 +68,8 @@ def _simulated(
 ) -> MemoryEstimate:
     batch = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
     whole = {**config, **batch}
-    user = experiment.of_dict(list(words), "published", FOLDER, whole, "the row")
-    source = Source(user, entrypoint.parse(list(words), FOLDER), is_command=True)
+    user = experiment.of_command(list(words), "published", FOLDER, whole, "the row")
+    source = Source(user, entrypoint.parse(list(words), FOLDER))
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,

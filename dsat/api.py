@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsat.app import keywords, local, train_command
+from dsat.app import keywords, local, past_runs, train_command
 from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
@@ -21,12 +21,12 @@ from dsat.app.prepare import Prepared, prepared
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
-from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.errors import DsatError, SearchFailed
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.verdict import verdict
 from dsat.search import SEARCHES, Search
-from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.journal import FILE_NAME
 from dsat.tuning.loop import Observer
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
@@ -160,7 +160,7 @@ def load_run(path: PathLike) -> Result:
     """Read the result of a run, or its state so far, from the journal in its folder.
 
     Args:
-        path: the run's folder, or its journal.
+        path: the run's folder, or its name in `dsat_runs`, or its journal.
 
     Raises:
         UserInputError: there is no run.
@@ -169,12 +169,8 @@ def load_run(path: PathLike) -> Result:
     folder = Path(path)
     if folder.name == FILE_NAME:
         folder = folder.parent
-    if not (folder / FILE_NAME).is_file():
-        raise UserInputError("holds no run", where=str(path))
-    run = Run(read_events(folder / FILE_NAME))
-    if run.plan is None:
-        raise UserInputError("holds a run that has not begun", where=str(path))
-    return _result(_told(run, folder), run_dir=folder)
+    past = past_runs.load(folder)
+    return _result(_told(past.run, past.folder), run_dir=past.folder)
 
 
 def register_search(name: str, search: type[Search]) -> None:

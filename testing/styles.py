@@ -153,7 +153,7 @@ def simulated(
     """
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json")]
-    user = experiment.of_dict(entry, "style", FOLDER, config, "the style")
+    user = experiment.of_command(entry, "style", FOLDER, config, "the style")
     as_cpu = style.on_cpu and not on_device
     if not as_cpu:
         user = replace(user, env={AS_IF_CUDA: "1"})

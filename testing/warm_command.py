@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsat.app import simulation_engine
+from dsat.app import estimate
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
@@ -48,8 +48,8 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
         return machine
 
     put(this_machine, "find_machine", find_machine)
-    put(simulation_engine, "find_machine_for_simulations", find_machine)
-    for module in (this_machine, simulation_engine):
+    put(estimate, "find_machine_for_simulations", find_machine)
+    for module in (this_machine, estimate):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
 
 

@@ -225,7 +225,7 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     again = {**SMALL, "run_dir": result.run_dir, "resume": True}
     with pytest.raises(JournalMismatch, match="Cannot resume: metric was throughput, now latency"):
         dsat.tune(TINY, **{**again, "metric": "latency"})
-    with pytest.raises(UserInputError, match="holds no run"):
+    with pytest.raises(UserInputError, match="is no run"):
         dsat.load_run(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DsatError, match="Not a directory"):

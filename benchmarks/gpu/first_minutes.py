@@ -369,7 +369,7 @@ class Engines:
             command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json", *words]
             (run / "ds_config.json").write_text(json.dumps(base))
             self._open[words, slots, cold] = LocalEngine(
-                experiment.of_dict(command, "first minutes", run, base),
+                experiment.of_command(command, "first minutes", run, base),
                 entrypoint.parse(command, run),
                 [Host(self._machine)],
                 run,

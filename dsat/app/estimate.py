@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,13 @@ from typing import Any
 from dsat.app import cards, installed_deepspeed
 from dsat.app import source as sources
 from dsat.app.cards import Choice
-from dsat.app.simulation_engine import LOG, simulation_engine
 from dsat.app.source import Source
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import find_machine_for_simulations
 from dsat.errors import DsatError, UserInputError
+from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
@@ -34,9 +38,18 @@ from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
-from dsat.values.trial import BatchTriple
+from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
+_LOG = "simulation/stderr.log"
+_IMPORTED = (
+    "psutil",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.ops.adam",
+    "dsat.in_trial.rank",
+    "dsat.in_trial.simulation.borrowed_model",
+)
 _RECOMPUTE = {None: None, "off": False, "on": True}
 # Offloading to a disk is the same for the slot as offloading to the host.
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
@@ -142,11 +155,30 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
         keep_log = True
         raise DsatError(
             f"memory cannot be estimated: {error}. The script was run up to its first training "
-            f"step; its log is {folder / LOG}."
+            f"step; its log is {folder / _LOG}."
         ) from None
     finally:
         if not keep_log:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def simulation_engine(source: Source, folder: Path, timeout_s: float) -> LocalEngine:
+    """Return an engine that runs a script for simulations, on this machine.
+
+    Args:
+        source: the script and its configuration.
+        folder: for its log.
+        timeout_s: for it to come to its first step.
+    """
+    experiment = source.experiment
+    return LocalEngine(
+        replace(experiment, env={**experiment.env, AS_IF_CUDA: "1"}),
+        source.program,
+        [Host(find_machine_for_simulations())],
+        folder,
+        LocalOptions(TrialOptions(timeout_s=timeout_s), imported=_IMPORTED),
+        slots_per_trial=1,
+    )
 
 
 def tables(
@@ -202,10 +234,10 @@ def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
     program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
     name = path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
     command, folder = program.command(), Path.cwd()
-    own = experiments.of_command(command, name, folder, settings.ds_config).ds_config
+    own = experiments.of_command(command, name, folder, settings.ds_config or {}).ds_config
     config = ds_config.merge(hf_config.ds_config(settings.dtype), own)
-    experiment = experiments.of_dict(command, name, folder, config, "--ds-config")
-    return Source(experiment, program, is_command=True)
+    experiment = experiments.of_command(command, name, folder, config, "--ds-config")
+    return Source(experiment, program)
 
 
 def _needs_simulation(config: Mapping[str, Any]) -> bool:

@@ -177,7 +177,7 @@ def _with_slots(
     """Return the source with its checked argument mappings, and the slots of a trial."""
     program, available = source.program, all_slots(hosts, source.program)
     if section is None:
-        if settings.run_full_experiment and program.trial_class and not source.is_command:
+        if settings.run_full_experiment and program.trial_class and not source.command:
             _check_full_length(source.experiment)
         slots = source.slots_per_trial(settings.slots, available)
         given, where = settings.arg_mappings, "--arg-mapping"

@@ -33,7 +33,6 @@ class Source:
 
     Attributes:
         program: the entrypoint, taken apart.
-        is_command: it was not an experiment's configuration.
         config_known: False if only the script itself knows its DeepSpeed configuration.
         start_known: False if only running the command tells which program its ranks run.
         ds_config: the configuration that the user names beside the command.
@@ -41,7 +40,6 @@ class Source:
 
     experiment: Experiment
     program: Entrypoint
-    is_command: bool
     config_known: bool = True
     start_known: bool = True
     ds_config: Path | None = None
@@ -147,7 +145,7 @@ class Source:
             UserInputError: the entrypoint starts another number of ranks.
         """
         program = self.program
-        if not self.is_command:
+        if not self.command:
             slots = given or self.experiment.slots_per_trial
         else:
             slots = given or program.slots or (available if program.takes_all_slots else 1)
@@ -165,7 +163,7 @@ def read(target: Target) -> Source:
         experiment = read_experiment(target)
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
         check_config_path(experiment, program)
-        return Source(experiment, program, is_command=False)
+        return Source(experiment, program)
     if any("\x00" in word for word in target.command):
         raise UserInputError("holds a NUL character", where="command")
     folder = Path.cwd()
@@ -176,11 +174,11 @@ def read(target: Target) -> Source:
     if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
     config = _config_of_command(target.ds_config, program, folder)
-    experiment = experiments.of_command(target.command, _name(program), folder, config)
+    experiment = experiments.of_command(target.command, _name(program), folder, config or {})
     known = config is not None or bool(program.trial_class)
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
-    return Source(experiment, program, is_command=True, config_known=known, ds_config=given)
+    return Source(experiment, program, config_known=known, ds_config=given)
 
 
 def read_experiment(target: Target) -> Experiment:
@@ -241,11 +239,10 @@ def _unknown(target: Target) -> Source:
     """Return the source of a command that must run to show its script."""
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
-    experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), None)
+    experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), {})
     return Source(
         experiment,
         program,
-        is_command=True,
         config_known=False,
         start_known=False,
         ds_config=target.ds_config,
@@ -290,17 +287,15 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
     named = program.config_path
     is_gone = named is not None and not (folder / named).is_file()
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
-    if path is not None:
-        experiment = experiments.of_command(words, name, folder, path)
-    elif first.config is not None:
-        experiment = experiments.of_dict(words, name, folder, dict(first.config))
-    else:
+    config = path or first.config
+    if config is None:
         raise UserInputError(
             "the configuration that the script passes to deepspeed.initialize cannot be written "
             f"as JSON: {first.config_problem}",
             where=name,
             hint="Give it as a file: --ds-config FILE.",
         )
+    experiment = experiments.of_command(words, name, folder, config)
     experiment = replace(
         experiment,
         arg_mappings=source.experiment.arg_mappings,

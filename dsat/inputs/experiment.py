@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,43 +124,39 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     )
 
 
-def of_command(command: Sequence[str], name: str, folder: Path, config: Path | None) -> Experiment:
+def of_command(
+    command: Sequence[str],
+    name: str,
+    folder: Path,
+    config: Path | Mapping[str, Any],
+    config_name: str = "deepspeed.initialize",
+) -> Experiment:
     """Return an experiment that consists of a command and a DeepSpeed configuration.
 
     Args:
         command: as it would be typed.
         name: for people and for the run's folder.
         folder: the current folder of the command.
-        config: the DeepSpeed configuration; None if it is in the script.
+        config: the DeepSpeed configuration: a file, or its content, which may be the script's.
+        config_name: how errors call a content.
 
     Raises:
         UserInputError: the configuration cannot be read or contradicts itself.
     """
-    if config is None:
-        return of_dict(command, name, folder, {})
-    found = of_dict(command, name, folder, ds_config.read(config), str(config))
-    return replace(found, path=config, ds_config_path=config)
-
-
-def of_dict(
-    command: Sequence[str],
-    name: str,
-    folder: Path,
-    config: Mapping[str, Any],
-    config_name: str = "deepspeed.initialize",
-) -> Experiment:
-    """Return an experiment of a command and the content of a DeepSpeed configuration."""
-    ds, listed = value_lists.split(config, where=config_name)
-    ds_config.check_sections(ds, where=config_name)
+    path, content = (config, ds_config.read(config)) if isinstance(config, Path) else (None, config)
+    where = config_name if path is None else str(path)
+    ds, listed = value_lists.split(content, where=where)
+    ds_config.check_sections(ds, where=where)
     return Experiment(
-        path=folder,
+        path=path or folder,
         name=name,
         config={"name": name, "entrypoint": list(command)},
         model_dir=folder,
         entrypoint=tuple(command),
         hparams={CONFIG_KEY: ds_config.for_use(ds)},
+        ds_config_path=path,
         ds_config=ds,
-        ds_config_name=config_name,
+        ds_config_name=where,
         choices=listed,
     )
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import yaml
 
-from dsat.app import local, simulation_engine
+from dsat.app import estimate, local
 from dsat.cli import main, output
 from dsat.engines.places import local as this_machine
 from dsat.inputs.option import options_of
@@ -134,7 +134,7 @@ def a_folder() -> Iterator[Path]:
         for path in (PROGRAMS / "tiny").iterdir():
             if path.is_file():
                 shutil.copy(path, folder)
-        for module in (local, simulation_engine):
+        for module in (local, estimate):
             stack.enter_context(mock.patch.object(module, "LocalEngine", _NoEngine))
         stack.enter_context(
             mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2))
