@@ -1,8 +1,31 @@
-"""Reductions by which the ranks of a trial agree on what was measured."""
+"""The ranks of a trial: their number, and reductions by which they agree on measurements."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import Any
+
+# How launchers tell a process its rank and their number: torch's and DeepSpeed's own, Open MPI,
+# MPICH and Intel MPI, Slurm.
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of ranks; 0 and 1 without a launcher."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for rank, size in _RANKS:
+        with contextlib.suppress(KeyError, ValueError):
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
 class Ranks:

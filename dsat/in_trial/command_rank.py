@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank import outcome_of_ended
@@ -35,7 +36,6 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
-from dsat.in_trial.start_record import rank_and_size
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 

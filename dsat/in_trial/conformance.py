@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.start_record import rank_and_size
+from dsat.in_trial.agreement import rank_and_size
 
 
 def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import json
@@ -17,31 +16,13 @@ from typing import Any
 import wrapt
 
 from dsat.in_trial import config_injection
+from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.rank_files import RECORDS_FOLDER
 from dsat.values.files import write_atomically
 
 RECORD_PREFIX = "rank-"
 SEVERAL_NODES_FILE = "nodes.json"
-# How launchers tell a process its rank and their number: torch's and DeepSpeed's own, Open MPI,
-# MPICH and Intel MPI, Slurm.
-_RANKS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
 _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return the rank and the number of ranks; 0 and 1 without a launcher."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    for rank, size in _RANKS:
-        with contextlib.suppress(KeyError, ValueError):
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
