@@ -50,7 +50,11 @@ browser:
 		apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
 		{ echo "make nightly needs Chromium and its driver: install chromium and chromium-driver"; exit 1; }
 
+# Trials find DeepSpeed's operator compiled: beside other tests that takes longer than they may. It
+# is compiled anew by another ninja than theirs.
 test: lint
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(PY) -c "from deepspeed.ops.op_builder import cpu; \
+		cpu.ShareMemCommBuilder().load(verbose=False)"
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster and not nightly'
 
 # What takes longer than a change can wait for: browsers, the site, attacks, clusters, fresh versions.

@@ -327,14 +327,14 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
             wait_until(mark.exists, "the ranks", PATIENCE_S)
             pids = [read_json(bench.path(trial) / f"facts{rank}.json")["pid"] for rank in (0, 1)]
             daemon, actor = of_node(psutil.Process(pids[1]), three)
-            if "heard" in reason:
+            if "answered" in reason:
                 actor.suspend()
             else:
                 daemon.kill()
             try:
                 [(_, outcome)] = bench.engine.poll(PATIENCE_S)
             finally:
-                if "heard" in reason:
+                if "answered" in reason:
                     actor.resume()
             assert outcome.ok, (outcome, bench.log(trial))
             assert reason in " ".join(outcome.warnings)
