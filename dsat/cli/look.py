@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,15 @@ def look(settings: LookSettings) -> int:
     Raises:
         DsatError: there is no such run or trial, or a journal is damaged.
     """
-    if isinstance(settings, DoctorSettings):
-        return _doctor(settings)
-    if isinstance(settings, ShowSettings):
-        _show(settings)
-    elif isinstance(settings, CompareSettings):
-        _compare(settings)
-    elif isinstance(settings, ExportSettings):
-        _export(settings)
-    elif isinstance(settings, WatchSettings):
-        _watch(settings)
-    else:
-        _list(settings)
-    return EXIT_OK
+    commands: dict[type, Callable[[Any], int | None]] = {
+        ShowSettings: _show,
+        CompareSettings: _compare,
+        RunsSettings: _list,
+        ExportSettings: _export,
+        WatchSettings: _watch,
+        DoctorSettings: _doctor,
+    }
+    return commands[type(settings)](settings) or EXIT_OK
 
 
 def _show(settings: ShowSettings) -> None:
