@@ -206,10 +206,7 @@ def tables(
 def _source(settings: EstimateSettings) -> Source:
     """Return the user's script, or our own that trains the model of a configuration."""
     if settings.hf_config is None:
-        source = sources.read(settings)
-        if source.start_known and source.config_known:
-            return source
-        source = source.with_known_start(survey.TIMEOUT_S)
+        source = sources.read(settings).with_known_start(survey.TIMEOUT_S)
         if source.program.needs_command:
             raise UserInputError(
                 "cannot be simulated: its ranks cannot be started by themselves, because "

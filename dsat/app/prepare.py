@@ -145,10 +145,10 @@ def _prepare(
 
 def _check_before_running(settings: Settings, source: Source) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
-    if not source.start_known:
+    if source.unknown == sources.PROGRAM:
         return
     if settings.method in (TUNE, RUN):
-        if not source.config_known:
+        if source.unknown:
             autotuning.read(source, settings.method)
         return
     if settings.slots is not None:

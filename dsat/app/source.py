@@ -24,6 +24,9 @@ from dsat.inputs.target import Target
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
+# What only a run of the command shows: which program its ranks run, with its configuration; or the
+# configuration alone, where the script makes it.
+PROGRAM, CONFIG = "program", "configuration"
 _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 
@@ -33,15 +36,13 @@ class Source:
 
     Attributes:
         program: the entrypoint, taken apart.
-        config_known: False if only the script itself knows its DeepSpeed configuration.
-        start_known: False if only running the command tells which program its ranks run.
+        unknown: what only a run of the command shows: `PROGRAM`, `CONFIG` or nothing.
         ds_config: the configuration that the user names beside the command.
     """
 
     experiment: Experiment
     program: Entrypoint
-    config_known: bool = True
-    start_known: bool = True
+    unknown: str = ""
     ds_config: Path | None = None
 
     @property
@@ -79,7 +80,7 @@ class Source:
     def _ranks(self, slots: int | None) -> int | None:
         """Return the ranks of a plain script; None if the command starts them itself."""
         program = self.program
-        is_plain = self.start_known and not program.launcher
+        is_plain = self.unknown != PROGRAM and not program.launcher
         return (slots or 1) if is_plain else None
 
     def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
@@ -93,7 +94,7 @@ class Source:
             UserInputError: the command is not one training on one machine.
             ScriptFailed: it does not come to its training.
         """
-        if self.start_known and self.config_known:
+        if not self.unknown:
             return self
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
@@ -105,11 +106,9 @@ class Source:
             ranks=self._ranks(slots) if own else 1,
         )
         try:
-            return (
-                _of_start(self, run.ranks(), self.program)
-                if self.start_known
-                else self.as_recorded(run)
-            )
+            if self.unknown == PROGRAM:
+                return self.as_recorded(run)
+            return _of_start(self, run.ranks(), self.program)
         finally:
             run.close()
 
@@ -131,7 +130,7 @@ class Source:
                 not_devices=self.program.launch.not_devices,
             ),
         )
-        if not self.start_known or program.needs_command:
+        if self.unknown == PROGRAM or program.needs_command:
             _log.info("%s", _recognised(program))
         return _of_start(self, ranks, program)
 
@@ -175,10 +174,10 @@ def read(target: Target) -> Source:
         return _unknown(target)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.of_command(target.command, _name(program), folder, config or {})
-    known = config is not None or bool(program.trial_class)
+    unknown = CONFIG if config is None and not program.trial_class else ""
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
-    return Source(experiment, program, config_known=known, ds_config=given)
+    return Source(experiment, program, unknown, given)
 
 
 def read_experiment(target: Target) -> Experiment:
@@ -240,13 +239,7 @@ def _unknown(target: Target) -> Source:
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
     experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), {})
-    return Source(
-        experiment,
-        program,
-        config_known=False,
-        start_known=False,
-        ds_config=target.ds_config,
-    )
+    return Source(experiment, program, PROGRAM, target.ds_config)
 
 
 def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
@@ -279,7 +272,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
     first = min(ranks, key=lambda rank: rank.rank)
     folder, name = Path(first.cwd), _name(program)
     words = list(program.started_by)
-    if source.start_known:
+    if source.unknown != PROGRAM:
         assert not isinstance(source.experiment.entrypoint, str)
         words = list(source.experiment.entrypoint)
     if not folder.is_dir():  # the command has removed it at its end
@@ -301,9 +294,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
         arg_mappings=source.experiment.arg_mappings,
         ds_config={**experiment.ds_config, **_filled_batch(experiment.ds_config, first.config)},
     )
-    return replace(
-        source, experiment=experiment, program=program, start_known=True, config_known=True
-    )
+    return replace(source, experiment=experiment, program=program, unknown="")
 
 
 def _filled_batch(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
