@@ -23,6 +23,7 @@ from dsat.determined_cluster.engine import (
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
+from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
 from dsat.values.trial import TrialOptions
@@ -78,30 +79,28 @@ class FakeMaster:
         self.count += 1
         self.events.append(Event(self.count, kind, request_id, metric))
 
-    def post(self, event_id: int, operations: Sequence[Operation], engine: ClusterEngine) -> None:
+    def post(self, event_id: int, operations: Sequence[Operation]) -> None:
         ids = [event.id for event in self.events]
         assert event_id in ids, f"event {event_id} not found"
         self.events = self.events[ids.index(event_id) + 1 :]
-        self.apply(operations, engine)
+        self.apply(operations)
 
-    def apply(self, operations: Sequence[Operation], engine: ClusterEngine) -> None:
-        for operation in operations:
-            if operation.kind == SHUTDOWN:
-                self.posted.append((SHUTDOWN, str(operation.failure)))
+    def apply(self, operations: Sequence[Operation]) -> None:
+        for [(kind, given)] in (operation.items() for operation in operations):
+            if kind == SHUTDOWN:
+                self.posted.append((SHUTDOWN, str(given["failure"])))
                 self.over = True
                 continue
-            assert operation.trial_id is not None
-            request_id = engine.request_id(operation.trial_id)
-            self.posted.append((operation.kind, request_id))
-            if operation.kind == CREATE:
+            request_id = given.get("validateAfter", given)["requestId"]
+            self.posted.append((kind, request_id))
+            if kind == CREATE:
                 assert request_id not in self.created, "a second trial with the same request id"
-                self.created[request_id] = operation.trial_id
+                self.created[request_id] = json.loads(given["hyperparams"])[DSAT_TRIAL_KEY]["id"]
                 self.tell("created", request_id)
-            elif operation.kind == VALIDATE:
-                assert request_id in self.created
-                self.active[request_id] = operation.trial_id
+            elif kind == VALIDATE:
+                self.active[request_id] = self.created[request_id]
             else:
-                assert operation.kind == CLOSE and request_id in self.reported
+                assert kind == CLOSE and request_id in self.reported
                 self.tell("closed", request_id)
 
     # -- what trials do

@@ -11,9 +11,8 @@ from typing import Any
 
 from dsat.determined_cluster import result
 from dsat.determined_cluster.job import SAID, search_tag, state_in_words
-from dsat.determined_cluster.master import OVER, Master, quiet, state_name
+from dsat.determined_cluster.master import OVER, UNREACHABLE, Master, in_words, quiet, state_name
 from dsat.determined_cluster.result import RESULT_MARK
-from dsat.determined_cluster.retry import UNREACHABLE, in_words
 from dsat.errors import UserInputError
 
 FIRST_WITHOUT = (0, 38)

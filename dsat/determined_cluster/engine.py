@@ -1,18 +1,19 @@
 """Engine over a stream of searcher events: events go in, operations come out.
 
-It has no connection of its own: the caller hands in the events (`validated`, `exited`, `closed`)
+It has no connection of its own: the caller passes in the events (`validated`, `exited`, `closed`)
 and posts the operations. It asks the master only for a trial's log and its early end.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from dsat.determined_cluster import trial_result
+from dsat.determined_cluster import hyperparameters, trial_result
 from dsat.determined_cluster.job import Job
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
@@ -22,7 +23,9 @@ from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
-CREATE, VALIDATE, CLOSE, SHUTDOWN = "create", "validate", "close", "shutdown"
+# An instruction to the master, as its JSON: one of these keys, and its arguments.
+Operation = dict[str, Any]
+CREATE, VALIDATE, CLOSE, SHUTDOWN = "createTrial", "trialOperation", "closeTrial", "shutDown"
 
 
 class Cluster(Protocol):
@@ -35,24 +38,6 @@ class Cluster(Protocol):
     def kill(self, trial_id: int) -> None:
         """End a trial; do nothing if there is none."""
         ...
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An instruction to the master.
-
-    Attributes:
-        kind: CREATE, VALIDATE, CLOSE (a trial) or SHUTDOWN.
-        trial_id: number of the trial in this search.
-        failure: of a SHUTDOWN, whether the search failed.
-    """
-
-    kind: str
-    trial_id: int | None = None
-    failure: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class ClusterEngine:
@@ -78,7 +63,7 @@ class ClusterEngine:
         self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
         self._ended: list[tuple[int, Outcome]] = []
-        self._operations: list[Operation] = []
+        self._operations: list[tuple[int | None, Operation]] = []  # with the trial's id
         self._closed = False
 
     # -- the interface of every engine
@@ -97,7 +82,22 @@ class ClusterEngine:
         if self.free_slots < self._job.plan.slots_per_trial:
             raise EngineError(f"no free slots for trial {trial.id}")
         self.adopt(trial)
-        self._operations += [Operation(CREATE, trial.id), Operation(VALIDATE, trial.id)]
+        meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
+        hparams = {
+            **trial_hparams(self._job.hparams, trial.overrides),
+            hyperparameters.KEY: hyperparameters.of_trial(trial),
+            ds_config.DSAT_MODE_KEY: True,
+            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
+                meter, trial.id, self._runner_id
+            ),
+        }
+        # More than the trial needs, as it ends by itself.
+        length = length_in_units(meter.longest, self._job.config, trial.batch)
+        request = {"requestId": self.request_id(trial.id)}
+        self._operations += [
+            (trial.id, {CREATE: {**request, "hyperparams": json.dumps(hparams)}}),
+            (trial.id, {VALIDATE: {"validateAfter": {**request, "length": str(length)}}}),
+        ]
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         """Return the trials that ended since the last call; does not wait."""
@@ -107,7 +107,7 @@ class ClusterEngine:
     def cancel(self, trial_id: int) -> None:
         if trial_id not in self._running:
             return
-        posted = [o for o in self._operations if o.trial_id != trial_id]
+        posted = [(of, operation) for of, operation in self._operations if of != trial_id]
         if len(posted) < len(self._operations):  # the master does not know it yet
             self._operations = posted
             self._end(trial_id, trial_result.canceled())
@@ -117,36 +117,19 @@ class ClusterEngine:
     def close(self, *, failure: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._operations.append(Operation(SHUTDOWN, failure=failure))
+            self._operations.append((None, {SHUTDOWN: {"cancel": False, "failure": failure}}))
 
     # -- towards the master
 
     def take_operations(self) -> list[Operation]:
         """Return the operations to post, in this order; each one once."""
         operations, self._operations = self._operations, []
-        return operations
+        return [operation for _, operation in operations]
 
     def request_id(self, trial_id: int) -> str:
         """Return a trial's request id, the same in every process of the same search."""
         key = f"dsat:{self._runner_id}:{self._job.plan.seed}:{trial_id}"
         return str(uuid.uuid5(uuid.NAMESPACE_URL, key))
-
-    def hparams(self, trial: Trial) -> dict[str, Any]:
-        """Return all hyperparameters of a trial."""
-        return {
-            **trial_hparams(self._job.hparams, trial.overrides),
-            ds_config.DSAT_MODE_KEY: True,
-            ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
-                self._meter(trial), trial.id, self._runner_id
-            ),
-        }
-
-    def length(self, trial: Trial) -> int:
-        """Return the length of a trial's operation: more than it needs, as it ends by itself."""
-        return length_in_units(self._meter(trial).longest, self._job.config, trial.batch)
-
-    def _meter(self, trial: Trial) -> MeterSpec:
-        return MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
 
     # -- events
 
@@ -162,7 +145,7 @@ class ClusterEngine:
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
             self._end(trial_id, trial_result.of_metric(metric))
-            self._operations.append(Operation(CLOSE, trial_id))
+            self._operations.append((trial_id, {CLOSE: {"requestId": request_id}}))
 
     def exited(self, request_id: str, *, canceled: bool) -> None:
         """Record a trial that failed for good or was canceled; the master closes it."""

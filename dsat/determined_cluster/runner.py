@@ -149,19 +149,16 @@ class Runner:
 
     def _handle(self, event: Any) -> None:
         data = {key: value for key, value in event.to_json().items() if value is not None}
-        operations = self._search.answer(data)
-        posts = [self._search.wire(operation) for operation in operations]
+        operations = list(self._search.answer(data))
         if not data.keys() & set(_WITHOUT_PROGRESS):
-            posts.append({"setSearcherProgress": {"progress": self._search.progress}})
+            operations.append({"setSearcherProgress": {"progress": self._search.progress}})
         self._save()
-        self._master.ask(lambda: self._post(event, posts, operations))
+        self._master.ask(lambda: self._post(event, operations))
 
-    def _post(
-        self, event: Any, posts: Sequence[Mapping[str, Any]], operations: Sequence[Operation]
-    ) -> None:
+    def _post(self, event: Any, operations: Sequence[Operation]) -> None:
         body = bindings.v1PostSearcherOperationsRequest(
             experimentId=self.experiment_id,
-            searcherOperations=[bindings.v1SearcherOperation.from_json(post) for post in posts],
+            searcherOperations=list(map(bindings.v1SearcherOperation.from_json, operations)),
             triggeredByEvent=event,
         )
         try:
@@ -169,7 +166,7 @@ class Runner:
                 self._master.session, body=body, experimentId=self.experiment_id
             )
         except errors.BadRequestException as error:
-            closes = any(operation.kind == CLOSE for operation in operations)
+            closes = any(CLOSE in operation for operation in operations)
             if closes and "could not be found" in str(error):
                 return  # the trial ended by itself before it could be closed
             # The master may have accepted it, now or at the first attempt.

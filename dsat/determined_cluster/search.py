@@ -13,19 +13,15 @@ event is handled and before its operations are posted. So:
 - An event that changes nothing has no answer in the journal: handling it again changes nothing.
 - A second report under another number finds the trial ended and changes nothing; nor does an event
   about a trial of another search.
-
-Request ids derive from the search and the trial's number, so an answer needs only the latter.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dsat.determined_cluster import hyperparameters
-from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
+from dsat.determined_cluster.engine import ClusterEngine, Operation
 from dsat.determined_cluster.job import Job
 from dsat.report.log_lines import Narrator
 from dsat.tuning.events import EVENT_PAUSED
@@ -76,10 +72,8 @@ class ClusterSearch:
         )
         self._say = say
         self._narrator = Narrator()
-        self._answers = {
-            event["id"]: [Operation(**data) for data in event["operations"]]
-            for event in events
-            if event["event"] == EVENT_ANSWERED
+        self._answers: dict[int, list[Operation]] = {
+            event["id"]: event["operations"] for event in events if event["event"] == EVENT_ANSWERED
         }
         for trial in self.run.trials.values():
             engine.adopt(trial, ended=trial.id in self.run.outcomes)
@@ -101,7 +95,7 @@ class ClusterSearch:
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
 
     def answer(self, event: Mapping[str, Any]) -> list[Operation]:
-        """Return the operations that answer an event, given as the master's JSON."""
+        """Return the operations that answer an event; both are the master's JSON."""
         number = event["id"]
         if number in self._answers:
             return self._answers[number]
@@ -116,27 +110,11 @@ class ClusterSearch:
                 {
                     "event": EVENT_ANSWERED,
                     "id": number,
-                    "operations": [operation.to_json() for operation in operations],
+                    "operations": operations,
                     "at_s": round(self._clock(), 3),
                 }
             )
         return operations
-
-    def wire(self, operation: Operation) -> dict[str, Any]:
-        """Return an operation as the master's JSON."""
-        if operation.trial_id is None:
-            return {"shutDown": {"cancel": False, "failure": operation.failure}}
-        trial = self.run.trials[operation.trial_id]
-        request = {"requestId": self.engine.request_id(trial.id)}
-        if operation.kind == CREATE:
-            varied = hyperparameters.of_trial(trial)
-            hparams = {**self.engine.hparams(trial), hyperparameters.KEY: varied}
-            return {"createTrial": {**request, "hyperparams": json.dumps(hparams)}}
-        if operation.kind == VALIDATE:
-            validate = {**request, "length": str(self.engine.length(trial))}
-            return {"trialOperation": {"validateAfter": validate}}
-        assert operation.kind == CLOSE
-        return {"closeTrial": request}
 
     def _handle(self, event: Mapping[str, Any]) -> None:
         engine = self.engine

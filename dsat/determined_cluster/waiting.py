@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsat.determined_cluster.retry import is_away
+from dsat.determined_cluster.master import is_away
 from dsat.report import format as fmt
 
 T = TypeVar("T")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine, Operation
+from dsat.determined_cluster.engine import CLOSE, CREATE, VALIDATE, ClusterEngine
 from dsat.engines import Engine
 from dsat.inputs import ds_config
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -31,7 +32,7 @@ class PumpedEngine(ClusterEngine):
         self._behaviours[trial.id] = trial.overrides["behaviour"]
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        self._master.apply(self.take_operations(), self)
+        self._master.apply(self.take_operations())
         for request_id, trial_id in list(self._master.active.items()):
             behaviour = self._behaviours[trial_id]
             if behaviour == Behaviour.RUNS:
@@ -79,9 +80,12 @@ def test_request_ids_are_those_of_the_search_and_the_trial() -> None:
 def test_a_trial_is_created_with_its_whole_configuration() -> None:
     engine = engine_of(FakeMaster())
     engine.launch(trial(3))
-    assert engine.take_operations() == [Operation(CREATE, 3), Operation(VALIDATE, 3)]
+    created, validated = engine.take_operations()
     assert engine.take_operations() == []
-    hparams = engine.hparams(trial(3))
+    request_id = engine.request_id(3)
+    assert created[CREATE]["requestId"] == request_id
+    assert validated[VALIDATE]["validateAfter"]["requestId"] == request_id
+    hparams = json.loads(created[CREATE]["hyperparams"])
     assert hparams["deepspeed_config"] == "ds.json"
     assert hparams[ds_config.OVERWRITE_KEY] == trial().overrides
     assert hparams[ds_config.DSAT_MODE_KEY] is True
@@ -95,7 +99,7 @@ def test_a_trial_that_reports_is_closed_and_its_end_is_no_news() -> None:
     engine.take_operations()
     request_id = engine.request_id(1)
     engine.validated(request_id, metric_of(ran(5.0)))
-    assert engine.take_operations() == [Operation(CLOSE, 1)]
+    assert engine.take_operations() == [{CLOSE: {"requestId": request_id}}]
     [(number, outcome)] = engine.poll(0)
     assert (number, outcome.kind, outcome.metrics) == (1, OutcomeKind.OK, ran(5.0).metrics)
     engine.exited(request_id, canceled=False)  # it failed at its exit

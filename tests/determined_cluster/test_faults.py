@@ -106,7 +106,7 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
         user.get_experiment(SEARCH).pause()
         there.until_said("is paused; waiting")
         user.get_experiment(SEARCH).activate()
-        there.until_said("experiment 4 continues")
+        there.until_said("continues")
         there.master.wait_until(lambda: there.master.experiment(SEARCH).progress, "progress")
         user.get_experiment(RUNNER).pause()
         runner = there.master.trials(RUNNER)[0]

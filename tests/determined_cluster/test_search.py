@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.determined_cluster.engine import CREATE, SHUTDOWN
+from dsat.determined_cluster.engine import CLOSE, CREATE, SHUTDOWN, VALIDATE
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.report import format as fmt
 from dsat.space.plan import Plan
@@ -54,7 +54,7 @@ class Theatre:
             if self.dies("saved"):
                 search = self.start()
                 continue
-            self.master.post(event.id, operations, search.engine)
+            self.master.post(event.id, operations)
             if self.dies("posted"):
                 search = self.start()
 
@@ -151,7 +151,7 @@ def begun(*, slots: int = 2) -> tuple[ClusterSearch, FakeMaster, list[str]]:
     """A search whose profile trial is done, and the request ids of the trials that run."""
     master = FakeMaster()
     search = search_of(plan_of("random", max_trials=9), master, num_slots=slots)
-    master.post(1, answer(search, master.events[0]), search.engine)
+    master.post(1, answer(search, master.events[0]))
     drain(search, master)
     [profile] = master.active
     master.report(profile, metric_of(World().outcome(search.run.trials[0])))
@@ -162,7 +162,7 @@ def begun(*, slots: int = 2) -> tuple[ClusterSearch, FakeMaster, list[str]]:
 def drain(search: ClusterSearch, master: FakeMaster) -> None:
     while master.events:
         event = master.events[0]
-        master.post(event.id, answer(search, event), search.engine)
+        master.post(event.id, answer(search, event))
 
 
 def outcomes(search: ClusterSearch) -> dict[int, Outcome]:
@@ -174,7 +174,7 @@ def test_the_same_event_gets_the_same_answer() -> None:
     master.report(request_id, metric_of(ran(3.0)))
     [event] = master.events
     first = answer(search, event)
-    assert [operation.kind for operation in first] == ["close", "create", "validate"]
+    assert [*map(list, first)] == [[CLOSE], [CREATE], [VALIDATE]]
     journal = list(search.journal.events)
     assert answer(search, event) == first
     assert search.journal.events == journal
@@ -228,7 +228,7 @@ def test_a_close_that_comes_too_late_is_harmless() -> None:
     master.tell("closed", request_id)
     for _ in range(3):
         event = master.events[0]
-        master.post(event.id, answer(search, event), search.engine)
+        master.post(event.id, answer(search, event))
     assert [o.kind for n, o in outcomes(search).items() if n] == [OutcomeKind.OK]
 
 

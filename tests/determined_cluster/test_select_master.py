@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster.retry import retry_while_unreachable
+from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.determined_cluster.select_master import auth_file, choose, logins_of
 
 FAR = "http://gpus.example.com:8080"

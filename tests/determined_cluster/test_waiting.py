@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import requests
 
-from dsat.determined_cluster.retry import in_words
+from dsat.determined_cluster.master import in_words
 from dsat.determined_cluster.waiting import StateWatch
 
 
