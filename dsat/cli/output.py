@@ -65,7 +65,7 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 
 def print_plan(ready: Prepared) -> None:
-    """Show what `--dry-run` would do."""
+    """Print the plan of a `--dry-run`."""
     plan, command = ready.plan, ready.program.command()
     [first, *_] = Tuner(plan, _Nowhere(), info=ready.info).next_trials(ready.num_slots)
     if ready.settings.json:
@@ -91,7 +91,7 @@ def print_plan(ready: Prepared) -> None:
 
 
 def print_submission(ready: Submission) -> None:
-    """Show what `--dry-run` would submit to a cluster."""
+    """Print the submission to a cluster of a `--dry-run`."""
     at_once = f"at most {ready.job.num_slots} slots at a time"
     _print_search(ready.name, ready.job.plan, at_once)
     words = words_without_secrets(ready.config["entrypoint"])

@@ -44,7 +44,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the slots that DeepSpeed's launcher is told to use, if any, and what else it does.
+    """Return the slots that DeepSpeed's launcher is given, if any, and its other options.
 
     Raises:
         UserInputError: an option is wrong, or asks for several machines without a hostfile.

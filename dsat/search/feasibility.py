@@ -26,8 +26,8 @@ _UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID)
 class Feasibility:
     """Knowledge of where memory ends in each strategy, and of values that fail otherwise.
 
-    The place where memory ends is expected about where it is predicted, and lies between what ran
-    and what did not, which is kept for each strategy relative to the prediction of the time.
+    The largest micro batch that fits is expected near its prediction, between those that ran and
+    those that did not. Both bounds are kept by strategy, relative to the prediction.
 
     Args:
         count: number of strategies.

@@ -282,7 +282,7 @@ class SearchPhase(Phase):
 
 
 def _forecast(basis: Basis, plan: Plan, run: Run, space: Space) -> Forecast | None:
-    """Predicted memory with what is learned from the trials so far.
+    """Predicted memory, calibrated by the trials so far.
 
     None if it says that nothing fits: the model was profiled, so that cannot be true.
     """

@@ -85,7 +85,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOfModel:
-    """What the model's profile tells a measurement.
+    """Facts of the profile that a measurement needs.
 
     Attributes:
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
