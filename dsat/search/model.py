@@ -263,7 +263,7 @@ class ModelSearch(Search):
         if not self.speed.points:
             score = candidates.gain + _CAUTION * candidates.runs
         elif first.any():
-            score = candidates.gain - _FAILURE * (1 - np.exp(candidates.runs))
+            score = candidates.gain + candidates.sd - _FAILURE * (1 - np.exp(candidates.runs))
             score = score - _DOUBLING * np.log2(candidates.cost)
             score = np.where(first, score, -np.inf)
         else:

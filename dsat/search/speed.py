@@ -27,7 +27,7 @@ from dsat.search.step_time import TERMS, Job
 from dsat.values.zero_strategy import Strategy
 
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
-_OCTAVES, _REST_SD = 21, 0.04
+_OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
 KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
 _RUN_SD = 0.01  # of measurements from run to run
@@ -143,9 +143,7 @@ class Layout:
         features = np.zeros((len(points), 2 * count + _OCTAVES))
         features[rows, points.strategy] = 1.0
         features[rows, count + points.strategy] = octave
-        left = np.clip(octave.astype(int), 0, _OCTAVES - 2)
-        features[rows, 2 * count + left] = left + 1 - octave
-        features[rows, 2 * count + left + 1] = octave - left
+        features[:, 2 * count :] = np.clip(octave[:, None] - np.arange(_OCTAVES), 0.0, 1.0)
         return features
 
 

@@ -1,6 +1,7 @@
 """Physical model of the seconds of an optimizer step.
 
-    kernels  = max(launch floor + stage 3's hooks, weights / memory bandwidth + FLOPs / peak)
+    kernels  = max(launch floor + stage 3's hooks, weights / memory bandwidth
+               + FLOPs / peak, those of a slot not filled yet included)
     forward  = max(kernels / 3, gather)
     backward = max(2 / 3 kernels, reduce + gather) + the last bucket     with overlap_comm, else
                their sum; stage 1 reduces in the last micro step only
@@ -48,6 +49,7 @@ class Hardware:
         host_memory_bandwidth: bytes/s of the host's memory, for each slot.
         launch_s: seconds in which the host launches the kernels of a micro step.
         latency_s: seconds of an empty collective.
+        filling: samples whose time a micro step takes beside its own, until kernels fill the slot.
         unaligned: part by which matrix products are slower where tiles are not full.
         edge: part by which micro steps are slower where no memory is left.
     """
@@ -60,6 +62,7 @@ class Hardware:
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
     latency_s: float = 4e-5
+    filling: float = 1.0
     unaligned: float = 0.02
     edge: float = 0.05
 
@@ -74,6 +77,7 @@ CPU_CORE = Hardware(
     host_memory_bandwidth=3e9,
     launch_s=1e-2,
     latency_s=1e-3,
+    filling=0.1,
     unaligned=0.001,
     edge=0.001,
 )
@@ -144,6 +148,7 @@ _COLUMNS = (
 TERMS: Mapping[str, tuple[float, float]] = {
     "compute": (0.0, 5.0),  # the unit of all: what hardware it is
     "weights": (0.0, 1.5),
+    "filling": (0.0, 1.5),
     "launch": (0.0, 2.0),
     "hooks": (-1.5, 1.5),
     "copies": (0.0, 1.0),
@@ -157,7 +162,7 @@ TERMS: Mapping[str, tuple[float, float]] = {
     "edge": (0.0, 1.5),
 }
 (
-    COMPUTE, _T_WEIGHTS, LAUNCH, _T_HOOKS, _T_COPIES, _T_LINK, _T_LATENCY, _T_OPTIMIZER, _T_GROUPS,
+    COMPUTE, _T_WEIGHTS, _T_FILLING, LAUNCH, _T_HOOKS, _T_COPIES, _T_LINK, _T_LATENCY, _T_OPTIMIZER, _T_GROUPS,
     _T_PCIE, _T_HOST, _T_UNALIGNED, _T_EDGE,
 ) = range(len(TERMS))  # fmt: skip
 
@@ -249,7 +254,8 @@ def seconds(
     w = work.T
     factor = np.exp(np.clip(theta, -30.0, 30.0))
     unaligned = 1 + factor[_T_UNALIGNED] * hardware.unaligned * (micro_batch % _TILE != 0)
-    compute = w[_FLOPS] * micro_batch * unaligned / hardware.flops
+    samples = micro_batch * unaligned + factor[_T_FILLING] * hardware.filling
+    compute = w[_FLOPS] * samples / hardware.flops
     compute = compute + factor[_T_WEIGHTS] * w[_WEIGHTS] / hardware.memory_bandwidth
     host = (factor[LAUNCH] + factor[_T_HOOKS] * w[_HOOKS]) * hardware.launch_s
     kernels = _larger(host, compute)
