@@ -27,6 +27,7 @@ _CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse th
 # Of a first trial: gains that justify the double cost, and that it fails, after which predictions
 # leave more room everywhere.
 _DOUBLING, _FAILURE = 0.01, 0.25
+_HOPE = 0.4  # standard deviations by which first trials may be better than expected
 _UNLIKELY = math.log(0.5)  # that it runs
 _MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
@@ -263,7 +264,9 @@ class ModelSearch(Search):
         if not self.speed.points:
             score = candidates.gain + _CAUTION * candidates.runs
         elif first.any():
-            score = candidates.gain + candidates.sd - _FAILURE * (1 - np.exp(candidates.runs))
+            score = (
+                candidates.gain + _HOPE * candidates.sd - _FAILURE * (1 - np.exp(candidates.runs))
+            )
             score = score - _DOUBLING * np.log2(candidates.cost)
             score = np.where(first, score, -np.inf)
         else:
@@ -301,7 +304,7 @@ class ModelSearch(Search):
         if self._is_too_dear:
             return None
         gain = self._predictions.log_work(points) - log_s - best_rate
-        sd = self._predictions.learnable(fit, sd, points)
+        sd = self._predictions.learnable(fit, sd)
         arrays = (index, position, log_s, gain, sd, runs, cost)
         return _Candidates(points.only(kept), *(array[kept] for array in arrays))
 

@@ -17,7 +17,7 @@ from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
 
-_TILES_SD = 0.01  # of a micro batch that never ran: whole tiles and waves of matrix products
+_UNTRIED_SD = 0.01  # of a configuration beside the model, although the model fits what was tried
 
 
 class Predictions:
@@ -126,16 +126,14 @@ class Predictions:
         sound = [self._feasibility.runs(self.settings.row(branch, int(n)).values) for n in numbers]
         return fits, np.log(sound)[where]
 
-    def learnable(self, fit: Fit, sd: Array, points: Points) -> Array:
+    def learnable(self, fit: Fit, sd: Array) -> Array:
         """By how much a trial will move the prediction of its configuration, (n,).
 
         A measurement is as uncertain as those before it, so it tells little of what is known better
         than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
         Control Optim. 47 (2008)).
         """
-        sizes = [int(known.micro_batch[0]) for known in self.speed.points]
-        tiles = np.where(np.isin(points.micro_batch, sizes), 0.0, _TILES_SD)
-        variance = sd**2 + fit.misfit**2 + tiles**2
+        variance = sd**2 + fit.misfit**2 + _UNTRIED_SD**2
         moved: Array = variance / np.sqrt(variance + fit.noise**2)
         return moved
 

@@ -29,6 +29,7 @@ from dsat.values.zero_strategy import Strategy
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
 _OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
+KNOB_MEAN = 0.015  # defaults were chosen well: another value of a knob rather costs time
 KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
 _RUN_SD = 0.01  # of measurements from run to run
 _PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of knobs
@@ -98,7 +99,9 @@ class Layout:
             (_STRATEGY_SD, _GROWTH_SD, _REST_SD, KNOB_SD * knob_scale),
             (count, count, _OCTAVES, self.num_values),
         )
-        return np.append(terms[:, 0], np.zeros(len(others))), np.append(terms[:, 1], others)
+        means = np.zeros(len(others))
+        means[len(others) - self.num_values :] = KNOB_MEAN
+        return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
 
     def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
         """Return the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""

@@ -162,8 +162,8 @@ TERMS: Mapping[str, tuple[float, float]] = {
     "edge": (0.0, 1.5),
 }
 (
-    COMPUTE, _T_WEIGHTS, _T_FILLING, LAUNCH, _T_HOOKS, _T_COPIES, _T_LINK, _T_LATENCY, _T_OPTIMIZER, _T_GROUPS,
-    _T_PCIE, _T_HOST, _T_UNALIGNED, _T_EDGE,
+    COMPUTE, _T_WEIGHTS, _T_FILLING, LAUNCH, _T_HOOKS, _T_COPIES, _T_LINK, _T_LATENCY,
+    _T_OPTIMIZER, _T_GROUPS, _T_PCIE, _T_HOST, _T_UNALIGNED, _T_EDGE,
 ) = range(len(TERMS))  # fmt: skip
 
 _ADAM_BYTES = 30  # that Adam reads and writes for each parameter in mixed precision

@@ -131,8 +131,8 @@ def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
 def test_some_ten_trials_reach_the_best_of_a_large_space(slots: int, trials: int) -> None:
     """Several slots have seven knobs more, of which two matter by a few percent."""
     results = [_reached(seed, slots, trials) for seed in range(8)]
-    assert np.median([best for best, _ in results]) > 0.98
-    assert min(best for best, _ in results) > 0.92
+    assert np.median([best for best, _ in results]) > 0.985
+    assert min(best for best, _ in results) > 0.95
     assert np.mean([failures for _, failures in results]) < 1.0
 
 
