@@ -50,7 +50,9 @@ class GainView:
             return cls(None, "-", "No configuration ran" if run.outcomes else "No trial has ended")
         if found is not None:
             keeps, text = run.best is run.baseline, say_gain(found)
-            headline = "Keep your own configuration" if keeps else f"{text} your own configuration"
+            headline = (
+                "Keep your own configuration" if keeps else f"{text} over your own configuration"
+            )
             ratio, text = (1.0, "1.00x, your own") if keeps else (found.ratio, text)
             return cls(ratio, text, headline, tuple(_by_batch(run, found)), _finals_json(run))
         if run.best is run.baseline:
@@ -183,11 +185,11 @@ def _of_finals(run: Run) -> list[str]:
 def _of_pick(run: Run, finals: Finals, pick: Trial, found: Gain) -> str:
     evidence = f"95 % interval of {len(finals.pairs)} pairs of runs in turns"
     if finals.is_worth_it:
-        return f"Gain: {say_gain(found)} your own configuration; {evidence}."
+        return f"Gain: {say_gain(found)} over your own configuration; {evidence}."
     if run.best is pick:
         return (
-            f"No significant difference: {say_gain(found)} your own configuration; {evidence}. "
-            "Your own is outside the batch sizes that you asked for."
+            f"No significant difference: {say_gain(found)} over your own configuration; "
+            f"{evidence}. Your own is outside the batch sizes that you asked for."
         )
     return _keep_own(run, pick, found, evidence, is_better=finals.is_better)
 
@@ -271,7 +273,7 @@ def _of_search(run: Run, best: Trial) -> list[str]:
         return [_keep_own(run, leader, found, once, is_better=found.low > 1)]
     said = f"{ratio:.2f}x" if found is None else say_gain(found)
     return [
-        f"Gain: {said} your own configuration ({measured}), unconfirmed: measured once by the "
+        f"Gain: {said} over your own configuration ({measured}), unconfirmed: measured once by the "
         f"search, which overstates its best, and {_no_finals(run)}.",
         *_at_the_same_batch(run, best),
     ]

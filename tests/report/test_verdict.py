@@ -25,7 +25,7 @@ from tests.tuning.test_finals_phase import ran_to_the_end
 def test_the_best_is_compared_with_the_users_own() -> None:
     said = " ".join(verdict(run_of((1, 8, ran(150)), baseline=ran(100))))
     assert "Best: t2, 150 samples/s" in said
-    assert said.startswith("Gain: 1.50x (1.48 to 1.52) your own")
+    assert said.startswith("Gain: 1.50x (1.48 to 1.52) over your own")
     assert "unconfirmed" in said and "no finals were run" in said
 
 
@@ -54,7 +54,7 @@ def test_smaller_is_better_for_latency() -> None:
     run = run_of((1, 8, fast), baseline=slow, plan=plan)
     assert run.best is not None
     assert run.best.name == "t2"
-    assert "1.50x (1.48 to 1.52) your own" in " ".join(verdict(run))
+    assert "1.50x (1.48 to 1.52) over your own" in " ".join(verdict(run))
 
 
 def test_the_users_own_may_be_the_best() -> None:
@@ -112,7 +112,7 @@ def test_a_confirmed_gain_is_that_of_the_finals() -> None:
     said = " ".join(verdict(run))
     found = gain(run)
     assert found is not None and found.low < 1.5 < found.high < 1.7, "1.8 by the search"
-    assert f"Gain: {say_gain(found)} your own configuration; 95 % interval of 2 pairs" in said
+    assert f"Gain: {say_gain(found)} over your own configuration; 95 % interval of 2 pairs" in said
     assert "Run-to-run variation" in said
 
 
