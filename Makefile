@@ -16,8 +16,9 @@ setup: $(VENV)/.installed
 # uv takes half of pip's time for torch; `make INSTALL=".venv/bin/python -m pip install"` uses pip.
 INSTALL ?= $(VENV)/bin/uv pip install --python $(PY)
 
+# The newest setuptools: uv would choose an older torch for that of an older Python.
 $(VENV)/bin/uv:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(PY) -m pip install --quiet uv
 
 $(VENV)/.installed: pyproject.toml $(VENV)/bin/uv

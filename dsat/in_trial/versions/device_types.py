@@ -40,9 +40,10 @@ def register(name: str, module: Any) -> None:
         setup(name, backend_module=module)
         return
     _load_guard()
-    torch.utils.rename_privateuse1_backend(name)
-    torch.utils.generate_methods_for_privateuse1_backend()
-    torch._register_device_module(name, module)
+    older: Any = torch  # which its types do not tell in every version
+    older.utils.rename_privateuse1_backend(name)
+    older.utils.generate_methods_for_privateuse1_backend()
+    older._register_device_module(name, module)
 
 
 def _load_guard() -> None:
