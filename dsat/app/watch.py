@@ -11,6 +11,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -31,6 +32,7 @@ from dsat.values.codec import DecodeError
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost")  # by other names a foreign page might reach it (DNS rebinding)
 _EVERY_S = 1.0
+_MOST_CONNECTIONS = 100
 _FILES = ("stdout.log", "stderr.log", "ds_config.json")
 _MOST_OF_FILE, _MOST_OF_REQUEST = 4 * 2**20, 4096
 _HEADERS = {
@@ -57,6 +59,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
+    request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, folder: Path, port: int) -> None:
         super().__init__((LOOPBACK, port), _Handler)
@@ -67,6 +70,10 @@ class Server(socketserver.ThreadingTCPServer):
     def url(self) -> str:
         """Address of the first page, with the token."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/?token={self.token}"
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Refuse a connection beyond those that a few open pages need: each has a thread."""
+        return threading.active_count() <= _MOST_CONNECTIONS
 
     def knows(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self.token.encode())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,23 @@ def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         asked = answer(f"{base}runs/model-2/requests", data={"kind": "stop"}, headers=headers)
         assert asked[0] == 404
+
+
+def test_connections_beyond_many_are_closed(served: tuple[Path, str, str, Run]) -> None:
+    _, base, token, _ = served
+    host, _, port = base.removeprefix("http://").rstrip("/").partition(":")
+    with ExitStack() as opened:
+        idle = [
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            for _ in range(watch._MOST_CONNECTIONS + 20)
+        ]
+        assert idle[-1].recv(1) == b""
+    for _ in range(100):  # until their threads have ended
+        with suppress(OSError):
+            assert answer(f"{base}state?token={token}")[0] == 200
+            return
+        time.sleep(0.1)
+    pytest.fail("the page does not answer after idle connections were closed")
 
 
 def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path) -> None:
