@@ -12,7 +12,7 @@
 
 Every term is a count of FLOPs, bytes or launches (`work`), which follows from the model's profile
 and the DeepSpeed settings, divided by what the hardware does in a second (`Hardware`). A factor on
-each term (`TERMS`) is learned from trials (`dsat.search.fit`); without any they are 1.
+each term (`TERMS`) is learned from trials (`dsat.search.speed`); without any they are 1.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
