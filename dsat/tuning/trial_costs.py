@@ -20,9 +20,8 @@ from dsat.values.trial import BatchTriple, Trial
 from dsat.values.zero_strategy import Strategy, of_config
 
 _MOST_KEPT = 64  # of the latest trials, what each took besides its steps
-# For a verdict within 25 times the user's own trial, or two minutes: limits of one trial, which the
-# finals repeat a few times, and of the whole search. Times the user's own trial, and at least
-# seconds.
+# Limits of one trial, which the finals repeat a few times, and of the whole search: times the
+# user's own trial, and at least seconds.
 _LONGEST, _LONGEST_S = 5.0, 20.0
 _SEARCH, _SEARCH_S = 15.0, 60.0
 
