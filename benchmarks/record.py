@@ -56,6 +56,7 @@ MIB, GIB = 2**20, 2**30
 # One warm-up step, then two measured ones, or three where these differ: passes do the rest.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 AGAIN = "again"
+_FIRST_PROFILE = 10**6  # number of a trial, above those of the grid
 VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 
 
@@ -88,7 +89,7 @@ def _apart(name: str, values: Sequence[Any], others: Mapping[str, Sequence[Any]]
 # What matters on two slots: buckets, overlap, what is gathered, and what stage 3 keeps.
 _OVERLAP = [False, True]
 _PARTITIONED = {
-    "reduce_bucket_size": [5 * 10**5, 10**8],
+    "reduce_bucket_size": [5 * 10**5, 10**7],
     "allgather_bucket_size": [10**8, 5 * 10**5],
 }
 _GATHERED = {
@@ -99,7 +100,10 @@ TWO_SLOTS = (
     {"stage": 0},
     *({"stage": 1, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
     *({"stage": 2, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
-    *({"stage": 3, **settings} for settings in _apart("overlap_comm", _OVERLAP, _GATHERED)),
+    *(
+        {"stage": 3, "reduce_bucket_size": 5 * 10**6, **settings}
+        for settings in _apart("overlap_comm", _OVERLAP, _GATHERED)
+    ),
 )
 CHECKPOINTED = tuple(
     {**settings, CHECKPOINTING: is_on} for settings in TWO_SLOTS[:7:2] for is_on in (False, True)
@@ -150,12 +154,12 @@ class Spec:
 
 
 # At least ten steps, and ever more of them until the interval is narrow.
-_LONG = (START_STEP, START_STEP + 9, 60)
+_LONG = (START_STEP, START_STEP + 9, 15)
 
 
 def _two_slots(name: str, model: str, side: int, memory_bytes: int, **rest: Any) -> Spec:
     """A table with real communication."""
-    about = {"passes": 3, "slots": 2, "steps": _LONG, "interval": 0.03, "settings": TWO_SLOTS}
+    about = {"passes": 2, "slots": 2, "steps": _LONG, "interval": 0.03, "settings": TWO_SLOTS}
     return Spec(name, "cpu", model, side, memory_bytes, 5.0, **{**about, **rest})
 
 
@@ -167,12 +171,12 @@ SPECS = (
     Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0, passes=3),
     # The gradients' accumulation is limited by the batch; all stages fit.
     _two_slots(
-        "cpu2-gpt-fixed-batch", "gpt-5m", 32, 640 * MIB, config={"train_batch_size": 64}, largest=32
+        "cpu2-gpt-fixed-batch", "gpt-5m", 32, 640 * MIB, config={"train_batch_size": 64}, largest=16
     ),
     # Stage 0 does not fit, the stages above with ever more samples.
-    _two_slots("cpu2-gpt-stage3", "gpt-25m", 32, 480 * MIB, largest=64),
+    _two_slots("cpu2-gpt-stage3", "gpt-25m", 32, 480 * MIB, largest=16),
     _two_slots("cpu2-gpt-checkpointing", "gpt-5m", 64, 400 * MIB, settings=CHECKPOINTED),
-    _two_slots("cpu2-gpt-lora", "gpt-25m-lora", 32, 400 * MIB, largest=64),
+    _two_slots("cpu2-gpt-lora", "gpt-25m-lora", 32, 400 * MIB, largest=32),
     Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
     Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
     Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
@@ -304,11 +308,13 @@ def _fill(
 
 
 def _profile(spec: Spec, engine: LocalEngine) -> Outcome:
-    """Return the profile of the first stage that fits."""
+    """Return the profile of the first stage that fits, with the first settings of each."""
     outcome = Outcome(OutcomeKind.OOM)
-    for stage in STAGES:
-        settings = {"stage": stage, **spec.switches}
-        outcome = run_trial(engine, _trial(spec, -stage, TrialKind.PROFILE, settings, 1))
+    for number, stage in enumerate(STAGES):
+        own = next((one for one in spec.settings if one["stage"] == stage), {"stage": stage})
+        settings = {**own, **spec.switches}
+        trial = _trial(spec, _FIRST_PROFILE + number, TrialKind.PROFILE, settings, 1)
+        outcome = run_trial(engine, trial)
         _refuse(outcome, f"the profile in stage {stage}")
         if outcome.ok:
             break
