@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test nightly test-cluster docs pictures compat bench real-scripts frameworks soak clean
+.PHONY: setup demo lint quick browser test nightly test-cluster dist docs pictures compat bench real-scripts frameworks soak clean
 
 setup: $(VENV)/.installed
 
@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/bin/uv
 
 # What a demo needs, without the tools of the tests.
 $(VENV)/.demo: pyproject.toml $(VENV)/bin/uv
-	$(INSTALL) --quiet --editable '.[report]'
+	$(INSTALL) --quiet --editable '.[deepspeed,report]'
 	touch $@
 
 # A small model, trained with a micro batch of 1 and accumulation, as after an out of memory.
@@ -74,6 +74,12 @@ test-cluster: setup
 		{ echo "make test-cluster needs Slurm and sshd: install $(CLUSTER)"; exit 1; }
 	$(PY) -m pip install --quiet 'ray[default]>=2.40'
 	$(PY) -m pytest -m cluster
+
+# Source distribution and wheel in build/dist, checked as a package index checks them.
+dist: setup
+	rm -rf build/dist
+	$(PY) -m build --installer uv --outdir build/dist .
+	$(PY) -m twine check --strict build/dist/*
 
 # The documentation as a site in build/site.
 docs: setup

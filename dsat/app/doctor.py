@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes.util
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -15,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
+from dsat.app import packages
 from dsat.engines import places
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.errors import EngineError
@@ -73,38 +71,27 @@ def examine(cluster: str | None) -> list[Finding]:
 
 def _packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
-    for requirement in _requirements():
-        found, name = _version(requirement.name), requirement.name
-        remedy = f"pip install '{name}{requirement.specifier}'"
+    for requirement in packages.requirements():
+        name, remedy = requirement.name, packages.command_for(requirement)
+        found = packages.version(name)
         if found is None:
-            yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
+            yield Finding(name, "missing", FAILS, _lost_without(name), remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
-            problem = f"dsat is tested with {requirement.specifier}"
-            yield Finding(name, found, WARNING, problem, remedy)
+            problem = f"no trial begins: dsat needs {requirement.specifier}"
+            yield Finding(name, found, FAILS, problem, remedy)
         elif name == "torch":
             yield Finding(name, f"{found}, for CUDA {_cuda_of_torch() or 'none'}")
         elif name == "deepspeed":
             yield Finding(name, found)
-    there = {name: _version(name) for name in _FRAMEWORKS}
+    there = {name: packages.version(name) for name in _FRAMEWORKS}
     said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
     yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
 
 
-def _requirements() -> list[Requirement]:
-    """Return the packages that dsat needs, as its own metadata name them."""
-    try:
-        named = importlib.metadata.requires("dsat") or []
-    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
-        named = ["torch", "deepspeed"]
-    required = map(Requirement, named)
-    return [each for each in required if each.marker is None or each.marker.evaluate()]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _lost_without(name: str) -> str:
+    if name in packages.TRAINING:
+        return "no trial can run without it; `dsat estimate --hf-config` works, by formula"
+    return "no trial can run without it"
 
 
 def _slots(machine: Machine) -> Finding:

@@ -94,7 +94,7 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     """Write the results so far, for use and for people."""
     line = without_secrets(train_command.line(ready, run, folder))
     summary.write_files(run, folder, line)
-    train_command.write_accelerate_file(ready, run, folder)
+    train_command.write_own_files(ready, run, folder)
     if with_page:
         page.write_page(run, folder, run_folders.of_trials(ready, folder), line)
     if ready.native is not None:

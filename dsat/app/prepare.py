@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, installed_deepspeed, plans
+from dsat.app import autotuning, installed_deepspeed, packages, plans
 from dsat.app import hosts as hosts_of
 from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
@@ -103,6 +103,7 @@ def _prepare(
         )
     source, first = sources.read(settings), None
     _check_before_running(settings, source)
+    _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     if _may_run_first(settings, source):
         _log.info("running your command as it is: %s", _shown(settings.command))
@@ -111,6 +112,7 @@ def _prepare(
         source = source.as_recorded(first)
     else:
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
+    _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
         place = hosts_of.acquired(settings.engine, source.program, settings.place_options)
@@ -154,6 +156,13 @@ def _check_before_running(settings: Settings, source: Source) -> None:
     if settings.slots is not None:
         sources.check_ranks(source.program, settings.slots)
     script_args.checked(settings.arg_mappings, source.program.args, where="--arg-mapping")
+
+
+def _check_packages(settings: Settings, source: Source) -> None:
+    """Check torch and DeepSpeed where ranks run in this environment, as far as that is known."""
+    is_here = source.unknown != sources.PROGRAM and not source.program.interpreter
+    if is_here and settings.engine in ENGINE_NAMES and settings.engine != "ray":
+        packages.check()
 
 
 def _shown(command: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.app import accelerate_launch
-from dsat.app.accelerate_launch import AccelerateLaunch
+from dsat.app import own_files
+from dsat.app.own_files import Answer, Rewritten
 from dsat.app.prepare import Prepared
 from dsat.engines.local.hosts import without_segments
 from dsat.engines.local.launch import working_folder
@@ -83,7 +83,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
         hosts only.
     """
     ready, best = as_shown(ready, run), best_config(run) or {}
-    words = _words(ready, run, config, best)
+    words = _words(ready, run, config)
     if words is None:
         return None
     limited = ready.plan.slot_memory_bytes is not None
@@ -96,38 +96,57 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
     )
 
 
-def write_accelerate_file(ready: Prepared, run: Run, folder: Path) -> None:
-    """Write the user's own file of accelerate, if there is one, with the best configuration."""
-    accelerate = _accelerate(as_shown(ready, run).program, ready.plan.slots_per_trial)
-    if accelerate is None or run.best is None:
-        return
-    copy = accelerate.copy(folder / summary.BEST_CONFIG_FILE)
-    if copy is not None:
-        write_atomically(folder / accelerate_launch.CONFIG_FILE, copy)
+def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
+    """Write copies of the user's configuration files, if any, with the best configuration."""
+    found = _own_form(as_shown(ready, run), run, folder / summary.BEST_CONFIG_FILE)
+    for name, text in (found.copies if found else {}).items():
+        write_atomically(folder / name, text)
 
 
-def _words(ready: Prepared, run: Run, config: Path, best: Mapping[str, Any]) -> list[str] | None:
-    program, slots = ready.program, ready.plan.slots_per_trial
+def _words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
+    slots = ready.plan.slots_per_trial
+    if slots > ready.machine.num_slots or run.best is None or _needs_task(ready):
+        return None
+    found = _own_form(ready, run, config)
+    return found.words if found else None
+
+
+def _needs_task(ready: Prepared) -> bool:
+    """Return whether the entrypoint runs as a Determined task only."""
     entrypoint = ready.experiment.entrypoint
-    accelerate = _accelerate(program, slots)
-    takes_file = program.config_path is not None or accelerate is not None
-    needs_task = "determined" in (
+    return "determined" in (
         entrypoint if isinstance(entrypoint, str) else " ".join(map(str, entrypoint))
     )
-    if not takes_file or needs_task or slots > ready.machine.num_slots or run.best is None:
+
+
+def _own_form(ready: Prepared, run: Run, config: Path) -> Rewritten | None:
+    """Return the command with copies of the user's files; None if it takes no configuration."""
+    program, words = ready.program, _base_words(ready, run, config)
+    if words is None or run.best is None:
         return None
-    found = program.for_config(
-        str(config.resolve()), best, run.best.script_args, ready.experiment.arg_mappings
+    answer = Answer(
+        config.resolve(),
+        best_config(run) or {},
+        run.best.script_args,
+        in_arguments=program.config_path is not None,
+        by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
     )
-    if accelerate is not None:
-        again = replace(accelerate, program=(accelerate.program[0], *found.args))
-        return again.command(config, best)
-    if runs_own_command(program, slots):
-        command = program.started_by
-        if not _ends_with(command, program.args):
-            return None
-        return [*command[: len(command) - len(program.args)], *found.args]
-    return [*_launcher(ready, best), *_script(program), *found.args]
+    return own_files.rewritten(words, _started_in(program), answer)
+
+
+def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
+    """Return the command with the arguments of a best trial; None if it cannot be given them."""
+    program, slots, best = ready.program, ready.plan.slots_per_trial, best_config(run) or {}
+    switches = run.best.script_args if run.best is not None else {}
+    args = program.for_config(
+        str(config.resolve()), best, switches, ready.experiment.arg_mappings
+    ).args
+    if not runs_own_command(program, slots):
+        return [*_launcher(ready, best), *_script(program), *args]
+    command = own_command(program)
+    if _ends_with(command, program.args):
+        return [*command[: len(command) - len(program.args)], *args]
+    return list(command) if own_files.names_a_training(command, _started_in(program)) else None
 
 
 def _launcher(ready: Prepared, best: Mapping[str, Any]) -> list[str]:
@@ -152,33 +171,44 @@ def _script(program: Entrypoint) -> list[str]:
     return ["--module", program.module] if program.module else [program.script]
 
 
-def _accelerate(program: Entrypoint, slots: int) -> AccelerateLaunch | None:
-    """Return the user's own `accelerate launch`; None if another tells the script its file."""
-    if program.config_path is not None or not accelerate_env.uses_deepspeed(program.env):
-        return None
-    if program.needs_command or not runs_own_command(program, slots):
-        return None
-    return AccelerateLaunch.of(program.started_by, len(program.args), Path(program.started_in))
+def own_command(program: Entrypoint) -> tuple[str, ...]:
+    """Return the user's command without variables in front of it."""
+    command = list(program.started_by)
+    if command[:1] == ["env"]:
+        del command[0]
+        entrypoints.take_assignments(command)
+    return tuple(command)
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
-    """Return whether training with other arguments is the user's own command with these.
+    """Return whether training with another configuration is the user's own command.
 
-    It is where nothing else starts its ranks, and where it ends with the arguments of its script
-    and has a launcher that starts as many ranks as a trial has.
+    It is where nothing else starts its ranks, and where a launcher in it starts as many ranks as a
+    trial has, if it ends with the arguments of its script or a file in it holds them.
     """
-    command = program.started_by
+    command = own_command(program)
     if program.needs_command or not command:
         return bool(program.needs_command)
-    has_variables = command[0] == "env"  # which may be credentials
-    if has_variables or program.slots != slots or program.launch.binds_cores:
+    if program.slots != slots or program.launch.binds_cores:
         return False
+    if own_files.names_a_training(command, _started_in(program)):
+        return True
     if not _ends_with(command, program.args):
         return False
     if not Path(command[0]).name.startswith("python"):
         return True
     started = entrypoints.of_interpreter(command[1:])
     return (started.script, started.module) != (program.script, program.module)
+
+
+def _assignments(program: Entrypoint) -> dict[str, str]:
+    """Return the variables in front of the user's command."""
+    command = list(program.started_by)
+    return entrypoints.take_assignments(command[1:]) if command[:1] == ["env"] else {}
+
+
+def _started_in(program: Entrypoint) -> Path:
+    return Path(program.started_in or Path.cwd())
 
 
 def _ends_with(command: tuple[str, ...], args: tuple[str, ...]) -> bool:
@@ -210,7 +240,7 @@ def _variables(ready: Prepared, best: Mapping[str, Any]) -> dict[str, str]:
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
         return dict(ALLOCATOR_SETTINGS) if unset else {}
-    own = {} if runs_own_command(program, slots) else program.env
+    own = _assignments(program) if runs_own_command(program, slots) else program.env
     words = {}
     for name, value in {**ready.experiment.env, **own}.items():
         shown = f"{name}={value}"

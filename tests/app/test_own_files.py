@@ -1,0 +1,171 @@
+"""The user's own configuration files, with the best configuration in place of theirs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dsat.app.own_files import Answer, rewritten
+
+CONFIG = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+AXOLOTL = """\
+base_model: ./tiny  # mine
+micro_batch_size: 2
+gradient_accumulation_steps: 4   # 8 in all
+deepspeed: deepspeed_configs/zero2.json
+datasets:
+  - path: "data.jsonl"
+    type: alpaca
+"""
+TRAINER = """\
+### model
+model_name_or_path: ./tiny
+deepspeed: ds_z3.json
+per_device_train_batch_size: 1  # small
+learning_rate: 1.0e-4
+"""
+ACCELERATE = """\
+# mine
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 2
+  deepspeed_multinode_launcher: standard
+mixed_precision: bf16
+num_processes: 1  # one
+"""
+
+
+def answer(folder: Path, *, by_accelerate: bool = False) -> Answer:
+    path = folder / "run" / "best_ds_config.json"
+    switches = {"gradient_checkpointing": True}
+    return Answer(path, CONFIG, switches, by_accelerate=by_accelerate)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "key", "kept"),
+    [
+        ("axolotl train own.yaml", AXOLOTL, "micro_batch_size", ["# mine", "# 8 in all"]),
+        (
+            "accelerate launch -m axolotl.cli.train own.yaml",
+            AXOLOTL,
+            "micro_batch_size",
+            ["# mine"],
+        ),
+        (
+            "llamafactory-cli train own.yaml",
+            TRAINER,
+            "per_device_train_batch_size",
+            ["### model", "# small", "1.0e-4"],
+        ),
+        ("trl sft --config own.yaml", TRAINER, "per_device_train_batch_size", ["# small"]),
+        ("trl sft --config=own.yaml", TRAINER, "per_device_train_batch_size", ["# small"]),
+        ("swift sft own.yaml", TRAINER, "per_device_train_batch_size", ["# small"]),
+    ],
+)
+def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
+    command: str, text: str, key: str, kept: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    found = rewritten(command.split(), tmp_path, answer(tmp_path))
+    assert found is not None
+    path = tmp_path / "run" / "own.yaml"
+    assert shlex.join(found.words) == command.replace("own.yaml", str(path))
+    [copy] = found.copies.values()
+    data = yaml.safe_load(copy)
+    assert (data[key], data["gradient_accumulation_steps"]) == (8, 2)
+    assert data["deepspeed"] == str(path.with_name("best_ds_config.json"))
+    assert data["gradient_checkpointing"] is True
+    assert all(comment in copy for comment in kept)
+    changed = {key, "gradient_accumulation_steps", "deepspeed", "gradient_checkpointing"}
+    own = yaml.safe_load(text)
+    assert {k: v for k, v in data.items() if k not in changed} == {
+        k: v for k, v in own.items() if k not in changed
+    }
+
+
+def test_words_that_override_the_file_follow(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(AXOLOTL)
+    words = "axolotl train own.yaml --micro-batch-size 1 --learning-rate 0.1".split()
+    found = rewritten(words, tmp_path, answer(tmp_path))
+    assert found is not None and found.words[3:] == [
+        *("--micro-batch-size", "8"),
+        *("--learning-rate", "0.1"),
+    ]
+    (tmp_path / "own.yaml").write_text(TRAINER)
+    words = "llamafactory-cli train own.yaml per_device_train_batch_size=1 lr=2".split()
+    found = rewritten(words, tmp_path, answer(tmp_path))
+    assert found is not None
+    assert found.words[3:] == ["per_device_train_batch_size=8", "lr=2"]
+
+
+def test_a_file_of_arguments_in_json(tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text(json.dumps({"output_dir": "o", "deepspeed": "ds.json"}))
+    found = rewritten(["torchrun", "train.py", "args.json"], tmp_path, answer(tmp_path))
+    assert found is not None
+    data = json.loads(found.copies["args.json"])
+    assert data["per_device_train_batch_size"] == 8 and data["output_dir"] == "o"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_accelerates_file_names_the_configuration(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    path = tmp_path / "own.yaml" if named else tmp_path / "home/accelerate/default_config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(ACCELERATE)
+    words = [*"accelerate launch --gradient_accumulation_steps 9 train.py --epochs 3".split()]
+    words[2:2] = ["--config_file", "own.yaml"] if named else []
+    found = rewritten(words, tmp_path, answer(tmp_path, by_accelerate=True))
+    copy = tmp_path / "run" / path.name
+    assert found is not None and shlex.join(found.words) == (
+        f"accelerate launch --config_file {copy} --gradient_accumulation_steps 2 train.py "
+        "--epochs 3"
+    )
+    assert yaml.safe_load(found.copies[path.name]) == {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "deepspeed_multinode_launcher": "standard",
+            "deepspeed_config_file": str(copy.with_name("best_ds_config.json")),
+        },
+        "num_processes": 1,
+    }
+    assert "# mine" in found.copies[path.name] and "# one" in found.copies[path.name]
+
+
+def test_without_a_file_of_its_own_accelerate_is_given_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    words = "accelerate launch --use_deepspeed train.py --gradient_accumulation_steps 4".split()
+    found = rewritten(words, tmp_path, answer(tmp_path, by_accelerate=True))
+    best = tmp_path / "run" / "best_ds_config.json"
+    assert found is not None and not found.copies
+    assert shlex.join(found.words) == (
+        f"accelerate launch --deepspeed_config_file {best} --use_deepspeed "
+        "--gradient_accumulation_steps 2 train.py --gradient_accumulation_steps 4"
+    )
+
+
+def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
+    (tmp_path / "zero2.yaml").write_text(ACCELERATE)
+    (tmp_path / "own.yaml").write_text("accelerate_config: zero2.yaml\nlearning_rate: 0.1\n")
+    found = rewritten(
+        "trl sft --config own.yaml".split(), tmp_path, answer(tmp_path, by_accelerate=True)
+    )
+    assert found is not None and set(found.copies) == {"own.yaml", "zero2.yaml"}
+    data = yaml.safe_load(found.copies["own.yaml"])
+    assert data["accelerate_config"] == str(tmp_path / "run" / "zero2.yaml")
+    assert "deepspeed" not in data and data["per_device_train_batch_size"] == 8
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "data.yaml").write_text("names: [a, b]\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    words = "torchrun train.py ds.json data.yaml broken.yaml missing.yaml".split()
+    assert rewritten(words, tmp_path, answer(tmp_path)) is None
