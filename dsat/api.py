@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.app import keywords, local, past_runs, train_command
-from dsat.app.estimate import Estimate
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
+from dsat.app.memory_tables import Estimate
 from dsat.app.prepare import Prepared, prepared
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice

@@ -8,14 +8,14 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import cards, installed_deepspeed
+from dsat.app import cards, installed_deepspeed, packages
 from dsat.app import source as sources
-from dsat.app.cards import Choice
+from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
@@ -27,14 +27,14 @@ from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.experiment import read_mapping
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula, Training
+from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
@@ -55,66 +55,6 @@ _RECOMPUTE = {None: None, "off": False, "on": True}
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
 
-@dataclass(frozen=True)
-class Line:
-    """Memory of one strategy on a number of slots.
-
-    Attributes:
-        slots: data-parallel slots.
-        estimate: with a micro batch of one sample.
-        needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
-        largest: the largest micro batch by memory of a slot; 0 if none fits.
-    """
-
-    strategy: Strategy
-    slots: int
-    estimate: MemoryEstimate
-    needed: int
-    largest: Mapping[int, int]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy.name,
-            "slots": self.slots,
-            "memory": self.estimate.to_json(),
-            "peak_bytes": self.needed,
-            "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
-        }
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Memory of each rung of the ladder.
-
-    Attributes:
-        name: of the experiment, or of the command's script.
-        model: its parameters and activations.
-        lines: one for every strategy and number of slots.
-        cards: the fewest cards of each usual size.
-    """
-
-    name: str
-    model: ModelFacts
-    lines: Sequence[Line]
-    cards: Sequence[Choice]
-
-    @property
-    def is_complete(self) -> bool:
-        """False if a line that was to be simulated could not be."""
-        return not any(line.estimate.note for line in self.lines)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "model": vars(self.model),
-            "lines": [line.to_json() for line in self.lines],
-            "cards": [choice.to_json() for choice in self.cards],
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(_text(self))
-
-
 def estimate(settings: EstimateSettings) -> Estimate:
     """Simulate the script's model and return the memory that it needs.
 
@@ -127,13 +67,21 @@ def estimate(settings: EstimateSettings) -> Estimate:
 
 
 @contextlib.contextmanager
-def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
-    """Give the name of a script, its DeepSpeed configuration, and what simulates it.
+def simulated(
+    settings: EstimateSettings,
+) -> Iterator[tuple[str, dict[str, Any], Simulator | Formula]]:
+    """Give the name of a script, its DeepSpeed configuration, and what answers for it.
+
+    A simulation does, or a formula where packages for that are missing.
 
     Raises:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated, also where the caller finds that out.
     """
+    if settings.hf_config is not None and hf_config.missing_packages():
+        yield _by_formula(settings, hf_config.find(settings.hf_config))
+        return
+    packages.check()
     source = _source(settings)
     experiment, program = source.experiment, source.program
     installed_deepspeed.check(experiment, program)
@@ -182,7 +130,10 @@ def simulation_engine(source: Source, folder: Path, timeout_s: float) -> LocalEn
 
 
 def tables(
-    name: str, base: Mapping[str, Any], simulator: Simulator, settings: EstimateSettings
+    name: str,
+    base: Mapping[str, Any],
+    simulator: Simulator | Formula,
+    settings: EstimateSettings,
 ) -> Estimate:
     """Return the tables of a script's model.
 
@@ -196,11 +147,13 @@ def tables(
         SimulationUnavailable: the script cannot be simulated.
     """
     facts = simulator.facts(base)
-    exact = settings.exact or _needs_simulation(base)
+    is_formula = isinstance(simulator, Formula)
+    exact = not is_formula and (settings.exact or _needs_simulation(base))
     found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
     length = simulator.sequence_length
     choices = cards.fewest(facts, partial(configuration, base), ladder(base), length)
-    return Estimate(name, facts, found, choices)
+    missing = hf_config.missing_packages() if is_formula else ()
+    return Estimate(name, facts, found, choices, missing)
 
 
 def _source(settings: EstimateSettings) -> Source:
@@ -218,6 +171,37 @@ def _source(settings: EstimateSettings) -> Source:
     return _model_of_configuration(settings, hf_config.find(settings.hf_config))
 
 
+def _by_formula(
+    settings: EstimateSettings, path: Path
+) -> tuple[str, dict[str, Any], Simulator | Formula]:
+    """Return the name of a model, its DeepSpeed configuration and the formula for it."""
+    missing = ", ".join(hf_config.missing_packages())
+    name, base = _name_of(path), _config_of(settings, path)
+    if settings.exact or _needs_simulation(base):
+        raise UserInputError(
+            f"needs a simulation, and {missing} is not installed",
+            where="--exact" if settings.exact else "optimizer.type",
+            hint=HOW_TO_SIMULATE,
+        )
+    training = Training(
+        settings.seq_length,
+        settings.dtype,
+        settings.lora,
+        recompute=settings.activation_checkpointing == "on",
+    )
+    return name, base, Formula(read_mapping(path), training, where=str(path))
+
+
+def _name_of(path: Path) -> str:
+    return path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
+
+
+def _config_of(settings: EstimateSettings, path: Path) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a model without a script."""
+    given = experiments.of_command([], _name_of(path), Path.cwd(), settings.ds_config or {})
+    return ds_config.merge(hf_config.ds_config(settings.dtype), given.ds_config)
+
+
 def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
     """Return the source of our own script that trains the model of a transformers configuration."""
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
@@ -229,11 +213,10 @@ def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
         args.append("--gradient-checkpointing")
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
     program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
-    name = path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
-    command, folder = program.command(), Path.cwd()
-    own = experiments.of_command(command, name, folder, settings.ds_config or {}).ds_config
-    config = ds_config.merge(hf_config.ds_config(settings.dtype), own)
-    experiment = experiments.of_command(command, name, folder, config, "--ds-config")
+    config = _config_of(settings, path)
+    experiment = experiments.of_command(
+        program.command(), _name_of(path), Path.cwd(), config, "--ds-config"
+    )
     return Source(experiment, program)
 
 
@@ -251,7 +234,7 @@ def ladder(base: Mapping[str, Any]) -> list[Strategy]:
 def lines(
     base: Mapping[str, Any],
     facts: ModelFacts,
-    simulator: Simulator,
+    simulator: Simulator | Formula,
     slot_counts: Sequence[int],
     slot_memories: Sequence[int],
     *,
@@ -306,65 +289,3 @@ def _gas(base: Mapping[str, Any], slots: int) -> int:
     if isinstance(total, int) and isinstance(micro, int):
         return max(1, total // (micro * slots))
     return 1
-
-
-def _text(estimate: Estimate) -> list[str]:
-    """Lay out the tables for people, with the first rung of the ladder that fits each size."""
-    facts, lines = estimate.model, estimate.lines
-    said = [
-        f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
-        f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
-    ]
-    for slots in dict.fromkeys(line.slots for line in lines):
-        said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
-        said += _table([line for line in lines if line.slots == slots])
-    sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
-    return [
-        *said,
-        "",
-        f"Source: {sources}. 5 % are left free for the largest micro batches; the device's context "
-        "and the communication library come on top.",
-        *_not_simulated(lines),
-        "",
-        "The fewest cards of each size, by formula, with 5 % to spare:",
-        "",
-        *cards.table(estimate.cards),
-    ]
-
-
-def _not_simulated(lines: Sequence[Line]) -> list[str]:
-    """Return the lines of a table that could not be simulated, by the reason."""
-    reasons: dict[str, list[str]] = {}
-    for line in lines:
-        if line.estimate.note:
-            named = f"{line.strategy.label} on {line.slots}"
-            reasons.setdefault(line.estimate.note, []).append(named)
-    return [
-        f"By formula, since they could not be simulated: {', '.join(named)} slots: {why}"
-        for why, named in reasons.items()
-    ]
-
-
-def _table(lines: Sequence[Line]) -> list[str]:
-    sizes = list(lines[0].largest)
-    heads = ["strategy", "slot at micro batch 1", "host per slot"]
-    heads += [f"largest on {fmt.memory(size)}" for size in sizes]
-    rows = [
-        [
-            line.strategy.label,
-            fmt.memory(line.needed),
-            fmt.memory(line.estimate.host) if line.estimate.host else "-",
-            *(str(count or "-") for count in line.largest.values()),
-        ]
-        for line in lines
-    ]
-    first = {
-        size: next((line.strategy.label for line in lines if line.largest[size]), "none")
-        for size in sizes
-    }
-    fits = ", ".join(f"{fmt.memory(size)}: {label}" for size, label in first.items())
-    return [
-        *Table(heads, rows, numbers=heads[1:]).markdown(),
-        "",
-        f"First strategy that fits: {fits}",
-    ]

@@ -8,6 +8,8 @@ from typing import Any
 from dsat.app.estimate import simulated
 from dsat.inputs import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.memory.config_facts import HOW_TO_SIMULATE
+from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationUnavailable
 from dsat.report import format as fmt
@@ -28,6 +30,7 @@ class Fit:
         host_bytes: of the host's memory, for each card.
         fits: with 5 % to spare.
         largest: the largest micro batch that fits; 0 if none does.
+        source: of the prediction, `SIMULATED` or `CLOSED_FORM`.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Fit:
     host_bytes: int
     fits: bool
     largest: int
+    source: str = SIMULATED
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name, "batch": vars(self.batch)}
@@ -57,6 +61,8 @@ class Fit:
             said.append(f"The largest micro batch that fits is {self.largest}.")
         elif not self.fits:
             said.append("No micro batch fits: without --fits, a table shows which strategies do.")
+        if self.source != SIMULATED:
+            said.append(f"Source: {self.source}. {HOW_TO_SIMULATE}")
         return " ".join(said)
 
 
@@ -74,10 +80,12 @@ def fit(settings: EstimateSettings) -> Fit:
         facts = simulator.facts(base)
         own = ds_config.for_use(base, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = {key: value for key, value in own.items() if "batch_size" not in key}
-        estimate = simulator.estimate(own, micro_batch=batch.micro_batch, slots=slots)
+        [estimate] = simulator.estimates([(own, batch.micro_batch, slots)])
         if estimate.note:
             raise SimulationUnavailable(estimate.note)
-    basis = Basis((Variant({}, facts, (Anchor(own, batch.micro_batch, estimate),)),))
+    is_simulated = estimate.source == SIMULATED
+    anchors = (Anchor(own, batch.micro_batch, estimate),) if is_simulated else ()
+    basis = Basis((Variant({}, facts, anchors),))
     model = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
     shape = model.shape(own, {})
     return Fit(
@@ -90,4 +98,5 @@ def fit(settings: EstimateSettings) -> Fit:
         estimate.host,
         model.fits(shape, batch.micro_batch),
         int(min(model.largest(shape), LARGEST_MICRO_BATCH)),
+        estimate.source,
     )

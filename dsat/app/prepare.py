@@ -71,6 +71,9 @@ class Prepared:
             "name": self.experiment.name,
             "dsat": __version__,
             "machine": describe(self.hosts),
+            "accelerator": self.machine.accelerator,
+            "device": self.machine.device_name,
+            "software": ", ".join(self.machine.software),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
         }

@@ -18,13 +18,15 @@ from dsat.inputs.look_settings import (
     CompareSettings,
     DoctorSettings,
     ExportSettings,
+    ImportSettings,
     LookSettings,
     RunsSettings,
     ShowSettings,
     WatchSettings,
 )
-from dsat.report import exports, terminal
+from dsat.report import exports, share, terminal
 from dsat.report.run_view import RunView
+from dsat.report.share import SharedRun
 from dsat.tuning.run import Run
 from dsat.values.text import printable
 from dsat.values.trial import Trial
@@ -41,6 +43,7 @@ def look(settings: LookSettings) -> int:
         CompareSettings: _compare,
         RunsSettings: _list,
         ExportSettings: _export,
+        ImportSettings: _import,
         WatchSettings: _watch,
         DoctorSettings: _doctor,
     }
@@ -89,11 +92,27 @@ def _list(settings: RunsSettings) -> None:
 
 def _export(settings: ExportSettings) -> None:
     past = past_runs.load(settings.run)
-    assert settings.to is not None
+    if settings.to is None:
+        _share(past, settings)
+        return
     name = past.folder.resolve().name
     target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
     exports.export(past.run, settings.to, target, name, past.changed_s)
     _print({"output": str(target)} if settings.json else None, [str(target)])
+
+
+def _share(past: past_runs.PastRun, settings: ExportSettings) -> None:
+    assert settings.share is not None
+    share.write(SharedRun.of(RunView.of(past.run)), settings.share)
+    said = "It holds sizes of the model, devices, versions, settings and measurements."
+    shown = [str(settings.share), f"{said} Read it before you give it away."]
+    _print({"output": str(settings.share)} if settings.json else None, shown)
+
+
+def _import(settings: ImportSettings) -> None:
+    found = past_runs.take_in(settings.files)
+    table = terminal.rich_table(share.table(found))
+    _print([run.to_json() for run in found] if settings.json else None, [table])
 
 
 def _watch(settings: WatchSettings) -> None:

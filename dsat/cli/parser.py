@@ -14,6 +14,7 @@ from dsat.inputs.look_settings import (
     COMPARE,
     DOCTOR,
     EXPORT,
+    IMPORT,
     LOOK_SETTINGS,
     LOOKS,
     RUNS,
@@ -46,7 +47,8 @@ _LOOKS = {
     COMPARE: "two runs or more side by side: what they found, and what is different in it",
     RUNS: "lists runs, the newest first",
     WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
-    EXPORT: "writes a run for other tools: Optuna, MLflow, TensorBoard, tables",
+    EXPORT: "writes a run for other tools (Optuna, MLflow, TensorBoard, tables), or to give away",
+    IMPORT: "takes in runs that others have shared: searches on the same devices begin with them",
     DOCTOR: "looks at this environment: what will work here, what will not, and how to fix it; "
     "exit status 1 if no trial can run",
 }
@@ -60,6 +62,10 @@ _RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     RUNS: ("folder", _FOLDER),
     WATCH: ("run", _NEWEST),
     EXPORT: ("run", _NEWEST),
+    IMPORT: (
+        "files",
+        {"nargs": "+", "metavar": "FILE", "help": "file of `dsat export --share`"},
+    ),
 }
 
 

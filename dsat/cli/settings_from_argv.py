@@ -41,8 +41,9 @@ def _settings(
     method = values["method"]
     if method in LOOK_SETTINGS:
         del values["method"]
-        if isinstance(values.get("runs"), list):
-            values["runs"] = tuple(values["runs"])
+        values = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
         found: LookSettings = LOOK_SETTINGS[method](**values)
         return found
     if method in (TUNE, RUN):

@@ -22,12 +22,6 @@ def find(given: str) -> Path:
     Raises:
         UserInputError: there is none, or it is no configuration of a model.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise UserInputError(
-            "needs the package transformers, which is not installed",
-            where="--hf-config",
-            hint="Install it: pip install transformers.",
-        )
     path = Path(given).expanduser()
     if path.is_dir():
         path = path / CONFIG_FILE
@@ -59,7 +53,15 @@ def ds_config(dtype: str) -> dict[str, Any]:
     return config
 
 
+def missing_packages() -> list[str]:
+    """Return the packages that are missing for a simulation of the model."""
+    names = ("torch", "deepspeed", "transformers")
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
 def _cached(name: str) -> Path | None:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

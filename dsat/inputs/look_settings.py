@@ -1,6 +1,6 @@
 """Settings of the commands that only look; their options are declared here.
 
-All but `dsat doctor` take a run: its folder, or the folder's name below `dsat_runs`.
+Most take a run: its folder, or the folder's name below `dsat_runs`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs.option import PATH, WORD, at_least, option
 
-SHOW, COMPARE, RUNS, EXPORT, WATCH, DOCTOR = LOOKS = (
+SHOW, COMPARE, RUNS, EXPORT, IMPORT, WATCH, DOCTOR = LOOKS = (
     "show",
     "compare",
     "runs",
     "export",
+    "import",
     "watch",
     "doctor",
 )
@@ -88,11 +89,28 @@ class ExportSettings:
         metavar="PATH",
         help="file or folder to make (default: named after the run, here)",
     )
+    share: Path | None = option(
+        "--share",
+        kind=PATH,
+        metavar="FILE",
+        help="write a file that may be given away, without names, paths, arguments and secrets; "
+        "`dsat import` reads it",
+    )
     json: bool = option("--json", shell_only=True, help="print what was made as JSON")
 
     def __post_init__(self) -> None:
-        if self.to is None:
-            raise UserInputError(f"--to is missing: {', '.join(EXPORT_TO)}")
+        if (self.to is None) == (self.share is None):
+            raise UserInputError(f"give --to ({', '.join(EXPORT_TO)}) or --share FILE")
+        if self.share is not None and self.output is not None:
+            raise UserInputError("--output goes with --to: --share names its own file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """Settings of `dsat import`: files of `dsat export --share`."""
+
+    files: tuple[Path, ...]
+    json: bool = option("--json", shell_only=True, help="print what is in them as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +143,13 @@ class DoctorSettings:
 
 
 LookSettings = (
-    ShowSettings | CompareSettings | RunsSettings | ExportSettings | WatchSettings | DoctorSettings
+    ShowSettings
+    | CompareSettings
+    | RunsSettings
+    | ExportSettings
+    | ImportSettings
+    | WatchSettings
+    | DoctorSettings
 )
 
 LOOK_SETTINGS: Mapping[str, Any] = {
@@ -133,6 +157,7 @@ LOOK_SETTINGS: Mapping[str, Any] = {
     COMPARE: CompareSettings,
     RUNS: RunsSettings,
     EXPORT: ExportSettings,
+    IMPORT: ImportSettings,
     WATCH: WatchSettings,
     DOCTOR: DoctorSettings,
 }

@@ -7,14 +7,11 @@ flash). Held against the simulation by tests/memory/test_config_facts.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.memory import closed_form
-from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
-from dsat.memory.estimate import MemoryEstimate
 
 # model_type: whether queries, keys and values have a bias whatever the configuration says, and
 # whether queries and keys are normalised. All have gated layers and RMSNorm.
@@ -27,6 +24,10 @@ _FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "qwen3": (False, True),
     "qwen3_moe": (False, True),
 }
+HOW_TO_SIMULATE = (
+    "For a simulation of any model, with DeepSpeed's own engine: pip install 'dsat[deepspeed]' "
+    "transformers."
+)
 _USUAL_SEQUENCE = 2048
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -69,8 +70,7 @@ class Decoder:
             raise UserInputError(
                 f"no formula knows the model type {config.get('model_type')!r}",
                 where=where,
-                hint="Install torch, DeepSpeed and transformers, and dsat simulates it: "
-                "pip install 'dsat[deepspeed]' transformers.",
+                hint=HOW_TO_SIMULATE,
             )
         missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
         if missing:
@@ -118,4 +118,43 @@ class Decoder:
         )
 
 
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> list[int]:
+    """Return the elements of each low-rank parameter of a layer; nothing without adapters.
+
+    Raises:
+        UserInputError: the model has no layer of a name.
+    """
+    if lora is None:
+        return []
+    shapes = {
+        "q_proj": (model.hidden, model.queries),
+        "k_proj": (model.hidden, model.keys),
+        "v_proj": (model.hidden, model.keys),
+        "qkv_proj": (model.hidden, model.queries + 2 * model.keys),
+        "o_proj": (model.queries, model.hidden),
+    }
+    if model.experts == 1:
+        shapes |= {
+            "gate_proj": (model.hidden, model.inner),
+            "up_proj": (model.hidden, model.inner),
+            "gate_up_proj": (model.hidden, 2 * model.inner),
+            "down_proj": (model.inner, model.hidden),
+        }
+    targets, rank = lora.get("target", "q_proj+v_proj").split("+"), int(lora.get("r", 8))
+    unknown = [target for target in targets if target not in shapes]
+    if unknown:
+        raise UserInputError(
+            f"no layer of the model is called {unknown[0]}",
+            where="--lora",
+            hint=f"There are {', '.join(shapes)}.",
+        )
+    return [rank * width for target in targets for width in shapes[target]]

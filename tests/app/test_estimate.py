@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.app import estimate
+from dsat.app.memory_tables import Line
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
@@ -20,9 +21,7 @@ FACTS = facts_of(100 * MIB)
 BF16 = {"bf16": {"enabled": True}}
 
 
-def lines_of(
-    host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool
-) -> list[estimate.Line]:
+def lines_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool) -> list[Line]:
     with Simulator(host, as_cpu=False) as simulator:
         facts = simulator.facts(base)
         return estimate.lines(base, facts, simulator, (1,), (8 * GIB,), exact=exact)

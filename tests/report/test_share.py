@@ -1,0 +1,89 @@
+"""A run as a file that may be given away."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.app import past_runs
+from dsat.errors import UserInputError
+from dsat.report import share
+from dsat.report.run_view import RunView
+from dsat.report.share import SharedRun
+from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from testing.made_up_runs import Steady, run_of_world
+
+PRIVATE = "alice-of-acme"
+INFO = {"name": PRIVATE, "config": f"/home/{PRIVATE}/ds.json", "device": "NVIDIA H100"}
+
+
+class Talkative(Steady):
+    """Says private things wherever a script can."""
+
+    def outcome(self, trial: Trial) -> Outcome:
+        return replace(super().outcome(trial), message=PRIVATE, detail=PRIVATE, warnings=(PRIVATE,))
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    run = run_of_world(Talkative(), method="random", finals=None, trials=30)
+    run.info = INFO
+    assert run.plan is not None
+    private: dict[str, Any] = {
+        "wandb": {"enabled": True, "project": PRIVATE},
+        "tensorboard": {"output_path": f"/home/{PRIVATE}"},
+        "zero_optimization": {"stage": 1, "offload_param": {"nvme_path": f"/{PRIVATE}"}},
+        "optimizer": {"type": f"{PRIVATE}/adam", "params": {"lr": 0.5}},
+    }
+    run.plan = replace(run.plan, base_config={**run.plan.base_config, **private})
+    return run
+
+
+def test_it_holds_measurements_and_nothing_that_tells_whose_they_are(run: Run) -> None:
+    shared = SharedRun.of(RunView.of(run))
+    text = share.text_of(shared)
+    assert PRIVATE not in text and "/home" not in text and '"lr"' not in text
+    assert run.best is not None and shared.best is not None
+    best, metrics = shared.trials[shared.best], run.outcomes[run.best.id].metrics
+    assert metrics is not None and best.throughput == metrics.throughput
+    assert best.ci95 == metrics.ci95
+    assert best.config["train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
+    assert shared.hardware.device == "NVIDIA H100"
+    assert {"OK", "OOM"} <= {trial.outcome for trial in shared.trials}
+
+
+def test_it_is_read_again_and_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shared, path = SharedRun.of(RunView.of(run)), tmp_path / "run.json"
+    share.write(shared, path)
+    assert share.read(path) == shared
+    with pytest.raises(UserInputError, match="exists already"):
+        share.write(shared, path)
+    assert past_runs.take_in([path, path]) == [shared, shared]
+    assert past_runs.shared() == [shared], "once"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "other"}, "is not a shared run"),
+        ({"version": 99}, "has version 99 of the format"),
+        ({"best": 10**6}, "best is no position in trials"),
+        ({"metric": 3}, "metric must be a text"),
+    ],
+)
+def test_other_files_are_refused(
+    run: Run, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    data = {**SharedRun.of(RunView.of(run)).to_json(), **change}
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    with pytest.raises(UserInputError, match=said):
+        share.read(tmp_path / "run.json")
