@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test nightly test-cluster dist docs pictures compat bench real-scripts frameworks soak clean
+.PHONY: setup demo lint quick browser test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak clean
 
 setup: $(VENV)/.installed
 
@@ -74,6 +74,10 @@ test-cluster: setup
 		{ echo "make test-cluster needs Slurm and sshd: install $(CLUSTER)"; exit 1; }
 	$(PY) -m pip install --quiet 'ray[default]>=2.40'
 	$(PY) -m pytest -m cluster
+
+# Predicted memory of well-known models on usual machines: docs/gallery.md and its tables.
+gallery: setup
+	$(PY) -m benchmarks.gallery $(GALLERY_OPTIONS)
 
 # Source distribution and wheel in build/dist, checked as a package index checks them.
 dist: setup

@@ -7,11 +7,14 @@ flash). Held against the simulation by tests/memory/test_config_facts.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.memory import closed_form
+from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
+from dsat.memory.estimate import MemoryEstimate
 
 # model_type: whether queries, keys and values have a bias whatever the configuration says, and
 # whether queries and keys are normalised. All have gated layers and RMSNorm.
@@ -119,12 +122,87 @@ class Decoder:
 
 
 _SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "vocab_size",
 )
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        sequence: tokens of a sample; None for 2048, or what the model takes at most.
+        dtype: of the parameters: bf16, fp16 or fp32.
+        lora: `r` and `target` of low-rank adapters, the only trained parameters; None without.
+        recompute: activations are recomputed in the backward pass.
+    """
+
+    sequence: int | None = None
+    dtype: str = "bf16"
+    lora: Mapping[str, str] | None = None
+    recompute: bool = False
+
+
+class Formula:
+    """Answers of the closed form, in the place of a simulation's (`Simulator`).
+
+    Args:
+        config: of the model.
+        training: how it is trained.
+        where: the configuration's file, for errors.
+
+    Raises:
+        UserInputError: no formula knows the model.
+
+    Attributes:
+        sequence_length: tokens of a sample.
+    """
+
+    def __init__(self, config: Mapping[str, Any], training: Training, *, where: str) -> None:
+        self._model, self._training = Decoder.of(config, where), training
+        longest = config.get("max_position_embeddings") or _USUAL_SEQUENCE
+        self.sequence_length: int | None = training.sequence or min(_USUAL_SEQUENCE, longest)
+        self._adapters = _adapters(self._model, training.lora, where)
+
+    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
+        """Return the facts of the model."""
+        model, training = self._model, self._training
+        size, tokens = _BYTES[training.dtype], self.sequence_length or 0
+        adapters = model.layers * sum(self._adapters)
+        kept = _kept(model, size, training.lora)
+        whole = model.layers * (size * model.hidden if training.recompute else kept)
+        whole += 2 * kept if training.recompute else 0
+        logits = model.vocabulary
+        return ModelFacts(
+            num_params=model.params + adapters,
+            trainable_params=adapters if training.lora else model.params,
+            largest_param=max(self._adapters) if training.lora else model.largest_param,
+            forward_bytes_per_sample=tokens * (whole + 10 * logits),
+            backward_bytes_per_sample=tokens * (whole + 14 * logits),
+            first_gradient_bytes_per_sample=tokens * (whole + 4 * logits),
+            matmul_bytes_per_sample=tokens * (whole + 4 * logits),
+            held_bytes_per_sample=tokens * 2 * logits,
+            matmul_bytes=MATMUL_WORKSPACE_BYTES,
+            workspace_bytes=MATMUL_WORKSPACE_BYTES,
+            param_bytes=size,
+        )
+
+    def estimates(
+        self, questions: Sequence[tuple[Mapping[str, Any], int, int]]
+    ) -> list[MemoryEstimate]:
+        """Return the memory of configurations; see `Simulator.estimates`."""
+        return [
+            closed_form.estimate(self.facts(config), config, slots=slots, micro_batch=micro_batch)
+            for config, micro_batch, slots in questions
+        ]
+
+
+def _kept(model: Decoder, size: int, lora: Mapping[str, str] | None) -> int:
+    """Return the bytes that a layer keeps of each token for the backward pass."""
+    norms = 2 * (4 + 2 * size) * model.hidden
+    attention = size * (2 * model.queries + 2 * model.keys)
+    return norms + attention + 4 * size * model.inner * model.chosen
 
 
 def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> list[int]:

@@ -68,7 +68,7 @@ def test_packages_are_held_to_what_dsat_requires(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.metadata.requires", lambda name: required)
     monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     findings = {each.part: each for each in doctor.examine(None)}
-    assert findings["torch"].state == WARNING and ">=99" in findings["torch"].problem
+    assert findings["torch"].state == FAILS and ">=99" in findings["torch"].problem
     assert findings["no-such-package"].state == FAILS
     assert findings["no-such-package"].remedy == "pip install 'no-such-package>=2'"
     assert "pyyaml" not in findings

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Collection
@@ -39,6 +40,12 @@ class Finder(PathFinder):
         if name.partition(".")[0] in {names!r}:
             return None
         return super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, context):
+        if context.name in {names!r}:
+            return []
+        return super().find_distributions(context)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
@@ -86,13 +93,21 @@ class Environment:
         )
 
 
+def copy_sources(folder: Path) -> None:
+    """Copy what a distribution is built from, with tests and benchmarks beside it."""
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("dsat", "tests/report", "benchmarks/peers"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "tests" / "test_layers.py", folder / "tests")
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dsat, built from a copy of its sources."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "dsat", source / "dsat", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_sources(source)
     built = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", built, source], check=True)
@@ -113,16 +128,66 @@ def _metadata(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_the_wheel_asks_for_what_every_script_needs_and_no_more(wheel: Path) -> None:
+def test_the_wheel_asks_for_what_no_one_has_already(wheel: Path) -> None:
     metadata = _metadata(wheel)
     assert metadata["Version"] == dsat.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     requirements = metadata.get_all("Requires-Dist") or []
-    always = {re.split(r"[^\w]", text)[0] for text in requirements if "extra ==" not in text}
-    assert {"deepspeed", "torch"} <= always
-    assert not {"accelerate", "determined", "transformers"} & always
-    [extra] = [text for text in requirements if text.endswith('extra == "determined"')]
-    assert extra.startswith("determined")
+    always = {re.split(r"[^\w.-]", text)[0] for text in requirements if "extra ==" not in text}
+    assert {"numpy", "rich", "wrapt"} <= always
+    assert not {"accelerate", "deepspeed", "determined", "torch", "transformers"} & always
+    for name, extra in (("determined", "determined"), ("torch", "deepspeed")):
+        [found] = [text for text in requirements if re.match(rf"{name}[^\w]", text)]
+        assert found.endswith(f'extra == "{extra}"')
+
+
+def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    code = "from setuptools import build_meta; build_meta.build_sdist('out')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    [archive] = (tmp_path / "out").glob("dsat-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
+    with zipfile.ZipFile(wheel) as zipped:
+        in_wheel = zipped.namelist()
+    data = ["dsat/py.typed", "dsat/report/templates/body.html", "dsat/cli/main.py"]
+    data += [str(path.relative_to(ROOT)) for path in ROOT.glob("dsat/**/*.cpp")]
+    for found in (names, in_wheel):
+        assert set(data) <= set(found)
+        assert not [name for name in found if name.split("/")[0] in ("tests", "benchmarks")]
+    folders = {name.split("/")[0] for name in in_wheel}
+    assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
+
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def test_a_model_is_estimated_without_torch(wheel: Path, tmp_path: Path) -> None:
+    without = ("accelerate", "deepspeed", "determined", "torch", "transformers")
+    bare = Environment(tmp_path / "environment", wheel, without=without)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = "--slots 8 --slot-memory 80GiB".split()
+    told = bare.run(tmp_path, "dsat", "estimate", "--hf-config", "config.json", *options)
+    assert told.returncode == 0, told.stderr
+    assert "6,738,415,616 parameters" in told.stdout
+    assert "Source: closed form" in told.stdout
+    assert "torch and deepspeed and transformers are not installed" in told.stdout
+    fits = ["--fits", "8x80GiB", "--hf-config", "config.json"]
+    assert bare.run(tmp_path, "dsat", "estimate", *fits).returncode == 1, "at stage 0"
+    script = ["--", "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
+    for command in (["estimate"], ["model"]):
+        told = bare.run(EXAMPLES / "plain", "dsat", *command, *script)
+        assert told.returncode == 2
+        assert told.stderr.count("\n") == 1 and "torch is not installed" in told.stderr
+        assert "pip install 'torch>=2.5' 'deepspeed>=0.15.4'" in told.stderr
 
 
 def test_a_plain_script_is_tuned_with_nothing_else_installed(

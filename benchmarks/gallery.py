@@ -1,0 +1,270 @@
+"""Predicted memory of well-known models on usual machines: a page, a CSV and a JSON file.
+
+    python3 -m benchmarks.gallery [--measured FILE ...]
+
+`make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
+configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; every
+row follows from that by the closed form, and its command prints it again. Nothing was measured.
+Files of `dsat export --share` add rows of what was, marked as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from dsat.app import estimate
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.option import LORA
+from dsat.memory import closed_form
+from dsat.memory.predictor import Basis, MemoryModel, Variant
+from dsat.report import share
+from dsat.report.table import Table
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values.zero_strategy import Strategy
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "benchmarks" / "models"
+PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
+SEQUENCE = 4096
+PREDICTED, MEASURED = "predicted", "measured"
+_GIB = 2**30
+_EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the gallery.
+
+    Attributes:
+        source: repository on the Hugging Face hub whose config.json has these values.
+        params: parameters of the weights that are published there.
+        lora: adapters, the only trained parameters; empty for full fine-tuning.
+    """
+
+    file: str
+    source: str
+    params: int
+    lora: str = ""
+
+
+MODELS = {
+    "Llama 2 7B": Model("llama-2-7b", "meta-llama/Llama-2-7b-hf", 6_738_415_616),
+    "Mistral 7B": Model("mistral-7b-v0.1", "mistralai/Mistral-7B-v0.1", 7_241_732_096),
+    "LLaVA 1.5 7B": Model("llava-1.5-7b", "llava-hf/llava-1.5-7b-hf", 7_063_427_072),
+    "Llama 3.1 8B": Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 8_030_261_248),
+    "Qwen3 8B": Model("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360),
+    "Llama 2 13B": Model("llama-2-13b", "meta-llama/Llama-2-13b-hf", 13_015_864_320),
+    "Qwen3 14B": Model("qwen3-14b", "Qwen/Qwen3-14B", 14_768_307_200),
+    "Qwen3 30B-A3B": Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30_532_122_624),
+    "Qwen2.5 32B": Model("qwen2.5-32b", "Qwen/Qwen2.5-32B", 32_763_876_352),
+    "Mixtral 8x7B": Model("mixtral-8x7b-v0.1", "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
+    "Llama 3.1 70B": Model("llama-3.1-70b", "meta-llama/Llama-3.1-70B", 70_553_706_496),
+    "Llama 3.1 70B, LoRA": Model(
+        "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 70_553_706_496, lora=_EVERY_LAYER
+    ),
+}
+# Name -> cards, memory of each in GiB, cards of a host.
+MACHINES = {
+    "1 x 24 GB": (1, 24, 1),
+    "8 x A100-40": (8, 40, 8),
+    "8 x A100-80": (8, 80, 8),
+    "8 x H100": (8, 80, 8),
+    "4 x 8 H100": (32, 80, 8),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy of one model on one machine.
+
+    Attributes:
+        status: `predicted` or `measured`.
+        tier: how memory was predicted.
+        card_gib, host_gib: memory that a card needs at a micro batch of one sample, and host memory
+            for each card.
+        largest_micro_batch: 0 if not even one sample fits.
+        longest_sequence: tokens of one sample that fits, if activations grow in proportion to them.
+        samples_per_second, ci95: measured over all cards, and the half-width of its 95 % confidence
+            interval as a fraction; None if nothing was measured.
+        source: of the model's configuration, or the file of the measurement.
+        command: prints the row's prediction again.
+    """
+
+    model: str
+    machine: str
+    strategy: str
+    status: str
+    tier: str
+    sequence: int
+    card_gib: float | None
+    host_gib: float | None
+    largest_micro_batch: int
+    longest_sequence: int | None
+    samples_per_second: float | None
+    ci95: float | None
+    source: str
+    command: str
+
+    @property
+    def fits(self) -> bool:
+        return self.largest_micro_batch > 0
+
+
+def main() -> None:
+    """Write the page and its tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
+    rows = [row for name in args.models for row in predicted(name, MODELS[name])]
+    rows += [measured(path) for path in args.measured]
+    FOLDER.mkdir(exist_ok=True)
+    write_tables(rows, FOLDER)
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def predicted(name: str, model: Model) -> Iterator[Row]:
+    """Yield the rows of a model, which is simulated once.
+
+    Raises:
+        RuntimeError: its configuration makes another number of parameters than are published.
+    """
+    path = CONFIGS / f"{model.file}.json"
+    lora = LORA.read(model.lora) if model.lora else None
+    settings = EstimateSettings(
+        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
+    )
+    with estimate.simulated(settings) as (_, base, simulator):
+        facts = simulator.facts(base)
+    if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
+        raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
+    basis = Basis((Variant({}, facts),))
+    for machine, (cards, gib, _) in MACHINES.items():
+        for strategy in estimate.ladder(base):
+            config = estimate.configuration(base, strategy, cards)
+            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * _GIB, on_device=True)
+            shape = memory.shape(config, {})
+            most = min(memory.largest(shape), float(LARGEST_MICRO_BATCH))
+            host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
+            yield Row(
+                name,
+                machine,
+                strategy.label,
+                PREDICTED,
+                "closed form of the simulated model",
+                SEQUENCE,
+                round(memory.predicted_bytes(shape, 1) / _GIB, 2),
+                round(host / _GIB, 2) if host else None,
+                int(most),
+                int(SEQUENCE * most) if most > 0 else None,
+                None,
+                None,
+                model.source,
+                _command(path, model, cards, gib),
+            )
+
+
+def measured(path: Path) -> Row:
+    """Return the row of a run that was measured."""
+    run = share.read(path)
+    best = run.trials[run.best or 0]
+    return Row(
+        f"{run.model.num_params:,} parameters",
+        f"{run.hardware.slots} x {run.hardware.device}",
+        Strategy(int(best.config.get("zero_optimization.stage", 0))).label,
+        MEASURED,
+        MEASURED,
+        run.model.longest_sequence or 0,
+        None if best.used_bytes is None else round(best.used_bytes / _GIB, 2),
+        None,
+        int(best.config.get("train_micro_batch_size_per_gpu", 0)),
+        None,
+        best.throughput,
+        best.ci95,
+        path.name,
+        "",
+    )
+
+
+def _command(path: Path, model: Model, cards: int, gib: int) -> str:
+    words = ["dsat", "estimate", "--hf-config", str(path.relative_to(ROOT))]
+    words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
+    words += ["--lora", model.lora] if model.lora else []
+    return shlex.join([*words, "--slots", str(cards), "--slot-memory", f"{gib}GiB"])
+
+
+def write_tables(rows: Sequence[Row], folder: Path) -> None:
+    """Write all rows as CSV and as JSON."""
+    with (folder / "gallery.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+    text = json.dumps([asdict(row) for row in rows], indent=1)
+    (folder / "gallery.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the text of the page."""
+    heads = ("model", "machine", "strategy", "memory of a card", "largest micro batch")
+    heads = (*heads, "longest sequence", "")
+    shown = [_shown(row) for row in rows if row.status == MEASURED]
+    for name in dict.fromkeys(row.model for row in rows if row.status == PREDICTED):
+        for machine in MACHINES:
+            own = [row for row in rows if (row.model, row.machine) == (name, machine)]
+            first = next((row for row in own if row.fits), None)
+            shown.append(_shown(first) if first else (name, machine, "does not fit", *[""] * 4))
+    table = Table(heads, shown, numbers=heads[3:6]).markdown()
+    commands = [row.command for row in rows if row.model == "Llama 3.1 8B"]
+    example = commands[0] if commands else rows[0].command
+    return _PAGE.format(sequence=SEQUENCE, table="\n".join(table), example=example)
+
+
+def _shown(row: Row) -> tuple[str, ...]:
+    card = "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB"
+    host = f", {row.host_gib:.0f} GiB of the host" if row.host_gib else ""
+    longest = "-" if row.longest_sequence is None else f"{row.longest_sequence:,}"
+    return (
+        row.model,
+        row.machine,
+        row.strategy,
+        f"{card}{host}",
+        str(row.largest_micro_batch),
+        longest,
+        row.status,
+    )
+
+
+_PAGE = """\
+# Gallery: which models fit which machines
+
+**Predicted, not measured.** Each row is the first strategy that fits: without offloading where
+that is possible, the lowest ZeRO stage first. All strategies of all rows are in
+[gallery.csv](gallery/gallery.csv) and [gallery.json](gallery/gallery.json), each with its
+source and the command that prints it again, such as
+
+```
+{example}
+```
+
+bf16 with Adam in fp32, {sequence:,} tokens to a sample, activations recomputed, all parameters
+trained (with LoRA, adapters of rank 16 on all linear layers). Memory is that of a card at a
+micro batch of one sample; 5 % are left free, and the device's context and the communication
+library come on top. The longest sequence assumes an attention without a matrix of scores. Of
+LLaVA only the text is simulated. Host memory is for each card.
+
+{table}
+
+The page is made by `make gallery`, from the models' own configurations (`benchmarks/models/`)
+whose number of parameters is checked against the published weights. A run of yours becomes a
+row that was measured: [share it](sharing.md).
+"""
+
+
+if __name__ == "__main__":
+    main()
