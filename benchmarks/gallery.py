@@ -211,15 +211,15 @@ def write_tables(rows: Sequence[Row], folder: Path) -> None:
 
 def page(rows: Sequence[Row]) -> str:
     """Return the text of the page."""
-    heads = ("model", "machine", "strategy", "memory of a card", "largest micro batch")
-    heads = (*heads, "longest sequence", "")
+    of_memory = ("memory of a card", "largest micro batch", "longest sequence")
+    heads = ("model", "machine", "strategy", *of_memory, "")
     shown = [_shown(row) for row in rows if row.status == MEASURED]
     for name in dict.fromkeys(row.model for row in rows if row.status == PREDICTED):
         for machine in MACHINES:
             own = [row for row in rows if (row.model, row.machine) == (name, machine)]
             first = next((row for row in own if row.fits), None)
             shown.append(_shown(first) if first else (name, machine, "does not fit", *[""] * 4))
-    table = Table(heads, shown, numbers=heads[3:6]).markdown()
+    table = Table(heads, shown, numbers=of_memory).markdown()
     commands = [row.command for row in rows if row.model == "Llama 3.1 8B"]
     example = commands[0] if commands else rows[0].command
     return _PAGE.format(sequence=SEQUENCE, table="\n".join(table), example=example)

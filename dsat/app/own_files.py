@@ -217,7 +217,8 @@ class _Rewriting:
         if end is None or not self._answer.by_accelerate:
             return
         script = next((i for i, word in enumerate(self._words) if i >= end and _starts(word)), end)
-        best = {_DEEPSPEED_FILE: str(self._answer.path), _GAS_FLAG: self._answer.config.get(_GAS)}
+        path, gas = str(self._answer.path), self._answer.config.get(_GAS)
+        best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
         options = list(
             script_args.rewrite(
                 self._words[end:script], best, {flag: flag for flag in best}, add=False
@@ -227,9 +228,9 @@ class _Rewriting:
         if not self._takes_config and default.is_file():
             options[:0] = [_CONFIG_FILE, self._copy(default)[0]]
         elif not self._takes_config and _DEEPSPEED_FILE not in options:
-            options[:0] = [_DEEPSPEED_FILE, best[_DEEPSPEED_FILE]]
-        if _GAS_FLAG not in options and isinstance(best[_GAS_FLAG], int):
-            options += [_GAS_FLAG, str(best[_GAS_FLAG])]
+            options[:0] = [_DEEPSPEED_FILE, path]
+        if _GAS_FLAG not in options and isinstance(gas, int):
+            options += [_GAS_FLAG, str(gas)]
         self._words[end:script] = options
         self._takes_config = True
 

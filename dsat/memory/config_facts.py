@@ -16,17 +16,19 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 
-# model_type: whether queries, keys and values have a bias whatever the configuration says, and
-# whether queries and keys are normalised. All have gated layers and RMSNorm.
-_FAMILIES: Mapping[str, tuple[bool, bool]] = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "mixtral": (False, False),
-    "phi3": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-    "qwen3_moe": (False, True),
+# model_type: words on what is particular about it. All have gated layers and RMSNorm.
+_BIAS, _NORMALISED, _FUSED = "bias", "normalised", "fused"
+_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": (),
+    "mixtral": (),
+    "phi3": (_FUSED,),  # one layer for queries, keys and values
+    "qwen2": (_BIAS,),  # of queries, keys and values, whatever the configuration says
+    "qwen3": (_NORMALISED,),  # queries and keys
+    "qwen3_moe": (_NORMALISED,),
 }
+_READ_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
+_READ_INNER = {"gate_proj", "up_proj", "gate_up_proj"}
 HOW_TO_SIMULATE = (
     "For a simulation of any model, with DeepSpeed's own engine: pip install 'dsat[deepspeed]' "
     "transformers."
@@ -44,6 +46,8 @@ class Decoder:
         inner: width of a gated layer, of each expert if there are several.
         experts, chosen: number of experts, and of those that a token goes to; 1 without experts.
         attention_bias, out_bias, inner_bias: layers that have one.
+        normalised: queries and keys are.
+        fused: one layer makes queries, keys and values.
     """
 
     hidden: int
@@ -60,6 +64,7 @@ class Decoder:
     out_bias: bool
     inner_bias: bool
     normalised: bool
+    fused: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Decoder:
@@ -93,10 +98,11 @@ class Decoder:
             experts=experts,
             chosen=config.get("num_experts_per_tok") or 1,
             tied=bool(config.get("tie_word_embeddings")),
-            attention_bias=family[0] or bias,
+            attention_bias=_BIAS in family or bias,
             out_bias=bias,
             inner_bias=bool(config.get("mlp_bias")),
-            normalised=family[1],
+            normalised=_NORMALISED in family,
+            fused=_FUSED in family,
         )
 
     @property
@@ -170,20 +176,18 @@ class Formula:
         model, training = self._model, self._training
         size, tokens = _BYTES[training.dtype], self.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
-        kept = _kept(model, size, training.lora)
-        whole = model.layers * (size * model.hidden if training.recompute else kept)
-        whole += 2 * kept if training.recompute else 0
-        logits = model.vocabulary
+        passes = _Passes(model, size, tokens, training)
+        head = 0 if training.lora else size * model.vocabulary * model.hidden
         return ModelFacts(
             num_params=model.params + adapters,
             trainable_params=adapters if training.lora else model.params,
             largest_param=max(self._adapters) if training.lora else model.largest_param,
-            forward_bytes_per_sample=tokens * (whole + 10 * logits),
-            backward_bytes_per_sample=tokens * (whole + 14 * logits),
-            first_gradient_bytes_per_sample=tokens * (whole + 4 * logits),
-            matmul_bytes_per_sample=tokens * (whole + 4 * logits),
-            held_bytes_per_sample=tokens * 2 * logits,
-            matmul_bytes=MATMUL_WORKSPACE_BYTES,
+            forward_bytes_per_sample=tokens * passes.forward,
+            backward_bytes_per_sample=tokens * passes.backward,
+            first_gradient_bytes_per_sample=tokens * passes.first_gradient,
+            matmul_bytes_per_sample=tokens * passes.matmul,
+            held_bytes_per_sample=tokens * 16,  # numbers of tokens, and labels
+            matmul_bytes=head + tokens * (4 * model.head + 10) + MATMUL_WORKSPACE_BYTES,
             workspace_bytes=MATMUL_WORKSPACE_BYTES,
             param_bytes=size,
         )
@@ -198,11 +202,64 @@ class Formula:
         ]
 
 
-def _kept(model: Decoder, size: int, lora: Mapping[str, str] | None) -> int:
+class _Passes:
+    """Bytes of each token at the peaks of the forward and the backward pass.
+
+    Args:
+        model: its sizes.
+        size: bytes of a parameter.
+        tokens: of a sample.
+        training: how it is trained.
+    """
+
+    def __init__(self, model: Decoder, size: int, tokens: int, training: Training) -> None:
+        h, inner = model.hidden, model.chosen * model.inner
+        layer = _kept(model, size, tokens, training.lora)
+        held = model.layers * layer
+        if training.recompute:  # the inputs of all layers, and one layer's activations
+            held = model.layers * size * h + tokens
+        # Gradients of the gated layer, or of attention.
+        gradients = max(2 * size * h + 4 * size * inner, 12 * size * h)
+        norm = _norm(h, size)
+        if training.lora:  # no gradient of a weight, and none before the first adapter
+            gradients = norm = 0
+        self.first_gradient = held + gradients + layer * training.recompute
+        logits = (
+            8 + (size if size < 4 else 0)
+        ) * model.vocabulary  # fp32, their logarithm of softmax
+        self.forward = held + norm + logits
+        self.backward = max(held + norm + 12 * model.vocabulary, self.first_gradient)
+        self.matmul = held + size * model.vocabulary + 5 * size * h
+        if training.recompute:
+            self.forward = max(self.forward, held + 3 * size * inner + 2 * size * h)
+
+
+def _norm(width: int, size: int) -> int:
+    """Return what RMSNorm keeps: its input in fp32, the normalised input and the output."""
+    return (4 + 2 * size) * width + 4
+
+
+def _kept(model: Decoder, size: int, tokens: int, lora: Mapping[str, str] | None) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass."""
-    norms = 2 * (4 + 2 * size) * model.hidden
-    attention = size * (2 * model.queries + 2 * model.keys)
-    return norms + attention + 4 * size * model.inner * model.chosen
+    h, heads = model.hidden, (model.queries + model.keys) // model.head
+    # Queries, keys and values for all heads, the output; the mask of a token, logarithms of sums.
+    kept = (
+        2 * _norm(h, size) + size * (4 * model.queries + tokens) + 4 * model.queries // model.head
+    )
+    kept += 4 * size * model.inner * model.chosen
+    if model.normalised:
+        kept += (4 + size) * (model.queries + model.keys) + 4 * heads
+    if model.fused:  # queries and keys, before their rotation
+        kept += size * (model.queries + model.keys)
+    if model.experts > 1:  # inputs and outputs of the chosen experts, and the router's
+        kept += 2 * size * h * model.chosen + 12 * model.experts
+    if lora is None:
+        return kept
+    # Frozen layers keep no inputs, but those that adapters read.
+    targets = set(lora.get("target", "q_proj+v_proj").split("+"))
+    frozen = 2 * h + h * (not targets & _READ_ATTENTION) + h * (not targets & _READ_INNER)
+    frozen += model.inner * model.chosen * ("down_proj" not in targets)
+    return kept - size * frozen + size * int(lora.get("r", 8)) * len(targets)
 
 
 def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> list[int]:

@@ -156,8 +156,12 @@ class SharedRun(Recorded):
         positions = [at for at, each in enumerate(kept) if each.is_best]
         return cls(
             SharedModel(
-                *(getattr(profile, name) for name in _OF_MODEL),
-                longest_sequence=max(lengths, default=None),
+                profile.num_params,
+                profile.trainable_params,
+                profile.param_bytes,
+                profile.activation_bytes_per_sample,
+                profile.flops_per_sample,
+                max(lengths, default=None),
             ),
             SharedHardware(
                 str(info.get("accelerator", "")),
@@ -171,15 +175,6 @@ class SharedRun(Recorded):
             tuple(SharedTrial.of(view, each) for each in kept),
             positions[0] if positions else None,
         )
-
-
-_OF_MODEL = (
-    "num_params",
-    "trainable_params",
-    "param_bytes",
-    "activation_bytes_per_sample",
-    "flops_per_sample",
-)
 
 
 def text_of(run: SharedRun) -> str:

@@ -1,0 +1,96 @@
+"""The formula for a model that is known by its configuration alone, against models and simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gallery import CONFIGS, MODELS
+from dsat.app.estimate import simulated
+from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.memory.config_facts import Decoder, Formula, Training
+
+LLAMA: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+EXPERTS: Mapping[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 512,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
+LORA = {"r": "16", "target": "q_proj+v_proj"}
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith("LLaVA")])
+def test_parameters_are_those_of_the_published_weights(name: str) -> None:
+    model = MODELS[name]
+    config = json.loads((CONFIGS / f"{model.file}.json").read_text())
+    assert Decoder.of(config, model.file).params == model.params
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    facts = Formula(LLAMA, Training(128, lora=LORA), where="config.json").facts({})
+    of_a_layer = 16 * (1024 + 1024) + 16 * (1024 + 256)
+    assert facts.trainable_params == 4 * of_a_layer
+    assert facts.num_params == Decoder.of(LLAMA, "").params + 4 * of_a_layer
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mamba"}, "no formula knows the model type 'mamba'"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "1024"}, "hidden_size is missing, or no whole number"),
+    ],
+)
+def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        Formula({**LLAMA, **change}, Training(), where="config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "training"),
+    [
+        pytest.param(LLAMA, Training(512), id="all activations"),
+        pytest.param(EXPERTS, Training(512, recompute=True), id="experts, recomputed"),
+        pytest.param(LLAMA, Training(512, lora=LORA), id="LoRA", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, Training(512, dtype="fp32"), id="fp32", marks=pytest.mark.nightly),
+    ],
+)
+def test_activations_are_those_of_the_simulation(
+    config: Mapping[str, Any], training: Training, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EstimateSettings(
+        hf_config=str(tmp_path),
+        seq_length=training.sequence,
+        dtype=training.dtype,
+        lora=training.lora,
+        activation_checkpointing="on" if training.recompute else None,
+    )
+    with simulated(settings) as (_, base, simulator):
+        simulation = simulator.facts(base)
+    formula = Formula(config, training, where="config.json").facts(base)
+    assert formula.num_params == simulation.num_params
+    assert formula.trainable_params == simulation.trainable_params
+    assert formula.largest_param == simulation.largest_param
+    for name in ("forward_bytes_per_sample", "backward_bytes_per_sample"):
+        assert getattr(formula, name) == pytest.approx(getattr(simulation, name), rel=0.02)
