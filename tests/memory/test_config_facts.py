@@ -1,4 +1,4 @@
-"""The formula for a model that is known by its configuration alone, against models and simulation."""
+"""The formula for a model known by its configuration, against models and the simulation."""
 
 from __future__ import annotations
 

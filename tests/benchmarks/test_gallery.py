@@ -1,0 +1,47 @@
+"""The gallery's page and tables are of one piece, and their commands are those of dsat."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+from benchmarks import gallery
+from benchmarks.gallery import MEASURED, PREDICTED, Row
+from dsat.cli import settings_from_argv
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.report import share
+from dsat.report.run_view import RunView
+from dsat.report.share import SharedRun
+from testing.made_up_runs import Steady, run_of_world
+
+
+def rows() -> list[Row]:
+    return [Row(**each) for each in json.loads((gallery.FOLDER / "gallery.json").read_text())]
+
+
+def test_the_page_shows_what_the_tables_hold() -> None:
+    found = rows()
+    assert gallery.PAGE.read_text(encoding="utf-8") == gallery.page(found), "run `make gallery`"
+    with (gallery.FOLDER / "gallery.csv").open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["command"] for row in table] == [row.command for row in found]
+    assert {row.model for row in found} == set(gallery.MODELS)
+    assert {row.machine for row in found} == set(gallery.MACHINES)
+    assert {row.status for row in found} == {PREDICTED}
+
+
+def test_the_commands_of_the_rows_are_those_of_dsat() -> None:
+    for command in {row.command for row in rows()}:
+        settings = settings_from_argv.parse(shlex.split(command)[1:])
+        assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
+        assert (gallery.ROOT / settings.hf_config).is_file()
+
+
+def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
+    run = run_of_world(Steady(), method="random", finals=None, trials=20)
+    share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
+    row = gallery.measured(tmp_path / "run.json")
+    assert row.status == MEASURED and row.samples_per_second and row.source == "run.json"
+    assert f"| {MEASURED}" in gallery.page([row, *rows()])
