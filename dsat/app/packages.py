@@ -42,7 +42,7 @@ def check() -> None:
     Raises:
         UserInputError: they are not.
     """
-    unfit = list(_unfit())
+    unfit = sorted(_unfit(), key=lambda pair: TRAINING.index(pair[0].name))
     if unfit:
         wanted = " ".join(f"'{each.name}{each.specifier}'" for each, _ in unfit)
         raise UserInputError(
