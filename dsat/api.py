@@ -24,7 +24,6 @@ from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.run_view import RunView, TrialView
-from dsat.report.verdict import verdict
 from dsat.search import SEARCHES, Search
 from dsat.tuning.journal import FILE_NAME
 from dsat.tuning.loop import Observer
@@ -260,8 +259,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 
 def _told(run: Run, folder: Path) -> dict[str, Any]:
-    known = {"best_value": run.best_value, "verdict": verdict(run)}
-    return {**RunView.of(run).to_json(folder), **known}
+    return {**RunView.of(run).to_json(folder), "best_value": run.best_value}
 
 
 def _result(told: Mapping[str, Any], **known: Any) -> Result:

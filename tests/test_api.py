@@ -143,7 +143,7 @@ def test_a_search_from_python(
     assert result.best is not None and result.best_config is not None
     assert result.best_value == result.best["metrics"]["throughput"]
     assert result.stop_reason == "the budget of 6 trials is used" and not result.interrupted
-    assert f"Best: {result.best['name']}" in str(result)
+    assert f"Use {result.best['name']}." in str(result) or "Keep your configuration" in str(result)
     assert (tmp_path / result.run_dir / "best_ds_config.json").is_file()
     assert f"run folder {result.run_dir}" in caplog.text
     assert sum(record.name == "dsat.trials" for record in caplog.records) == 6

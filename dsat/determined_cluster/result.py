@@ -34,7 +34,7 @@ def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
     """
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
-    found.update(over=over, best_value=view.best_value, verdict=view.verdict)
+    found.update(over=over, best_value=view.best_value)
     shown: dict[str, Any] = values_without_secrets(found)
     return shown
 
@@ -87,16 +87,14 @@ def for_people(view: RunView) -> list[str]:
     if view.best is None:
         details = [each.outcome.detail for each in view.ended if each.outcome]
         last = next(filter(None, reversed(details)), "")
-        return [*last.splitlines(), *view.verdict]
+        return [*last.splitlines(), *view.verdict.lines]
     best = json.dumps(values_without_secrets(view.best_config))
-    return [*view.verdict, f"{summary.BEST_CONFIG_FILE}: {best}"]
+    return [*view.verdict.lines, f"{summary.BEST_CONFIG_FILE}: {best}"]
 
 
 def description(own: str, view: RunView, *, over: bool, canceled: bool = False) -> str:
     """Return the runner's description at its end, after the user's own."""
-    found = "nothing was measured"
-    if view.best is not None:
-        found = f"best {view.best.trial.name}, {view.best.result}; {view.gain.headline}"
+    found = view.verdict.headline if view.best is not None else "nothing was measured"
     if over and view.best is None:
         found = f"FAILED: {view.stop_reason}"
     elif canceled:

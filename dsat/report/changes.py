@@ -9,22 +9,26 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.inputs.ds_config import flat
 from dsat.report import format as fmt
+from dsat.report.differences import (
+    GAS,
+    MICRO_BATCH,
+    STAGE,
+    TRAIN_BATCH,
+    Difference,
+    differences,
+)
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.speed_model import SpeedModel
 from dsat.space.knobs import KNOBS
-from dsat.values.text import values_without_secrets
 
-_STAGE = "zero_optimization.stage"
-_TRAIN_BATCH, _MICRO_BATCH, _GAS = BATCH_KEYS
-_FIRST = (_STAGE, _MICRO_BATCH, _GAS, _TRAIN_BATCH)
 _REASONS = {
     **{knob.path: knob.reason for knob in KNOBS},
-    _MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
-    _GAS: "more micro batches in each optimizer step share its costs",
-    _TRAIN_BATCH: "follows from micro batch, accumulation and slots",
-    _STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
+    MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
+    GAS: "more micro batches in each optimizer step share its costs",
+    TRAIN_BATCH: "follows from micro batch, accumulation and slots",
+    STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
     "gradient_checkpointing": "activations are computed again in the backward pass, not kept",
 }
 
@@ -35,7 +39,7 @@ class Change:
 
     Attributes:
         key: dotted, as in the configuration.
-        own, best: both values as text; empty where a configuration does not name the setting.
+        own, best: both values as text.
         reason: what the setting does.
         effect: gain of the best value over the user's, and its source.
     """
@@ -63,29 +67,26 @@ class Pair:
 
 def changes(view: RunView, model: SpeedModel | None) -> list[Change]:
     """Return the settings in which the best configuration differs from the user's own."""
-    if view.best is None or view.best_config is None:
+    if view.best is None:
         return []
-    plan = view.plan
-    own = flat(values_without_secrets({**plan.config(plan.own_batch.config()), **plan.switches}))
-    best = flat(values_without_secrets({**view.best_config, **view.best.trial.script_args}))
-    keys = sorted(own.keys() | best.keys(), key=lambda key: (_order(key), key))
-    found = list(pairs(view))
+    found, best = list(pairs(view)), view.best
     return [
         Change(
-            key,
-            fmt.setting(own.get(key)),
-            fmt.setting(best.get(key)),
-            _REASONS.get(key, ""),
-            _effect(view.best, key, own, best, found, model),
+            each.key,
+            *each.texts,
+            _REASONS.get(each.key, ""),
+            _effect(best, each, found, model),
         )
-        for key in keys
-        if own.get(key) != best.get(key)
+        for each in differences(view.plan, best.trial)
     ]
 
 
 def pairs(view: RunView) -> Iterator[Pair]:
     """Yield all pairs of trials that were measured and differ in one setting alone."""
-    tried = [(_settings(each), each.value) for each in view.ranked if each.value]
+    plan, chosen = view.plan, {key for each in view.ranked for key in each.settings}
+    own = flat({**plan.config({}), **plan.switches})
+    base = {key: own.get(key) for key in chosen - {TRAIN_BATCH}}  # which follows from the others
+    tried = [(_settings(base, each), each.value) for each in view.ranked if each.value]
     for (one, value), (other, second) in combinations(tried, 2):
         keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
         if len(keys) == 1:
@@ -124,37 +125,27 @@ def importances(view: RunView) -> list[dict[str, Any]]:
 
 def _effect(
     best: TrialView,
-    key: str,
-    own: Mapping[str, Any],
-    its: Mapping[str, Any],
+    each: Difference,
     found: list[Pair],
     model: SpeedModel | None,
 ) -> str:
-    if key == _TRAIN_BATCH:
+    if each.key == TRAIN_BATCH:
         return "that of micro batch and accumulation"
-    default = None if key in own else _default_of(key, best.trial.stage)
-    if default is not None and default == its[key]:
-        return "none: DeepSpeed's default"
-    gain, count = paired_gain(found, key, own.get(key), its.get(key))
+    gain, count = paired_gain(found, each.key, each.own, each.its)
     if gain is not None:
-        return f"{gain:.3f}x by {fmt.count(count, 'pair')} of trials"
-    by_model = model and model.gain(best, key, own.get(key, default))
+        return f"{gain:.2f}x by {fmt.count(count, 'pair')} of trials"
+    own = each.default if each.own is None else each.own
+    by_model = model and model.gain(best, each.key, own)
     if not by_model:
         return "not measured"
     ratio, low, high = by_model
     return f"{ratio:.2f}x ({low:.2f} to {high:.2f}) by the model of speed"
 
 
-def _default_of(key: str, stage: int) -> Any:
-    """Return DeepSpeed's own value of a knob; None if it is no knob of the stage."""
-    return next((k.values[0] for k in KNOBS if k.path == key and stage in k.stages), None)
-
-
-def _settings(each: TrialView) -> dict[str, Any]:
-    """Return the settings of a trial; the global batch, which follows, is left out."""
-    found = {key: value for key, value in each.settings.items() if key != _TRAIN_BATCH}
-    return {**found, _STAGE: each.trial.stage}
-
-
-def _order(key: str) -> int:
-    return _FIRST.index(key) if key in _FIRST else len(_FIRST)
+def _settings(base: Mapping[str, Any], each: TrialView) -> dict[str, Any]:
+    """Return the values of a trial for the settings of `base`."""
+    return {
+        **base,
+        **{k: v for k, v in each.settings.items() if k in base},
+        STAGE: each.trial.stage,
+    }

@@ -35,6 +35,15 @@ def metric(name: str, value: float | None) -> str:
     return f"{number} {unit(name)}"
 
 
+def change(name: str, before: float | None, after: float | None) -> str:
+    """`100 -> 142 samples/s`; times with the name of their metric."""
+    first, second = metric(name, before), metric(name, after)
+    number, _, its_unit = first.partition(" ")
+    if its_unit and second.endswith(f" {its_unit}"):
+        first = number
+    return f"{'' if name in _UNITS else f'{name} '}{first} -> {second}"
+
+
 def memory(size_bytes: float | None) -> str:
     """`1.23 GiB`; a dash for None."""
     return "-" if size_bytes is None else memory_size.readable(size_bytes)

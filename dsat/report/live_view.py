@@ -14,7 +14,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dsat.memory.forecast import Forecast
-from dsat.report import format as fmt
 from dsat.report import progress, terminal
 from dsat.report.run_view import RunView
 from dsat.report.table import Table
@@ -99,11 +98,7 @@ class LiveView:
         total, done = view.plan.max_trials, len(view.ended)
         bar.add_row(ProgressBar(total=total, completed=done, width=60))
         status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
-        best = "none yet"
-        if view.best is not None:
-            value = fmt.metric(view.plan.metric, view.best_value)
-            best = f"{view.best.trial.name}, {value}; {view.gain.headline}"
-        lines = map(Text, (f"best: {best}", *status))
+        lines = map(Text, (view.verdict.headline, *status))
         return Group(terminal.rich_table(Table(("trial", "result"), cells)), bar, *lines)
 
     def _doing(self, trial: Trial) -> str:

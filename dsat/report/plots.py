@@ -30,17 +30,17 @@ _GIB = 2**30
 
 
 def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
-    """Return title, text for those who cannot see it, and specification of each plot with data."""
-    found = [
-        _finals(run, view),
-        _throughput(view, model),
+    """Return title, text for those who cannot see it, and specification of each plot with data.
+
+    `detail` marks the plots that follow the table of trials.
+    """
+    first = [_throughput(view, model), _step_times(view), _memory_by_part(run), _finals(run, view)]
+    details = [_memory(run, view), _importances(view)]
+    return [
+        *(plot for plot in first if plot is not None),
+        *({**plot, "detail": True} for plot in details if plot is not None),
         *best_so_far({"": view}),
-        _memory(run, view),
-        _memory_by_part(run),
-        _step_times(view),
-        _importances(view),
     ]
-    return [plot for plot in found if plot is not None]
 
 
 def best_so_far(views: Mapping[str, RunView]) -> list[Spec]:
@@ -72,7 +72,7 @@ def best_so_far(views: Mapping[str, RunView]) -> list[Spec]:
         encoding = {"x": x, "y": value, "tooltip": _tips("name", over, "best"), **several}
         title = f"best {plan.metric} over {over}"
         text = f"The best {plan.metric} that was known after so many {over}."
-        plots.append(_plot(title, text, 200, _layer(rows, line, encoding)))
+        plots.append({**_plot(title, text, 200, _layer(rows, line, encoding)), "detail": True})
     return plots
 
 
@@ -250,7 +250,7 @@ def _plot(title: str, text: str, height: int | Spec, *layers: Spec) -> Spec:
         "autosize": {"type": "fit-x", "contains": "padding"},
         "layer": layers,
     }
-    return {"title": title, "text": text, "spec": spec}
+    return {"title": title, "text": text, "spec": spec, "detail": False}
 
 
 def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None) -> Spec:

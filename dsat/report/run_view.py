@@ -11,7 +11,7 @@ from typing import Any
 from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
 from dsat.report.table import Table
-from dsat.report.verdict import GainView, verdict
+from dsat.report.verdict import GainView, Verdict, verdict
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -117,8 +117,7 @@ class RunView:
     Attributes:
         info: what the journal's first line says for people (name, versions, machine).
         best_value: of the objective; the median of its runs in the finals, if there were any.
-        verdict: sentences, the gain first.
-        facts: what was tuned, where, for how long, and why the run stopped.
+        facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
     """
 
@@ -133,7 +132,7 @@ class RunView:
     best_config: dict[str, Any] | None
     baseline: TrialView | None
     gain: GainView
-    verdict: tuple[str, ...]
+    verdict: Verdict
     facts: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -159,7 +158,7 @@ class RunView:
             best_config=best_config(run),
             baseline=None if own is None else trials[own.id],
             gain=GainView.of(run),
-            verdict=tuple(verdict(run)),
+            verdict=verdict(run),
             facts=tuple(_facts(run)),
             warnings=tuple(warnings),
         )
@@ -228,6 +227,7 @@ class RunView:
             "best_ds_config": self.best_config,
             "baseline": self.baseline and self.baseline.to_json(),
             "gain": self.gain.ratio,
+            "verdict": list(self.verdict.lines),
             "finals": self.gain.finals,
             "trials": [view.to_json() for view in self.trials],
             "warnings": list(self.warnings),
@@ -261,6 +261,8 @@ def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
 def _facts(run: Run) -> Iterator[str]:
     assert run.plan is not None
     yield f"metric: {run.plan.metric}"
+    if run.best is not None and run.best_outcome is not None:
+        yield f"best: {run.best.name}, {_measured(run.best_outcome, run.plan.metric)}"
     yield f"trials: {len(run.outcomes)}"
     if "machine" in run.info:
         yield f"machine: {run.info['machine']}"
@@ -279,6 +281,15 @@ def _facts(run: Run) -> Iterator[str]:
     if run.skipped:
         skipped = fmt.count(len(run.skipped), "configuration")
         yield f"skipped: {skipped} predicted to run out of memory"
+
+
+def _measured(outcome: Outcome, metric: str) -> str:
+    """Return a measurement, and the tokens that it means."""
+    tokens = None if outcome.metrics is None else outcome.metrics.tokens_per_second
+    beside = ""
+    if tokens is not None and metric != "tokens_per_second":
+        beside = f", {fmt.metric('tokens_per_second', tokens)}"
+    return fmt.outcome(outcome, metric) + beside
 
 
 def _memory_errors(run: Run) -> Iterator[float]:

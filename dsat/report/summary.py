@@ -34,7 +34,7 @@ def texts(run: Run, train_line: str) -> dict[str, str]:
 
 def markdown(view: RunView, train_line: str) -> str:
     """Return the text of `summary.md`."""
-    lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict)]
+    lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict.lines)]
     if view.best is not None:
         lines += [f"Train with it: `{train_line}`", ""]
     lines += [*(f"- {line}" for line in view.facts), ""]

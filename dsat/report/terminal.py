@@ -17,6 +17,7 @@ from rich.text import Text
 from dsat.inputs.ds_config import flat
 from dsat.report import format as fmt
 from dsat.report import summary
+from dsat.report.differences import differences
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
 from dsat.tuning.run import Run
@@ -51,7 +52,9 @@ def rich_table(table: Table) -> RichTable:
 def result(view: RunView) -> list[RenderableType]:
     """Return the verdict of a run, its facts and its stages."""
     stages: list[RenderableType] = [rich_table(view.stage_table())] if view.stages else []
-    return [*map(Text, view.verdict), *stages, *map(Text, view.facts)]
+    headline, *others = map(Text, view.verdict.lines)
+    headline.stylize("bold")
+    return [headline, *others, *stages, *map(Text, view.facts)]
 
 
 def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
@@ -194,14 +197,7 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
     """Return settings with the user's own value and the trial's, as text."""
     assert run.plan is not None
-    own, its = run.plan.own_batch.config(), trial.batch.config()
-    batch = {key: (own[key], its[key]) for key in own if own[key] != its[key]}
-    pairs = {**batch, **run.changes(trial)}
-    return [(key, _shown(key, one), _shown(key, other)) for key, (one, other) in pairs.items()]
-
-
-def _shown(key: str, value: Any) -> str:
-    return fmt.setting(values_without_secrets({key: value})[key]) or "(not set)"
+    return [(each.key, *each.texts) for each in differences(run.plan, trial)]
 
 
 def _tails(folder: Path) -> Iterator[RenderableType]:

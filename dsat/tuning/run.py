@@ -322,17 +322,7 @@ class Run:
     @property
     def best_outcome(self) -> Outcome | None:
         """Outcome of the best configuration: the median of its runs in the finals, if any."""
-        best = self.best
-        if best is None:
-            return None
-        again = [
-            (value, self.outcomes[trial_id])
-            for trial_id, repeated in self.repeated.items()
-            if repeated == best.id and (value := self.value(self.trials[trial_id])) is not None
-        ]
-        if not again:
-            return self.outcomes[best.id]
-        return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+        return None if self.best is None else typical_outcome(self, self.best)
 
     @property
     def noise(self) -> float | None:
@@ -371,3 +361,15 @@ class Run:
         """The objective's value of a trial; None unless it ran."""
         outcome = self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
+
+
+def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
+    """Return the median of a trial's runs in the finals; its own outcome without any."""
+    again = [
+        (value, run.outcomes[trial_id])
+        for trial_id, repeated in run.repeated.items()
+        if repeated == trial.id and (value := run.value(run.trials[trial_id])) is not None
+    ]
+    if not again:
+        return run.outcomes.get(trial.id)
+    return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]

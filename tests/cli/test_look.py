@@ -45,7 +45,7 @@ def test_the_newest_run_is_summed_up(run: Run, capsys: pytest.CaptureFixture[str
     text = said(capsys, "show")
     assert run.best is not None
     assert "random search in dsat_runs/model-2" in text
-    assert f"Best: {run.best.name}" in text
+    assert f"best: {run.best.name}, " in text
     assert "state: over" in text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dsat.report.run_view import RunView
 from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 
@@ -128,12 +129,11 @@ def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> N
         told = ended(process)
         assert told.status == 1, told
         assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
-        best = there.run().best
-        assert best is not None and f"Best: {best.name}" in told.out, "the best so far is told"
-        assert there.result()["best"]["name"] == best.name
-        assert (
-            f"canceled; best {best.name}" in there.master.experiment(RUNNER).config["description"]
-        )
+        run = there.run()
+        verdict = RunView.of(run).verdict.headline
+        assert run.best is not None and verdict in told.out, "the best so far is told"
+        assert there.result()["best"]["name"] == run.best.name
+        assert f"canceled; {verdict}" in there.master.experiment(RUNNER).config["description"]
 
 
 def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
         told = ended(process)
         assert told.status == 1, told
         assert "experiment 2 was ended from outside" in told.out
-        best = there.run().best
-        assert best is not None and f"Best: {best.name}" in told.out
+        run = there.run()
+        assert run.best is not None and RunView.of(run).verdict.headline in told.out
         assert (there.files() / "best_ds_config.json").exists()
         assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
         assert there.master.trials(RUNNER)[0].restarts == 0

@@ -36,7 +36,7 @@ def test_the_whole_result_goes_through_the_log() -> None:
     local = RunView.of(run).to_json(Path())
     for key in ("best", "best_ds_config", "baseline", "gain", "stop_reason", "trials"):
         assert found[key] == json.loads(json.dumps(local[key]))
-    assert found["over"] and found["verdict"][1].startswith("Best: ")
+    assert found["over"] and found["verdict"] == list(RunView.of(run).verdict.lines)
 
 
 def test_the_last_whole_result_counts() -> None:
@@ -80,10 +80,10 @@ def test_a_search_that_found_something_says_what() -> None:
     run = finished()
     assert run.best is not None
     view = RunView.of(run)
-    assert result.description("", view, over=True).startswith(f"best {run.best.name}, ")
-    said = result.description("x", view, over=False, canceled=True)
-    assert said.startswith("x - canceled; best")
-    assert result.description("x", view, over=False).startswith("x - ended from outside; best")
+    verdict = view.verdict.headline
+    assert result.description("", view, over=True) == verdict
+    assert result.description("x", view, over=False, canceled=True) == f"x - canceled; {verdict}"
+    assert result.description("x", view, over=False) == f"x - ended from outside; {verdict}"
     found = result.metrics(view, over=True)
     assert found == {"search_failed": 0, "throughput": run.best_value}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsat.report.run_view import RunView
 from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, cluster
 from tests.conftest import ROOT
@@ -48,7 +49,8 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         assert told.status == 0, told
         assert there.kinds() == [OutcomeKind.OK] * 2
         config = measured(there)
-        for fact in ("parameters 11,689,512", "memory per slot", "activations", "Best: "):
+        verdict = RunView.of(there.run()).verdict.headline
+        for fact in ("parameters 11,689,512", "memory per slot", "activations", verdict):
             assert fact in told.out
         search = there.master.experiment(SEARCH).config
         assert search["description"] == "(#1) generated - torchvision-core-api"

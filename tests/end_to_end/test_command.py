@@ -306,7 +306,7 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     assert told.err == ""
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is None
-    assert f"Best: {run.best.name}, " in told.out
+    assert f"best: {run.best.name}, " in told.out
     assert f"--run-dir {run_dir} --resume" in told.out
     assert (run_dir / "best_ds_config.json").exists()
     assert "interrupted" in (run_dir / "summary.md").read_text()

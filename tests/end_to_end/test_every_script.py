@@ -231,7 +231,7 @@ def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> No
     assert failed and set(failed) == {OutcomeKind.OOM} and fitted is OutcomeKind.OK
     assert [t.strategy for t in profiles] == ["z0", "z1", "z3"][: len(profiles)]
     assert run.best is not None and run.best.stage >= 1
-    assert "Your own configuration does not fit: z0 ran out of memory" in told.out
+    assert "your configuration runs out of memory (stage 0, micro batch" in told.out
 
 
 def test_offloading_is_searched_when_it_is_asked_for(plain: Path) -> None:

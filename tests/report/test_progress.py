@@ -66,7 +66,7 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert run.best is not None and run.plan is not None
     assert "14 of at most 40 trials" in text and f"{len(run.running)} of 2 slots busy" in text
-    assert f"best: {run.best.name}" in text and "x your own, unconfirmed" in text
+    assert f"Use {run.best.name}." in text and "x, unconfirmed: " in text
     assert "step 6" in text
     assert "at most 26 more trials" in text
     said = " ".join(text.split())

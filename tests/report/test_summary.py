@@ -150,7 +150,7 @@ def test_a_view_that_is_no_terminal_prints_the_result_without_colours() -> None:
         assert stream.getvalue() == ""
         view.show_result(run)
     said = stream.getvalue()
-    assert "Best: t2" in said
+    assert "Use t2." in said
     assert "\x1b" not in said
 
 

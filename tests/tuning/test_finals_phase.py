@@ -275,10 +275,10 @@ def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
     assert run.leader is not None and run.best is not None
     assert run.leader.overrides["zero_optimization"]["reduce_bucket_size"] == 10
     assert run.best.overrides["zero_optimization"]["reduce_bucket_size"] == 9
-    [said] = [line for line in verdict(run) if "is excluded" in line]
-    assert said.startswith(f"{run.leader.name} trains differently")
+    [said] = verdict(run).warnings
+    assert said.startswith(f"{run.leader.name} is excluded: ")
     assert said.endswith("What differs: zero_optimization.reduce_bucket_size=10.")
-    assert any("on the same data the losses agree" in line for line in verdict(run))
+    assert "On the same data the losses agree" in verdict(run).confidence
     resumed, _ = tuner_of(tuner.plan, journal.events)
     assert resumed.run.disqualified == run.disqualified
 
@@ -287,12 +287,13 @@ def test_if_all_leaders_train_otherwise_the_users_own_is_kept() -> None:
     tuner, _ = tuner_of(finals_plan())
     drive(tuner, Training(*range(2, 11), b10=1.5))
     assert tuner.run.best is tuner.run.baseline
-    said = " ".join(verdict(tuner.run))
-    assert "trains differently" in said and "keep your own configuration" in said
+    said = verdict(tuner.run)
+    assert "trains differently" in said.warnings[0]
+    assert said.headline.startswith("Keep your configuration")
 
 
 def test_losses_of_a_script_without_a_seed_are_not_compared() -> None:
     tuner, _ = tuner_of(finals_plan())
     drive(tuner, Training(10, seeded=False, b10=1.5))
     assert tuner.run.best is tuner.run.leader
-    assert any("the script is not seeded" in line for line in verdict(tuner.run))
+    assert "the script is not seeded" in verdict(tuner.run).confidence
