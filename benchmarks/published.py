@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.published
 
-The table of docs/estimate.md. A model whose layers are published is simulated; of others the closed
-form tells what their sizes decide. Published are peaks of what torch has allocated, if nothing else
-is said.
+A table of docs/predicting.md. A model whose layers are published is simulated; of others the
+closed form tells what their sizes decide. Published are peaks of what torch has allocated, if
+nothing else is said.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.styles [--null] [NAME ...]
 
-Prints the table of docs/estimate.md. Where DeepSpeed or a library trains nothing without a GPU, the
-rank runs on a CUDA without a device (testing/null_cuda); with --null, all do. peft and lightning
-have to be installed for theirs.
+Prints a table of docs/predicting.md. Where DeepSpeed or a library trains nothing without a GPU,
+the rank runs on a CUDA without a device (testing/null_cuda); with --null, all do. peft and
+lightning have to be installed for theirs.
 """
 
 from __future__ import annotations

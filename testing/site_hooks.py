@@ -1,4 +1,4 @@
-"""Parts of the documentation made from elsewhere: the options, and files beside the code.
+"""Parts of the documentation made from elsewhere: references, and files beside the code.
 
 mkdocs calls these functions (`hooks` in `mkdocs.yml`). Nothing that is generated here is kept.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from testing import readme
+from testing import reference
 
 ROOT = Path(__file__).parents[1]
 # Pages that are files of the repository, by their place on the site.
@@ -36,8 +36,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts the options where a page wants them."""
-    return markdown.replace("{{ options }}", readme.option_reference())
+    """Put the references where a page wants them."""
+    generated = {"options": reference.option_reference, "settings": reference.setting_reference}
+    for name, make in generated.items():
+        mark = f"{{{{ {name} }}}}"
+        markdown = markdown.replace(mark, make()) if mark in markdown else markdown
+    return markdown
 
 
 def _with_links(text: str, source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
+from testing import shown
 from testing.made_up_runs import Steady, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,33 @@ def test_every_example_has_a_line() -> None:
     folders = {line.split("/")[1] for line in tracked.stdout.split() if line.count("/") > 1}
     assert folders
     assert folders == {name for name in folders if f"| [{name}]({name}/" in text}
+
+
+# -- messages
+
+
+def _texts() -> list[str]:
+    """All strings in the code, in lower case, with a mark for what they insert."""
+    found = []
+    for path in (ROOT / "dsat").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value.lower())
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+                found.append("".join(map(str, parts)).lower())
+    return found
+
+
+def test_every_message_that_is_explained_exists() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    of_dsat = page.partition("## Messages of dsat")[2].partition("\n## ")[0]
+    titles = re.findall(r"^### (.*)$", of_dsat, re.M)
+    texts = _texts()
+    assert len(titles) > 20
+    for title in titles:
+        parts = [part.strip() for part in title.lower().split("...")]
+        assert any(all(part in text for part in parts) for text in texts), title
 
 
 # -- commands
@@ -104,11 +133,25 @@ def test_the_commands_that_look_at_runs_work(
         assert capsys.readouterr().out
 
 
+OUTPUTS = dict.fromkeys(
+    block for path in shown.DOCUMENTS for block in shown.blocks(path.read_text(encoding="utf-8"))
+)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, marks=() if block.looks else pytest.mark.slow) for block in OUTPUTS],
+    ids=[block.commands[-1][:40] for block in OUTPUTS],
+)
+def test_an_output_is_what_the_command_prints(block: shown.Block) -> None:
+    assert block.printed() == list(block.shown), "run `python -m testing.shown`"
+
+
 @pytest.mark.slow
-def test_the_first_dry_run_of_the_first_ten_minutes(
+def test_the_first_dry_run_of_the_quick_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [words] = [w for w in _commands("docs/first-ten-minutes.md") if "--dry-run" in w]
+    [words] = [w for w in _commands("docs/quick-start.md") if "--dry-run" in w]
     monkeypatch.chdir(ROOT / "examples" / "plain")
     assert main(words) == 0
     assert "at most 50 trials" in capsys.readouterr().out

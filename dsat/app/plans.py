@@ -123,7 +123,7 @@ def _knobs_of(
                 raise UserInputError(
                     f"there is no knob {name!r}",
                     where=flag,
-                    hint=ds_config.did_you_mean(name, KNOB_NAMES) + "docs/searching.md lists them.",
+                    hint=ds_config.did_you_mean(name, KNOB_NAMES) + "docs/settings.md lists them.",
                 )
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):

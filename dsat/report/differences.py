@@ -67,8 +67,11 @@ def differences(plan: Plan, trial: Trial) -> list[Difference]:
 
 
 def _default_of(plan: Plan, key: str, stage: int) -> Any:
+    if key == STAGE:
+        return 0
     declared = (knob.values[0] for knob in KNOBS if knob.path == key and stage in knob.stages)
-    return plan.defaults.get(key, 0 if key == STAGE else next(declared, None))
+    known = plan.defaults.get(key)
+    return next(declared, None) if known is None else known
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

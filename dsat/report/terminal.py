@@ -62,8 +62,7 @@ def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
     view = RunView.of(run)
     files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
     return [
-        Text(f"{view.title} in {folder}"),
-        Text(f"state: {state}"),
+        Text(f"{view.title} in {folder} ({state})"),
         *result(view),
         *(Text(str(path)) for path in files if path.exists()),
     ]

@@ -105,6 +105,11 @@ class Knob:
         is_top = self.key.partition(".")[0] in TOP_SECTIONS
         return self.key if is_top else f"zero_optimization.{self.key}"
 
+    @property
+    def is_on_request(self) -> bool:
+        """Tell whether it is searched with `--tune` only."""
+        return self.unasked is _never
+
     def usable(self, situation: Situation) -> tuple[Any, ...]:
         """Return the values that a trial can have."""
         if not self.divides_slots:

@@ -62,24 +62,25 @@ def assert_found(run_dir: Path, told: Told) -> Run:
 def documented_commands() -> dict[str, tuple[str, list[str]]]:
     """By section: the folder and the command of each example that its page tells to type."""
     found = {}
-    page = (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8")
-    for section in page.split("\n## ")[1:]:
-        block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
-        if block is not None:
-            found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
+    for page in ("deepspeed", "trainer", "determined"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        for section in re.split(r"^#{1,2} ", text, flags=re.M)[1:]:
+            block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
+            if block is not None:
+                found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
     return found
 
 
 # The others' kinds of script are searched elsewhere in each run of the tests.
-NIGHTLY = ("With DeepSpeedTrial", "With the Hugging Face Trainer")
+NIGHTLY = ("DeepSpeedTrial", "Hugging Face Trainer")
 
 
 def test_there_is_a_command_for_every_kind_of_script() -> None:
     assert list(documented_commands()) == [
-        "With DeepSpeedTrial",
-        "With the Hugging Face Trainer",
-        "With your own script, unchanged",
+        "Plain DeepSpeed",
         "Coming from `deepspeed --autotuning`",
+        "Hugging Face Trainer",
+        "DeepSpeedTrial",
     ]
 
 
@@ -102,7 +103,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
         changed["autotuning"] |= {"tuner_num_trials": 2, "start_step": 2, "end_step": 3}
         config.write_text(json.dumps(changed))
         run_dir = tmp_path / "example" / "autotuning_results"
-    if section != "With your own script, unchanged":
+    if section != "Plain DeepSpeed":
         small = [*small, "--memory-model", "formula"]  # saves seconds
     if folder == "examples/plain":
         rest = [*rest, *SMALL_MODEL]

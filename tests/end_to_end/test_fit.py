@@ -16,7 +16,7 @@ import yaml
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 SCRIPT = "-- train.py --deepspeed --deepspeed_config ds_config.json"
 
 

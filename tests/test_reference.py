@@ -1,4 +1,4 @@
-"""What the README repeats from the code is what the code says, and its examples run."""
+"""The examples of the page on Python run as they stand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ import pytest
 
 import dsat
 from dsat.search import SEARCHES, RandomSearch
-from testing import readme, warm_command, warm_host
+from testing import reference, warm_command, warm_host
 from testing.local import PROGRAMS, processes_of
-
-
-def test_the_table_of_options_is_the_declared_one() -> None:
-    text = readme.PATH.read_text(encoding="utf-8")
-    assert readme.with_table(text) == text, "run `python -m testing.readme`"
 
 
 @pytest.mark.slow
@@ -32,10 +27,10 @@ def test_the_examples_in_python_run_as_they_stand(
     small = {"slots": 1, "max_micro_batch": 64, "memory_model": "formula"}
     quick = functools.partial(dsat.tune, **small, **steps)
     monkeypatch.setattr(dsat, "tune", quick)
-    names: dict[str, Any] = {"__name__": "readme"}
+    names: dict[str, Any] = {"__name__": "examples"}
     try:
-        for number, example in enumerate(readme.python_examples()):
-            exec(compile(example, f"README example {number}", "exec"), names)
+        for number, example in enumerate(reference.python_examples()):
+            exec(compile(example, f"example {number}", "exec"), names)
     finally:
         SEARCHES.pop("patient", None)
     result, again, run = names["result"], names["again"], names["run"]

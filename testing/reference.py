@@ -1,59 +1,57 @@
-"""Parts of the README and the documentation made from the code, and examples that tests run.
-
-`python -m testing.readme` writes the README's table of options anew.
-"""
+"""Parts of the documentation made from the code, and examples that tests run."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.knobs import KNOB_NAMES, KNOBS
 
-PATH = Path(__file__).parent.parent / "README.md"
-DOCS = PATH.parent / "docs"
-_TABLE = re.compile(
-    r"(?<=<!-- options: written by `python -m testing.readme` -->\n).*?(?=<!-- end)", re.S
-)
-
-
-def option_table() -> str:
-    """The options of the first hour, as they are declared."""
-    return _table(own for own in options_of(Settings) if own.group is Group.FIRST)
-
-
-def with_table(text: str) -> str:
-    """The README with the table that it should have."""
-    found, count = _TABLE.subn(lambda _: option_table(), text)
-    assert count == 1, "the README has lost the marks around its table of options"
-    return found
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def option_reference() -> str:
-    """All options of all commands."""
-    parts = ["## Of every search\n"]
+    """Return all options of all commands."""
+    parts = ["## Every search\n"]
     for group in Group:
         own = [each for each in options_of(Settings) if each.group is group]
         if own:
             parts.append(f"### {group.value.capitalize()}\n\n{_table(own)}")
-    parts.append("## Of a single method\n")
+    parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
     commands = {ESTIMATE: EstimateSettings, **LOOK_SETTINGS}
     for name, settings in commands.items():
-        parts.append(f"## Of `dsat {name}`\n\n{_table(options_of(settings))}")
-    knobs = "\n".join(f"- `{name}`" for name in KNOB_NAMES)
-    return "\n".join([*parts, f"## Settings that `--tune` and `--fix` know\n\n{knobs}\n"])
+        parts.append(f"## `dsat {name}`\n\n{_table(options_of(settings))}")
+    return "\n".join(parts)
+
+
+def setting_reference() -> str:
+    """Return every setting that a search may choose, as it is declared."""
+    rows = ["| setting | stages | values | why | searched |", "|---|---|---|---|---|"]
+    for knob in KNOBS:
+        stages = ", ".join(map(str, knob.stages))
+        values = ", ".join(f"`{_json(value)}`" for value in knob.values)
+        when = "with `--tune`" if knob.is_on_request else "where it can matter"
+        rows.append(f"| `{knob.key}` | {stages} | {values} | {knob.reason} | {when} |")
+    others = ", ".join(f"`{n}`" for n in KNOB_NAMES if n not in {knob.key for knob in KNOBS})
+    return "\n".join([*rows, "", f"`--tune` and `--fix` also take {others}.", ""])
+
+
+def _json(value: Any) -> str:
+    return f"{value:,}" if type(value) is int and value >= 10_000 else json.dumps(value)
 
 
 def python_examples() -> list[str]:
-    """The blocks of Python in the page on Python, in their order."""
+    """Return the blocks of Python in the page on Python, in their order."""
     text = (DOCS / "python.md").read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
 
@@ -65,13 +63,10 @@ def _table(options: Iterable[Option]) -> str:
 def _row(own: Option) -> str:
     *short, long = own.flags
     flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.metavar or ''}".strip()])
-    default = "" if own.default in (None, False, ()) else f"`{own.default}`"
+    plain = not isinstance(own.default, tuple) and own.default not in (None, False)
+    default = f"`{own.default}`" if plain else ""
     said = own.help.replace("%%", "%").replace(": {knobs}", "")
-    said = said.replace("{knobs}", "the settings below").replace("|", "\\|")
+    said = said.replace("{knobs}", "[settings](settings.md)").replace("|", "\\|")
     if own.choices is not None and len(own.choices) > len(own.flags):
         said += ": " + ", ".join(f"`{value}`" for value in own.choices)
     return f"| {flags} | {default} | {said} |"
-
-
-if __name__ == "__main__":
-    PATH.write_text(with_table(PATH.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""Outputs in the documents: each `console` block shows what its commands print.
+
+`python -m testing.shown` writes the outputs anew. Commands that look at runs see the recorded run,
+a real one of `make demo`; others run in the folder that the block goes to, in `examples`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RECORDED = ROOT / "testing" / "recorded_run"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.S | re.M)
+_PROMPT = "$ "
+_LOOKS = ("show", "compare", "export")
+_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a block and the lines that it shows below them."""
+
+    commands: tuple[str, ...]
+    shown: tuple[str, ...]
+
+    @property
+    def looks(self) -> bool:
+        """Check for a command that looks at the recorded run."""
+        return shlex.split(self.commands[-1])[1] in _LOOKS
+
+    def printed(self) -> list[str]:
+        """Run the commands and return the last lines that they print, as many as are shown."""
+        if not self.looks:
+            return _ran(self.commands, ROOT)[-len(self.shown) :]
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(RECORDED, Path(folder) / "dsat_runs" / "train-1")
+            return _ran(self.commands, Path(folder))
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the blocks of a document that show an output, or look at the recorded run."""
+    for match in _BLOCK.finditer(text):
+        block = _block_of(match[1])
+        if block.shown or block.looks:
+            yield block
+
+
+def _block_of(text: str) -> Block:
+    lines = text.splitlines()
+    commands = tuple(line.removeprefix(_PROMPT) for line in lines if line.startswith(_PROMPT))
+    return Block(commands, tuple(line for line in lines if not line.startswith(_PROMPT)))
+
+
+def _ran(commands: tuple[str, ...], folder: Path) -> list[str]:
+    """Return what commands print, run one after the other in a shell."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/bash", "-c", " && ".join(commands)],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.rstrip() for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Write the outputs of all documents anew."""
+
+    def renewed(match: re.Match[str]) -> str:
+        block = _block_of(match[1])
+        if not (block.shown or block.looks):
+            return match[1]
+        lines = [*(f"{_PROMPT}{command}" for command in block.commands), *block.printed()]
+        return "\n".join(lines) + "\n"
+
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(_BLOCK.sub(renewed, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
