@@ -20,9 +20,9 @@ import wrapt
 
 NEVER = 10**9  # a number of steps that no trial reaches
 OTHER_BATCH = (
-    "the script's own TrainingArguments have other batch sizes than the trial, so dsat replaced "
-    "them: to train with best_ds_config.json, set per_device_train_batch_size to its "
-    "train_micro_batch_size_per_gpu, and gradient_accumulation_steps as there"
+    "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
+    "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
+    "and gradient_accumulation_steps as there"
 )
 OTHER_CHECKPOINTING = (
     "the script's own TrainingArguments have another gradient_checkpointing than the trial, so "

@@ -23,35 +23,34 @@ LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have p
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 OWN_ACCUMULATION = (
-    "the script makes an optimizer step of {k} times as many micro batches as "
-    "gradient_accumulation_steps says: such steps are measured, and their global batch is "
-    "that many times train_batch_size. To have accumulation tuned, call engine.step() after every "
-    "micro batch and leave the rest to the engine"
+    "each optimizer step of the script takes {k} times as many micro batches as "
+    "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
+    "accumulation tuned, call engine.step() after every micro batch"
 )
 SHORT_BATCHES = (
-    "some optimizer steps had fewer samples than they should, as at the end of an epoch; they were "
-    "not measured. Give the script more data, or drop_last=True to its data loader"
+    "optimizer steps with too few samples (at the end of an epoch, perhaps) were not measured. "
+    "Give the script more data, or drop_last=True to its data loader"
 )
 COMPILED = (
-    "torch compiled in some steps after the first (for batches of a new shape, perhaps); they were "
-    "not measured, and your training will have more of them"
+    "steps in which torch compiled were not measured, and your training will have more of them. "
+    "Batches of equal shapes avoid them"
 )
 ALWAYS_COMPILES = (
-    "torch compiled something in every step: the measured time is mostly the compiler's. Give the "
-    "script batches of equal shapes, or let it mark what changes (torch._dynamo.mark_dynamic)"
+    "torch compiled in every step, so most of the measured time is the compiler's. Give the script "
+    "batches of equal shapes, or mark what changes (torch._dynamo.mark_dynamic)"
 )
 NOT_WARM = (
-    "the script ended after {steps} optimizer steps, before its device was warm: its last steps "
-    "were measured. Give it more data for reliable figures"
+    "the script ended after {steps} optimizer steps, before its device was warm, so the figures "
+    "are unreliable. Give it more data"
 )
 STORE_NOT_USED_UP = (
     "the data loader's workers prepare {batches} batches in advance, too many to use up within "
-    f"{LONGEST_STORE_S:g} s: if your training waits for its data, it is slower than measured. "
-    "Fewer workers, or a smaller prefetch_factor, would show it"
+    f"{LONGEST_STORE_S:g} s, so the figures may lack the time that training waits for data. Use "
+    "fewer workers or a smaller prefetch_factor to see it"
 )
 HOST_ACCIDENTS = (
-    "rare steps took far longer than all others, by the host's doing rather than the training's; "
-    "they are counted apart, and throughput is that of the others"
+    "a few steps were delayed by the host, not by the training, and the figures leave them out. "
+    "For steadier figures, end other programs on the machine"
 )
 
 

@@ -24,9 +24,8 @@ from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_trai
 from dsat.values.outcome import Outcome
 
 SEVERAL_ENGINES = (
-    "the script trains several engines, perhaps: throughput and latency are those of the whole "
-    "loop, but forward, backward, step, FLOPS and the model's size only those of the engine that "
-    "trains first"
+    "the script may train several engines: throughput and latency are those of the whole loop, "
+    "all other figures those of the engine that trains first"
 )
 
 

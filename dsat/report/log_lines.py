@@ -47,7 +47,9 @@ class Narrator:
             return forecast.describe()
         if run.plan.memory_model == NO_MEMORY_MODEL:
             return []
-        return ["memory is not predicted: nothing was predicted to fit, but the profile trial ran"]
+        return [
+            "memory predictions are off: they said that nothing fits, but the profile trial ran"
+        ]
 
 
 def _of_profile(profile: ModelProfile) -> list[str]:

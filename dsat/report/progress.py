@@ -101,14 +101,13 @@ def time_left(run: Run, at_once: int) -> str | None:
     quartiles = statistics.quantiles(took, n=4, method="inclusive")
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
     span = low if low == high else f"{low} to {high}"
-    return f"at most {fmt.count(left, 'more trial')}: {span} if all are run"
+    return f"at most {fmt.count(left, 'more trial')} ({span})"
 
 
 def _outlook_line(run: Run, outlook: Outlook) -> str:
     assert run.plan is not None
     value = fmt.metric(run.plan.metric, outlook.value)
     return (
-        f"the search expects {value} of stage {fmt.strategy(outlook.strategy)} at micro batch "
-        f"{outlook.micro_batch}, with a chance of {fmt.percent(outlook.chance)} to be 1 % better "
-        "than the best so far"
+        f"next: stage {fmt.strategy(outlook.strategy)} at micro batch {outlook.micro_batch}, "
+        f"expected {value}, {fmt.percent(outlook.chance)} chance to beat the best by 1 %"
     )

@@ -90,4 +90,4 @@ def test_steps_of_four_micro_batches_are_measured_as_such(tmp_path: Path) -> Non
     run, told = tuned(tmp_path, "-mt", "3", "--max-micro-batch", "48", every=4)
     reported, own = samples_per_s(tmp_path, run)
     assert reported == pytest.approx(own, rel=0.5), "not four times too low"
-    assert re.search(r"optimizer step of 4 times as many micro batches", told)
+    assert re.search(r"takes 4 times as many micro batches", told)

@@ -45,10 +45,10 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(events: list[dict[str
     took = iter(range(10, 100))  # the profile's 10 s do not count
     run.outcomes = {i: replace(o, duration_s=next(took)) for i, o in run.outcomes.items()}
     alone = progress.time_left(run, at_once=1)
-    assert alone == "at most 26 more trials: 6 min 04 s to 8 min 40 s if all are run"
+    assert alone == "at most 26 more trials (6 min 04 s to 8 min 40 s)"
     # Ten of the 40 are the finals', which run one at a time.
     four = progress.time_left(run, at_once=4)
-    assert four == "at most 26 more trials: 3 min 16 s to 4 min 40 s if all are run"
+    assert four == "at most 26 more trials (3 min 16 s to 4 min 40 s)"
 
 
 def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     assert "at most 26 more trials" in text
     said = " ".join(text.split())
     assert (
-        "expects 101 samples/s of stage 2 offload at micro batch 24, with a chance of 31.4 %"
+        "next: stage 2 offload at micro batch 24, expected 101 samples/s, 31.4 % chance to beat"
         in said
     )
 

@@ -137,7 +137,7 @@ def test_a_run_is_told_line_by_line() -> None:
     lines += narrator.search_began(run, None)
     said = "\n".join(lines)
     assert "memory per slot" in said
-    assert "memory is not predicted" in said
+    assert "memory predictions are off" in said
     assert "t2: 150 samples/s" in said
 
 
