@@ -48,7 +48,7 @@ class Narrator:
         if run.plan.memory_model == NO_MEMORY_MODEL:
             return []
         return [
-            "memory predictions are off: they said that nothing fits, but the profile trial ran"
+            "memory predictions are off: nothing was said to fit, but the profile trial ran"
         ]
 
 
