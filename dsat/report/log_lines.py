@@ -47,9 +47,7 @@ class Narrator:
             return forecast.describe()
         if run.plan.memory_model == NO_MEMORY_MODEL:
             return []
-        return [
-            "memory predictions are off: nothing was said to fit, but the profile trial ran"
-        ]
+        return ["memory predictions are off: nothing was said to fit, but the profile trial ran"]
 
 
 def _of_profile(profile: ModelProfile) -> list[str]:

@@ -26,6 +26,8 @@ _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down
 _TIMES = ("forward", "backward", "step", "data and rest")
 _BEST = "#e00000"
 _MOST_BARS = 24
+_FORMATS = {"gib": ".2f", "ms": ".3~r", "percent": ".1f", "minutes": ".1f"}
+_FORMATS |= dict.fromkeys(("value", "best"), ".4~s")
 _GIB = 2**30
 
 
@@ -278,7 +280,8 @@ def _metric(view: RunView, field: str = "value", title: str = "") -> Spec:
 
 
 def _bars(field: str) -> Spec:
-    return {"field": field, "type": "nominal", "sort": None, "title": None}
+    title = {"name": "trial"}.get(field, field)
+    return {"field": field, "type": "nominal", "sort": None, "title": title}
 
 
 def _nominal(field: str, domain: Sequence[str]) -> Spec:
@@ -299,7 +302,11 @@ def _coloured(field: str, domain: Sequence[str]) -> Spec:
 
 
 def _tips(*fields: str) -> list[Spec]:
-    return [{"field": field} for field in fields]
+    """Return the fields of a tooltip, with no more decimals than are known."""
+    return [
+        {"field": field, "format": _FORMATS[field]} if field in _FORMATS else {"field": field}
+        for field in fields
+    ]
 
 
 def _gib(size_bytes: float | None) -> float | None:
