@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dsat.cli import settings_from_argv
 from dsat.cli.main import main
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import options_of
-from dsat.inputs.settings import Settings
 from testing import shown
 from testing.made_up_runs import Steady, write_run
 
@@ -155,20 +149,3 @@ def test_the_first_dry_run_of_the_quick_start(
     monkeypatch.chdir(ROOT / "examples" / "plain")
     assert main(words) == 0
     assert "at most 50 trials" in capsys.readouterr().out
-
-
-@pytest.mark.nightly
-def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
-    tmp_path: Path,
-) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert told.returncode == 0 and "WARNING" not in told.stderr, told.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > 15
-    foreign = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://[^>]+>")
-    assert {p.name: found for p in pages if (found := foreign.findall(p.read_text()))} == {}
-    options = (tmp_path / "options" / "index.html").read_text()
-    for settings in (Settings, EstimateSettings, *LOOK_SETTINGS.values()):
-        assert all(own.flags[-1] in options for own in options_of(settings))

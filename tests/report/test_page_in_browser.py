@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.browser import barriers_of, chromium, errors_of, requests_of
 from testing.helpers import failed
-from testing.made_up_runs import HOSTILE, Measured, run_of_world
+from testing.made_up_runs import HOSTILE, Measured, Steady, run_of_world
 
 pytestmark = pytest.mark.nightly
 
@@ -91,11 +93,17 @@ def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_barrier(browser: Any, tmp_path: Path, scheme: str) -> None:
+def test_no_barrier(browser: Any, tmp_path: Path, scheme: str) -> None:
     feature = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
     opened(browser, tmp_path, page.html(run_of_world(), "trials", "torchrun train.py"))
     assert barriers_of(browser) == []
+
+
+def test_it_prints_on_two_pages(browser: Any, tmp_path: Path) -> None:
+    opened(browser, tmp_path, page.html(run_of_world(Steady(), finals=None), "trials", "train"))
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+    assert len(re.findall(rb"/Type /Page\b(?!s)", base64.b64decode(printed["data"]))) <= 2
 
 
 def test_a_thousand_trials_open_quickly(browser: Any, tmp_path: Path) -> None:
