@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DsatError",
     "Estimate",
+    "Projection",
     "Result",
     "UserInputError",
     "__version__",
@@ -29,6 +30,7 @@ __all__ = [
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
     "load_run",
+    "project",
     "register_engine",
     "register_search",
     "tune",

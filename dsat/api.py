@@ -18,11 +18,15 @@ from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
 from dsat.app.memory_tables import Estimate
 from dsat.app.prepare import Prepared, prepared
+from dsat.app.project import project as _project
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
+from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.search import SEARCHES, Search
 from dsat.tuning.journal import FILE_NAME
@@ -36,9 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Estimate",
+    "Projection",
     "Result",
     "estimate",
     "load_run",
+    "project",
     "register_engine",
     "register_search",
     "tune",
@@ -221,7 +227,28 @@ def estimate(
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _estimate(keywords.estimate_settings(target, model_dir, options))
+    return _estimate(keywords.model_settings(EstimateSettings, target, model_dir, options))
+
+
+def project(
+    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+) -> Projection:
+    """Predict what training will do on so many cards of a named kind, from one simulated step.
+
+    Args:
+        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        model_dir: the folder of an experiment's script; by default the configuration's own.
+        options: see below.
+
+    Returns:
+        The answers: `best` and `own`, rows by number of cards, each with its step time,
+        throughput and interval; `str` of it is what `dsat project` prints.
+
+    Raises:
+        UserInputError: something of the arguments or the files is wrong.
+        DsatError: the script cannot be simulated.
+    """
+    return _project(keywords.model_settings(ProjectSettings, target, model_dir, options))
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
@@ -295,3 +322,4 @@ def _flat(row: Row) -> dict[str, Any]:
 
 keywords.document(tune, keywords.of_tune())
 keywords.document(estimate, keywords.of_estimate())
+keywords.document(project, keywords.of_project())

@@ -11,6 +11,7 @@ from typing import Any
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
+from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
@@ -28,7 +29,7 @@ def option_reference() -> str:
     parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
-    commands = {ESTIMATE: EstimateSettings, **LOOK_SETTINGS}
+    commands = {ESTIMATE: EstimateSettings, PROJECT: ProjectSettings, **LOOK_SETTINGS}
     for name, settings in commands.items():
         parts.append(f"## `dsat {name}`\n\n{_table(options_of(settings))}")
     return "\n".join(parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.inputs import cards as known
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel, Variant
@@ -15,9 +16,7 @@ from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.zero_strategy import NONE, Strategy
 
-_GIB = 2**30
-# A10G and RTX 4090; A100; A6000 and L40S; A100 and H100; H200; MI300X and B200.
-SIZES = tuple(size * _GIB for size in (24, 40, 48, 80, 141, 192))
+SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
 _COUNTS = tuple(2**n for n in range(11))
 
 

@@ -26,7 +26,7 @@ from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.experiment import read_mapping
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
@@ -72,15 +72,29 @@ def simulated(
 ) -> Iterator[tuple[str, dict[str, Any], Simulator | Formula]]:
     """Give the name of a script, its DeepSpeed configuration, and what answers for it.
 
-    A simulation does, or a formula where packages for that are missing.
+    A simulation does, or a formula where packages for that are missing; see `simulator_of`.
+    """
+    if settings.hf_config is not None and hf_config.missing_packages():
+        yield _by_formula(settings, hf_config.find(settings.hf_config))
+        return
+    with simulator_of(settings) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def simulator_of(
+    settings: ModelSettings, *, as_cpu: bool = False
+) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
+    """Give the name of a script, its DeepSpeed configuration, and what simulates it.
+
+    Args:
+        settings: the user's.
+        as_cpu: the ranks that are asked about run on a CPU.
 
     Raises:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated, also where the caller finds that out.
     """
-    if settings.hf_config is not None and hf_config.missing_packages():
-        yield _by_formula(settings, hf_config.find(settings.hf_config))
-        return
     packages.check()
     source = _source(settings)
     experiment, program = source.experiment, source.program
@@ -95,7 +109,7 @@ def simulated(
         with (
             contextlib.closing(simulation_engine(source, folder, survey.TIMEOUT_S)) as engine,
             Simulator(
-                engine, as_cpu=False, timeout_s=survey.TIMEOUT_S, recompute=recompute
+                engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, recompute=recompute
             ) as simulator,
         ):
             yield experiment.name, base, simulator
@@ -156,7 +170,7 @@ def tables(
     return Estimate(name, facts, found, choices, missing)
 
 
-def _source(settings: EstimateSettings) -> Source:
+def _source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own that trains the model of a configuration."""
     if settings.hf_config is None:
         source = sources.read(settings).with_known_start(survey.TIMEOUT_S)
@@ -196,13 +210,13 @@ def _name_of(path: Path) -> str:
     return path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
 
 
-def _config_of(settings: EstimateSettings, path: Path) -> dict[str, Any]:
+def _config_of(settings: ModelSettings, path: Path) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a model without a script."""
     given = experiments.of_command([], _name_of(path), Path.cwd(), settings.ds_config or {})
     return ds_config.merge(hf_config.ds_config(settings.dtype), given.ds_config)
 
 
-def _model_of_configuration(settings: EstimateSettings, path: Path) -> Source:
+def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
     """Return the source of our own script that trains the model of a transformers configuration."""
     args = ["--hf-config", str(path), "--dtype", settings.dtype]
     if settings.seq_length is not None:

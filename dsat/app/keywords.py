@@ -7,12 +7,13 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsat.engines import places
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.option import Option, options_of
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
 from dsat.search import options_of as options_of_search
@@ -20,6 +21,7 @@ from dsat.space.knobs import KNOB_NAMES
 
 PathLike = str | os.PathLike[str]
 Target = PathLike | Sequence[str]
+_Settings = TypeVar("_Settings", bound=ModelSettings)
 
 _EXPERIMENT_SUFFIXES = (".yaml", ".yml")
 
@@ -38,12 +40,21 @@ def of_estimate() -> dict[str, Option]:
     return _declared(options_of(EstimateSettings))
 
 
-def estimate_settings(
-    target: Target | None, model_dir: PathLike | None, given: Mapping[str, Any]
-) -> EstimateSettings:
-    """Make settings of the arguments of `dsat.estimate`.
+def of_project() -> dict[str, Option]:
+    """Return the keywords of `dsat.project`."""
+    return _declared(options_of(ProjectSettings))
+
+
+def model_settings(
+    kind: type[_Settings],
+    target: Target | None,
+    model_dir: PathLike | None,
+    given: Mapping[str, Any],
+) -> _Settings:
+    """Make settings of the arguments of `dsat.estimate` or `dsat.project`.
 
     Args:
+        kind: of settings.
         target: a script, a command, or an experiment configuration.
         model_dir: the folder of an experiment's script.
         given: the keyword arguments.
@@ -52,14 +63,15 @@ def estimate_settings(
         UserInputError: a value is wrong.
         TypeError: there is no such keyword, as for any function.
     """
-    values = _values(of_estimate(), given, "estimate()")
+    called = {EstimateSettings: "estimate()", ProjectSettings: "project()"}[kind]
+    values = _values(_declared(options_of(kind)), given, called)
     if target is None and values.get("hf_config") is not None:
-        return EstimateSettings(**values)
+        return kind(**values)
     if target is None:
         raise UserInputError(
             "is missing", where="target", hint="Give a script, a command, or hf_config=PATH."
         )
-    return EstimateSettings(**_target(target, model_dir), **values)
+    return kind(**_target(target, model_dir), **values)
 
 
 def search_settings(

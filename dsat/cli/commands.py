@@ -6,24 +6,27 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, local, watch
+from dsat.app import estimate, fit, local, project, watch
 from dsat.app.prepare import prepared
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
+from dsat.cli.settings_from_argv import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import LookSettings, WatchSettings
+from dsat.inputs.look_settings import WatchSettings
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import Settings
+from dsat.report import page
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
-def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -> int:
+def run(settings: AnySettings, argv: list[str]) -> int:
     """Run one command and return the exit status.
 
     Args:
@@ -34,6 +37,8 @@ def run(settings: Settings | EstimateSettings | LookSettings, argv: list[str]) -
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
             return _estimate(settings)
+        if isinstance(settings, ProjectSettings):
+            return _project(settings)
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
             return _told_of(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
@@ -54,6 +59,14 @@ def _estimate(settings: EstimateSettings) -> int:
     found = estimate.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
+
+
+def _project(settings: ProjectSettings) -> int:
+    found = project.project(settings)
+    if settings.page is not None:
+        page.write_projection(found, settings.page)
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    return EXIT_OK
 
 
 def _fit(settings: EstimateSettings) -> int:

@@ -22,6 +22,7 @@ from dsat.inputs.look_settings import (
     WATCH,
 )
 from dsat.inputs.option import Group, Option, options_of
+from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
 
@@ -40,6 +41,11 @@ _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
 _ESTIMATE = (
     "predicts without running a trial what memory each ZeRO stage and offloading needs, and the "
     "largest micro batch on slots of several sizes"
+)
+
+_PROJECT = (
+    "predicts from one simulated step what training will do on so many cards of a named kind: "
+    "throughput, scaling, the best strategies, days and money, each with its interval"
 )
 
 _LOOKS = {
@@ -88,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
         "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
     )
-    names = [*SEARCHES, TUNE, RUN, ESTIMATE, *LOOKS]
+    names = [*SEARCHES, TUNE, RUN, ESTIMATE, PROJECT, *LOOKS]
     commands = parser.add_subparsers(dest="method", required=True, metavar=f"{{{','.join(names)}}}")
     for name, search in SEARCHES.items():
         command = _command(commands, name, search.summary)
@@ -100,9 +106,13 @@ def build_parser() -> argparse.ArgumentParser:
             "section of the script's DeepSpeed configuration says"
         )
         _add_native(_command(commands, name, description))
-    command = _command(commands, ESTIMATE, _ESTIMATE)
-    _add_target(command, ESTIMATE)
-    _add(command, options_of(EstimateSettings))
+    for name, description, settings in (
+        (ESTIMATE, _ESTIMATE, EstimateSettings),
+        (PROJECT, _PROJECT, ProjectSettings),
+    ):
+        command = _command(commands, name, description)
+        _add_target(command, name)
+        _add(command, options_of(settings))
     for name, description in _LOOKS.items():
         command = _command(commands, name, description)
         if name in _RUNS:

@@ -14,10 +14,17 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import options_of
+from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 
+AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
+_PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
+    ESTIMATE: EstimateSettings,
+    PROJECT: ProjectSettings,
+}
 
-def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
+
+def parse(argv: Sequence[str]) -> AnySettings:
     """Return the settings of a command line; exit with status 2 and one line if it is wrong."""
     own_argv, command = list(argv), []
     if "--" in own_argv and own_argv[0] not in (TUNE, RUN):
@@ -35,9 +42,7 @@ def parse(argv: Sequence[str]) -> Settings | EstimateSettings | LookSettings:
         parser.error(str(error))
 
 
-def _settings(
-    values: dict[str, Any], command: list[str]
-) -> Settings | EstimateSettings | LookSettings:
+def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
     method = values["method"]
     if method in LOOK_SETTINGS:
         del values["method"]
@@ -52,12 +57,13 @@ def _settings(
     else:
         _check_target(values, command)
     values["command"] = tuple(command)
-    for own in options_of(EstimateSettings if method == ESTIMATE else Settings):
+    predicts = _PREDICTS.get(method)
+    for own in options_of(predicts or Settings):
         if own.many and values.get(own.name) is not None:
             values[own.name] = own.collect(values[own.name])
-    if method == ESTIMATE:
+    if predicts is not None:
         del values["method"]
-        return EstimateSettings(**values)
+        return predicts(**values)
     return keywords.settings_of(values)
 
 

@@ -80,6 +80,7 @@ class ModelProfiler:
             flops_per_sample=self.flops_per_sample,
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
+            device_name=_device_name(accelerator),
         )
 
     def _slot_memory(self, accelerator: Any) -> int:
@@ -104,6 +105,15 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     elif tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         yield storage.data_ptr(), storage.nbytes()
+
+
+def _device_name(accelerator: Any) -> str:
+    """Return the driver's name of the slot; empty for a CPU."""
+    import torch
+
+    module = getattr(torch, accelerator.device_name(), None)
+    name = getattr(module, "get_device_name", None)
+    return str(name()) if callable(name) else ""
 
 
 def _host_memory(accelerator: Any) -> int:

@@ -14,38 +14,9 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateSettings(Target):
-    """Settings of `dsat estimate`.
+class ModelSettings(Target):
+    """What is looked at without a trial: a script, or the model of a configuration."""
 
-    Attributes:
-        slot_memories: memory of a slot, in bytes; one column of the table for each.
-        slot_counts: numbers of data-parallel slots; a table for each.
-        exact: simulate every line of the tables.
-        fits: number and memory, in bytes, of the cards that the configuration is held against; None
-            for tables of all strategies.
-    """
-
-    slot_memories: tuple[int, ...] = option(
-        "--slot-memory",
-        kind=MEMORY_SIZE,
-        many=True,
-        default=tuple(size * _GIB for size in (16, 24, 40, 80, 141)),
-        metavar="SIZE",
-        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
-    )
-    slot_counts: tuple[int, ...] = option(
-        "--slots",
-        kind=at_least(1),
-        many=True,
-        default=(1, 8, 64, 512),
-        metavar="N",
-        help="data-parallel slots (default: 1 8 64 512)",
-    )
-    exact: bool = option(
-        "--exact",
-        help="simulate every line of the table, not the model alone: seconds for each; exit status "
-        "1 if one of them cannot be simulated",
-    )
     hf_config: str | None = option(
         "--hf-config",
         kind=WORD,
@@ -80,6 +51,47 @@ class EstimateSettings(Target):
         help="with activations recomputed in the backward pass, or with all of them kept (default: "
         "as the script has it)",
     )
+
+    def __post_init__(self) -> None:
+        if self.hf_config is not None and (self.command or self.config is not None):
+            raise UserInputError(
+                "is for a model without a script, and there is a script", where="--hf-config"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings(ModelSettings):
+    """Settings of `dsat estimate`.
+
+    Attributes:
+        slot_memories: memory of a slot, in bytes; one column of the table for each.
+        slot_counts: numbers of data-parallel slots; a table for each.
+        exact: simulate every line of the tables.
+        fits: number and memory, in bytes, of the cards that the configuration is held against; None
+            for tables of all strategies.
+    """
+
+    slot_memories: tuple[int, ...] = option(
+        "--slot-memory",
+        kind=MEMORY_SIZE,
+        many=True,
+        default=tuple(size * _GIB for size in (16, 24, 40, 80, 141)),
+        metavar="SIZE",
+        help="memory of a slot (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
+    )
+    slot_counts: tuple[int, ...] = option(
+        "--slots",
+        kind=at_least(1),
+        many=True,
+        default=(1, 8, 64, 512),
+        metavar="N",
+        help="data-parallel slots (default: 1 8 64 512)",
+    )
+    exact: bool = option(
+        "--exact",
+        help="simulate every line of the table, not the model alone: seconds for each; exit status "
+        "1 if one of them cannot be simulated",
+    )
     fits: tuple[int, int] | None = option(
         "--fits",
         kind=CARDS,
@@ -88,9 +100,3 @@ class EstimateSettings(Target):
         "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
-
-    def __post_init__(self) -> None:
-        if self.hf_config is not None and (self.command or self.config is not None):
-            raise UserInputError(
-                "is for a model without a script, and there is a script", where="--hf-config"
-            )

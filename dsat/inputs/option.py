@@ -20,6 +20,8 @@ from dsat.inputs.document import LARGEST_INTEGER
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_AMOUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_LARGEST_AMOUNT = 1e18
 _LONGEST_S = 1e9  # a longer timeout overflows in system calls
 OWN, ANY = "own", "any"  # in the place of a global batch size
 
@@ -195,6 +197,25 @@ def _cards(value: str) -> tuple[int, int]:
     return at_least(1).read(number) if times else 1, memory_size(size)
 
 
+def _cards_of_kind(value: str) -> tuple[int, str]:
+    """Return the number and the name of `64xH100`."""
+    number, times, name = _text(value).partition("x")
+    if not times or not name.strip():
+        raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
+    return at_least(1).read(number.strip()), name.strip()
+
+
+def amount(value: str | float) -> float:
+    """Return the number of `1T`, `300B`, `40M` or a plain number."""
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", _text(value).upper().replace("E", "e")
+    )
+    found = float(match[1]) * _AMOUNTS[match[2]] if match else 0.0
+    if not 0 < found < _LARGEST_AMOUNT:
+        raise ValueError(f"invalid amount {value!r} (for example 300B or 1T)")
+    return found
+
+
 def duration_s(value: str | float) -> float:
     """Return the seconds of `90`, `90s`, `10m` or `1h`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
@@ -292,6 +313,8 @@ def _lora(value: Any) -> dict[str, str]:
 
 MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
 CARDS = Kind(_cards, metavar="NxSIZE")
+CARDS_OF_KIND = Kind(_cards_of_kind, lambda found: f"{found[0]}x{found[1]}", "NxCARD")
+AMOUNT = Kind(amount, lambda number: f"{number:.12g}", "N")
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
 WHOLE_NUMBER = at_least(0)
 GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")

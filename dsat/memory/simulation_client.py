@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate, as_simulated
+from dsat.values.step_trace import ModelTrace, StepTrace
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
 _MICRO_BATCHES_FOR_SLOPES = (256, 512)
@@ -146,6 +147,29 @@ class Simulator:
                 )
         return found
 
+    def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
+        """Memory and trace of configurations, simulated side by side.
+
+        Args:
+            questions: as for `estimates`.
+
+        Returns:
+            For each one both, or the reason why it cannot be simulated.
+
+        Raises:
+            SimulationUnavailable: the script cannot be asked.
+        """
+        answers = self._ask([self._request(*question, traced=True) for question in questions])
+        return [
+            answer["failed"]
+            if "failed" in answer
+            else (
+                MemoryEstimate.from_json(answer["estimate"]),
+                StepTrace.from_json(answer["trace"]),
+            )
+            for answer in answers
+        ]
+
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
@@ -157,12 +181,30 @@ class Simulator:
         Raises:
             SimulationUnavailable: there is no simulation.
         """
+        return self._facts_of(self._passes(config))
+
+    def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
+        """Return the facts of the model, and the trace of the same passes; see `facts`."""
+        answers = self._passes(config, traced=True)
+        small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
+        return self._facts_of(answers), ModelTrace(small, large)
+
+    def _passes(self, config: Mapping[str, Any], *, traced: bool = False) -> list[dict[str, Any]]:
+        """Return what the model's own passes need, at two micro batches."""
         kept = {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
-        sizes = _MICRO_BATCHES_FOR_SLOPES
-        answers = self._ask([self._request(kept, size, 1, activations_only=True) for size in sizes])
+        answers = self._ask(
+            [
+                self._request(kept, size, 1, activations_only=True, traced=traced)
+                for size in _MICRO_BATCHES_FOR_SLOPES
+            ]
+        )
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
+        return answers
+
+    def _facts_of(self, answers: Sequence[Mapping[str, Any]]) -> ModelFacts:
+        sizes = _MICRO_BATCHES_FOR_SLOPES
         small, large = (answer["activations"] for answer in answers)
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
@@ -187,9 +229,11 @@ class Simulator:
         slots: int,
         *,
         activations_only: bool = False,
+        traced: bool = False,
     ) -> dict[str, Any]:
         return {
             "activations_only": activations_only,
+            "traced": traced,
             "recompute": self._recompute,
             "config": as_simulated(config),
             "micro_batch": micro_batch,

@@ -16,8 +16,8 @@ numpy only: the container of Determined's search runner has no SciPy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -85,15 +85,17 @@ class Layout:
         job: what is trained on what.
         strategies: the positions in them are `Points.strategy`.
         num_values: number of columns of `Points.knobs`.
+        priors: mean and standard deviation of the logarithm of each of the learned terms.
     """
 
     job: Job
     strategies: Sequence[Strategy]
     num_values: int
+    priors: Mapping[str, tuple[float, float]] = field(default_factory=lambda: TERMS)
 
     def prior(self, knob_scale: float) -> tuple[Array, Array]:
         """Return mean and standard deviation of all parameters."""
-        terms = np.array(list(TERMS.values()))
+        terms = np.array([self.priors[name] for name in TERMS])
         count = len(self.strategies)
         others = np.repeat(
             (_STRATEGY_SD, _GROWTH_SD, _REST_SD, KNOB_SD * knob_scale),

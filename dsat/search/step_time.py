@@ -10,9 +10,10 @@
     step     = (gas * (forward + backward + copies)) * (1 + slow-down near the edge of memory)
                + boundary
 
-Every term is a count of FLOPs, bytes or launches (`work`), which follows from the model's profile
-and the DeepSpeed settings, divided by what the hardware does in a second (`Hardware`). A factor on
-each term (`TERMS`) is learned from trials (`dsat.search.speed`); without any they are 1.
+Every term is a count of FLOPs, bytes or launches, which follows from the model's profile and the
+DeepSpeed settings (`work`) or from a simulated step (`dsat.search.traced_work`), divided by what
+the hardware does in a second (`Hardware`). A factor on each term (`TERMS`) is learned from trials
+(`dsat.search.speed`); without any they are 1.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from dsat.inputs import cards
 from dsat.inputs.ds_config import AUTO
 from dsat.inputs.script_args import CHECKPOINTING
 from dsat.search.normal import Array
@@ -114,20 +116,36 @@ class Job:
             flops_per_sample=max(1.0, profile.flops_per_sample),
             slots=slots,
             slots_per_host=slots_per_host,
-            hardware=Hardware() if profile.host_memory_bytes else CPU_CORE,
+            hardware=_hardware_of(profile),
         )
 
 
+def _hardware_of(profile: ModelProfile) -> Hardware:
+    """Return a slot's hardware: of its card, if that is in the table; the network is not known."""
+    card = cards.of_device(profile.device_name)
+    if card is None:
+        return Hardware() if profile.host_memory_bytes else CPU_CORE
+    return Hardware(
+        flops=card.peak(profile.param_bytes) * card.matmul * cards.USUAL_SHAPES,
+        memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
+        link_bandwidth=card.link_bandwidth,
+        pcie_bandwidth=card.pcie_bandwidth,
+    )
+
+
 # Columns of `work`.
-_COLUMNS = (
+COLUMNS = (
     "flops",  # of a sample
+    "forward",  # part of the kernels' time that the forward pass takes
     "weights",  # bytes that a micro step reads and writes whatever its samples
     "copies",  # bytes of gradients that a micro step copies
+    "launches",  # of a micro step, in units of the hardware's
     "hooks",  # 1 where stage 3's hooks run
     "reduced",  # seconds of links, of a micro step
     "reduced_last",  # seconds of links, of the last micro step alone
     "reductions",  # number of collectives of it
     "overlaps",  # 1 if these run beside the backward pass
+    "waited",  # seconds of links that kernels wait for, of a micro step
     "gathered",  # seconds of links, in each of the two passes
     "gathers",  # number of collectives of it
     "boundary",  # seconds of links after the backward pass
@@ -139,10 +157,10 @@ _COLUMNS = (
     "host_optimizer",  # bytes of the host's memory
 )
 (
-    _FLOPS, _WEIGHTS, _COPIES, _HOOKS, _REDUCED, _REDUCED_LAST, _REDUCTIONS, _OVERLAPS, _GATHERED,
-    _GATHERS, _BOUNDARY, _BOUNDARIES, _OPTIMIZER, _GROUPS, _TRANSFERRED, _TRANSFERRED_LAST,
-    _HOST_OPTIMIZER,
-) = range(len(_COLUMNS))  # fmt: skip
+    _FLOPS, _FORWARD, _WEIGHTS, _COPIES, _LAUNCHES, _HOOKS, _REDUCED, _REDUCED_LAST, _REDUCTIONS,
+    _OVERLAPS, _WAITED, _GATHERED, _GATHERS, _BOUNDARY, _BOUNDARIES, _OPTIMIZER, _GROUPS,
+    _TRANSFERRED, _TRANSFERRED_LAST, _HOST_OPTIMIZER,
+) = range(len(COLUMNS))  # fmt: skip
 
 # Names of the learned terms; mean and standard deviation of the prior of the logarithm of a factor.
 TERMS: Mapping[str, tuple[float, float]] = {
@@ -171,7 +189,7 @@ _TILE = 8  # samples that tensor cores take at once
 _NEAR_THE_EDGE = 0.06  # of the memory: with less left, the allocator frees and allocates anew
 _SMOOTH = 0.01  # of a maximum
 _NVME_TIMES = 5.0  # as long as over PCIe
-_GROUP_LAUNCHES = 0.04  # of a micro step's launches
+GROUP_LAUNCHES = 0.04  # of a micro step's launches
 
 
 def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
@@ -187,13 +205,14 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         settings: by their names in a proposal; those that are missing or "auto" have DeepSpeed's
             defaults.
     """
-    found = np.zeros(len(_COLUMNS))
+    found = np.zeros(len(COLUMNS))
     stage, n = strategy.stage, job.slots
     given = {key: value for key, value in settings.items() if value != AUTO}
     get = {**defaults(stage), **given}.get
     gradient_bytes = float(job.param_bytes * job.trainable)
     inside = (n - 1) / n / job.hardware.link_bandwidth
     part = (n - 1) / n / job.hardware.host_link_bandwidth if job.slots_per_host else inside
+    found[_FORWARD], found[_LAUNCHES] = 1 / 3, 1.0
     found[_FLOPS] = job.flops_per_sample * (4 / 3 if get(CHECKPOINTING) is True else 1.0)
     found[_WEIGHTS] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
@@ -257,7 +276,8 @@ def seconds(
     samples = micro_batch * unaligned + factor[_T_FILLING] * hardware.filling
     compute = w[_FLOPS] * samples / hardware.flops
     compute = compute + factor[_T_WEIGHTS] * w[_WEIGHTS] / hardware.memory_bandwidth
-    host = (factor[LAUNCH] + factor[_T_HOOKS] * w[_HOOKS]) * hardware.launch_s
+    host = factor[LAUNCH] * w[_LAUNCHES] + factor[_T_HOOKS] * w[_HOOKS]
+    host = host * hardware.launch_s
     kernels = _larger(host, compute)
     link, latency = factor[_T_LINK], factor[_T_LATENCY] * hardware.latency_s
     reduced = link * w[_REDUCED] + latency * w[_REDUCTIONS] * (w[_REDUCED] > 0)
@@ -265,7 +285,9 @@ def seconds(
     last = link * w[_REDUCED_LAST] + latency * w[_REDUCTIONS] * (w[_REDUCED_LAST] > 0)
     copies = factor[_T_COPIES] * w[_COPIES] / hardware.memory_bandwidth
     copies = copies + factor[_T_PCIE] * w[_TRANSFERRED] / hardware.pcie_bandwidth
-    forward, backward = kernels / 3, 2 / 3 * kernels
+    copies = copies + link * w[_WAITED]
+    forward: Array = w[_FORWARD] * kernels
+    backward: Array = kernels - forward
     buckets = np.maximum(1.0, w[_REDUCTIONS])
 
     def with_communication(moved: Array) -> Array:
@@ -281,7 +303,7 @@ def seconds(
         link * w[_BOUNDARY]
         + latency * w[_BOUNDARIES]
         + factor[_T_OPTIMIZER] * w[_OPTIMIZER] / hardware.memory_bandwidth
-        + factor[_T_GROUPS] * _GROUP_LAUNCHES * hardware.launch_s * w[_GROUPS]
+        + factor[_T_GROUPS] * GROUP_LAUNCHES * hardware.launch_s * w[_GROUPS]
         + factor[_T_PCIE] * w[_TRANSFERRED_LAST] / hardware.pcie_bandwidth
         + factor[_T_HOST] * w[_HOST_OPTIMIZER] / hardware.host_memory_bandwidth
     )

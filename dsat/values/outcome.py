@@ -147,6 +147,7 @@ class ModelProfile(Recorded):
             memory is the host's, or it is not known.
         batch_dimensions: the dimension of the samples in the model's inputs, by the place of the
             tensor among them (`1.input_ids`), where that is certain.
+        device_name: of the slot, as its driver names it; empty if it has no name.
         fed_instead: `micro_batch` of this trial and `rows` that all of the model's inputs had
             instead; empty if they had as many as expected, or differed.
     """
@@ -160,6 +161,7 @@ class ModelProfile(Recorded):
     host_memory_bytes: int = 0
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     fed_instead: Mapping[str, int] = field(default_factory=dict)
+    device_name: str = ""
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

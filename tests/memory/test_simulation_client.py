@@ -15,6 +15,7 @@ import pytest
 from dsat.inputs import ds_config
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import PROGRAMS, SLOW_MACHINE_S, engine_of, is_alive
 from testing.versions import needs
@@ -216,3 +217,45 @@ def test_a_script_whose_process_dies_is_not_waited_for(tmp_path: Path) -> None:
     (program / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.raises(SimulationUnavailable, match="died before its first step"):
         next(simulator_of("gpt", tmp_path / "run", as_cpu=False, program=str(program)))
+
+
+def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
+    gpt_on_a_device: Simulator,
+) -> None:
+    config = configuration(2)
+    facts, model = gpt_on_a_device.traced_facts(config)
+    assert [k.flops for k in model.at(256)] == pytest.approx([k.flops for k in model.small.kernels])
+    whole = facts.param_bytes * facts.num_params
+    stages = {0: configuration(0), 2: configuration(2, gas=2), 3: configuration(3)}
+    stages[3]["zero_optimization"] |= {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,  # small as the model is, it would be gathered once
+        "stage3_max_reuse_distance": 0,
+    }
+    found = gpt_on_a_device.traces([(stages[stage], 2, 4) for stage in stages])
+    traces = {}
+    for stage, answer in zip(stages, found, strict=True):
+        assert not isinstance(answer, str), answer
+        traces[stage] = answer[1]
+        # The same products as in the model's own passes.
+        assert answer[1].model_flops == pytest.approx(2 * model.model_flops_per_sample)
+        assert answer[1].bytes_of(MEMORY, (STEP,)) > 12 * facts.num_params / (4 if stage else 1)
+
+    def moved(stage: int, kind: str, phase: str, **only: bool) -> float:
+        return sum(
+            c.bytes
+            for c in traces[stage].collectives
+            if (c.kind, c.phase) == (kind, phase)
+            and all(getattr(c, key) == value for key, value in only.items())
+        )
+
+    exactly = pytest.approx(whole, rel=0.01)
+    assert moved(0, "all_reduce", BACKWARD, overlapped=False) == exactly
+    # Stage 2 reduces in every micro step, and gathers once.
+    assert moved(2, "all_reduce", BACKWARD, last=True) == exactly
+    assert moved(2, "all_reduce", BACKWARD, last=False) == exactly
+    assert moved(2, "all_gather", STEP) == exactly
+    # Stage 3 gathers in both passes, beside the kernels.
+    assert moved(3, "reduce_scatter", BACKWARD, overlapped=True) == exactly
+    assert 0.9 * whole < moved(3, "all_gather", FORWARD, overlapped=True) <= 1.01 * whole
+    assert 0.5 * whole < moved(3, "all_gather", BACKWARD, overlapped=True) <= 1.01 * whole

@@ -150,7 +150,7 @@ class BorrowedModel:
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
-        of_candidate = ("micro_batch", "slots", "as_cpu", "workspace_bytes")
+        of_candidate = ("micro_batch", "slots", "as_cpu", "workspace_bytes", "traced")
         candidate = Candidate(config, **{name: request[name] for name in of_candidate})
         run = (ActivationPass if request["activations_only"] else Simulation)(captured, candidate)
         outputs = run.forward(args, kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,6 +97,19 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return 1
 
     Stream = Event = property(lambda self: Stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Note whether collectives are issued beside the default stream."""
+        trace = self._tracker.trace
+        if trace is None:
+            yield
+            return
+        before, trace.overlaps = trace.overlaps, stream is not self._stream
+        try:
+            yield
+        finally:
+            trace.overlaps = before
 
     def current_stream(self, device_index: int | None = None) -> Any:
         return self._stream

@@ -76,6 +76,10 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return (self.from_tensor(args[0]), *args[1:])
         return tuple(args)
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return True if the values of a tensor are known."""
+        return self._real(tensor) is not None
+
     # -- which are known
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -67,10 +67,18 @@ class FunctionRules(TorchFunctionMode):
 
 
 class _NoOperator:
-    """A compiled operator that allocates nothing and returns nothing, as Adam's does."""
+    """A compiled operator that allocates nothing and returns nothing, as Adam's does.
+
+    Args:
+        tracker: is told of each call.
+    """
+
+    def __init__(self, tracker: StorageTracker | None = None) -> None:
+        self._tracker = tracker
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        tracker = self._tracker
+        return lambda *args, **_: None if tracker is None else tracker.ran_compiled(args)
 
 
 def apply(tracker: StorageTracker, device_type: str) -> None:
@@ -82,7 +90,7 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     optimizers._foreach_supported_types.append(FakeTensor)
     # A fake mode would first make a real tensor to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    for place, name, value in _without_operators():
+    for place, name, value in _without_operators(tracker):
         setattr(place, name, value)
     # DeepSpeed's Muon compiles a function at its import, which takes seconds.
     torch.compile = _not_compiled  # type: ignore[assignment]
@@ -147,13 +155,13 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
     return _not_compiled if function is None else function
 
 
-def _without_operators() -> list[tuple[Any, str, Any]]:
+def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
     """Changes after which no operators are compiled, since they would read memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     return [
-        (OpBuilder, "load", lambda self, verbose=True: _NoOperator()),
+        (OpBuilder, "load", lambda self, verbose=True: _NoOperator(tracker)),
         (OpBuilder, "is_compatible", lambda self, verbose=False: True),
         (communication, "build_shm_op", lambda: None),  # the CPU's all-reduce in shared memory
     ]

@@ -23,6 +23,7 @@ from dsat.in_trial.simulation.module_snapshot import (
     translated,
     without_state,
 )
+from dsat.in_trial.simulation.operator_trace import OperatorTrace
 from dsat.in_trial.simulation.storage_tracker import (
     ALL,
     DEVICE,
@@ -32,6 +33,7 @@ from dsat.in_trial.simulation.storage_tracker import (
     StorageTracker,
     tensors_in,
 )
+from dsat.in_trial.versions import transformers_masks
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 
 _ON_HOST = (PINNED, HOST)
@@ -45,6 +47,7 @@ class Candidate:
         slots: data-parallel ranks.
         as_cpu: the ranks run on a CPU.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
+        traced: kernels and collectives are recorded.
     """
 
     config: Mapping[str, Any]
@@ -52,6 +55,7 @@ class Candidate:
     slots: int
     as_cpu: bool
     workspace_bytes: int
+    traced: bool = False
 
     @property
     def gas(self) -> int:
@@ -109,6 +113,8 @@ class _FakeDevice:
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
         self._kind = ALL if candidate.as_cpu else DEVICE
         self.tracker = StorageTracker(self._device)
+        if candidate.traced:
+            self.tracker.trace = OperatorTrace(self._device)
         self._values = ValuesMode()
         rules = patches.FunctionRules(self._adopt, self._device)
         self._prepare_process()
@@ -132,8 +138,20 @@ class _FakeDevice:
             fake_device.install(fake_device.FakeAccelerator(self.tracker))
             Autocast(fake_device.DEVICE_TYPE).install()
         patches.apply(self.tracker, self._device)
+        transformers_masks.decide_by_values(self._values.knows)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
         patches.make_process_group(self._candidate.slots, self._device)
+
+    def trace(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the trace as a part of the result; nothing if none is wanted."""
+        if self.tracker.trace is None:
+            return {}
+        trace = self.tracker.trace.result(
+            micro_batch=self._candidate.micro_batch,
+            slots=self._candidate.slots,
+            parameters=sum(parameter.requires_grad for parameter in module.parameters()),
+        )
+        return {"trace": trace.to_json()}
 
     # -- the script's own tensors
 
@@ -215,10 +233,12 @@ class Simulation(_FakeDevice):
             for micro_step in range(2 * self._candidate.gas - 1):
                 self._step_once(args, kwargs, steady=micro_step >= self._candidate.gas)
         gc.collect()
+        self._begin_micro_step(last=True)
         self.tracker.begin("forward")
         return self._outputs(args, kwargs)
 
     def _step_once(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, steady: bool) -> None:
+        self._begin_micro_step(last=False)
         self.tracker.begin("forward" if steady else "warm-up")
         loss = _some_loss(self._outputs(args, kwargs))
         if steady:
@@ -228,6 +248,10 @@ class Simulation(_FakeDevice):
         if steady:
             self.tracker.begin("step")
         self._engine_step()
+
+    def _begin_micro_step(self, *, last: bool) -> None:
+        if self.tracker.trace is not None:
+            self.tracker.trace.is_last = last
 
     def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._module_forward is not None:
@@ -249,7 +273,7 @@ class Simulation(_FakeDevice):
         init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
         pinned, pageable = (max(self.tracker.peak(p, kind) for p in PHASES) for kind in _ON_HOST)
         found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
-        return {"estimate": found.to_json()}
+        return {"estimate": found.to_json(), **self.trace(self._engine.module)}
 
 
 class ActivationPass(_FakeDevice):
@@ -312,7 +336,8 @@ class ActivationPass(_FakeDevice):
                 "matmul": peaks[MATMUL],
                 "before": self._before,
                 "held": self.tracker.current(self._kind),
-            }
+            },
+            **self.trace(self._module),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsat.in_trial.simulation.attention import workspace_bytes
+from dsat.in_trial.simulation.operator_trace import OperatorTrace
 from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         workspace_bytes: what cuBLAS takes while it multiplies.
+        trace: records all operators, if it is wanted.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -41,6 +43,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "script"
         self._forced: str | None = None
         self.workspace_bytes = 0
+        self.trace: OperatorTrace | None = None
 
     # -- phases
 
@@ -113,6 +116,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         out = func(*args, **kwargs)
+        if self.trace is not None:
+            self.trace.record(self._phase, func, args, kwargs, out)
         fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         place = None
         if fakes and func is aten._to_copy.default and self.is_parked(args[0]):
@@ -129,6 +134,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
             self._take_briefly(workspace if adds_bias else self.workspace_bytes)
         return out
+
+    def ran_compiled(self, args: Sequence[Any]) -> None:
+        """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
+        if self.trace is not None:
+            self.trace.record_compiled(self._phase, args)
 
     def _take_briefly(self, size: int) -> None:
         self._add(DEVICE, size)

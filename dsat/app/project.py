@@ -1,0 +1,295 @@
+"""`dsat project`: what training will do on cards of a named kind, before anybody rents them.
+
+One simulated step of each strategy gives its kernels and collectives; their seconds follow from the
+table of cards (`dsat.inputs.cards`) and the physical model of the search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dsat.app import estimate as estimates
+from dsat.app import past_runs, probe
+from dsat.app.past_runs import PastRun
+from dsat.errors import DsatError, UserInputError
+from dsat.inputs import cards, ds_config, hf_config
+from dsat.inputs.cards import Card
+from dsat.inputs.project_settings import ProjectSettings
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.config_facts import HOW_TO_SIMULATE
+from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.simulation_client import Simulator
+from dsat.report.projection import Projection, Row
+from dsat.search.normal import Array
+from dsat.search.projected_speed import ProjectedSpeed, StepTime
+from dsat.search.speed import Points
+from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.values.step_trace import ModelTrace, StepTrace
+from dsat.values.trial import TrialKind
+from dsat.values.zero_strategy import Strategy, of_config
+
+_SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
+_LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
+_MOST_MICRO_BATCH = 512
+_NEARLY = 0.98  # of the best throughput; of those the smallest micro batch is taken
+_BEST = 3  # strategies that are shown for each size
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A script's model and strategies, as simulated.
+
+    Attributes:
+        base: the user's DeepSpeed configuration.
+        model: the passes of the model by itself.
+        traces: a step of each strategy, and its memory.
+        failures: why strategies could not be simulated, by their labels.
+        sequence_length: tokens of a sample; None if samples are no sequences.
+    """
+
+    base: Mapping[str, Any]
+    facts: ModelFacts
+    model: ModelTrace
+    traces: Mapping[Strategy, tuple[StepTrace, MemoryEstimate]]
+    failures: Mapping[str, str]
+    sequence_length: int | None
+
+    @property
+    def own(self) -> Strategy:
+        """Strategy of the user's configuration."""
+        return of_config(self.base)
+
+    @property
+    def own_micro_batch(self) -> int:
+        """Micro batch of the user's configuration; 1 where it leaves that open."""
+        given = self.base.get(ds_config.BATCH_KEYS[1])
+        return given if isinstance(given, int) else 1
+
+    def gas(self, slots: int, micro_batch: int) -> int:
+        """Return the accumulation steps that keep the user's global batch size, if one is given.
+
+        0 if the slots need a larger one.
+        """
+        total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
+        if isinstance(total, int):
+            return total // (slots * micro_batch)
+        return gas if isinstance(gas, int) else 1
+
+    def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
+        """Return the configuration of a strategy, without batch sizes."""
+        if strategy == self.own:
+            own = ds_config.for_use(self.base)
+            return {key: value for key, value in own.items() if "batch_size" not in key}
+        return estimates.configuration(self.base, strategy, slots)
+
+    def memory(self, strategy: Strategy, slots: int, card: Card) -> _Memory:
+        """Return what a strategy needs of a card's memory on so many slots."""
+        config = self.config(strategy, slots)
+        trace, found = self.traces[strategy]
+        anchors = (Anchor(config, trace.micro_batch, found),) if trace.slots == slots else ()
+        basis = Basis((Variant({}, self.facts, anchors),))
+        model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
+        return _Memory(model, config)
+
+
+class _Memory:
+    """Memory of one strategy on one number of slots."""
+
+    def __init__(self, model: MemoryModel, config: Mapping[str, Any]) -> None:
+        self._model, self._shape = model, model.shape(config, {})
+        self.largest = int(min(model.largest(self._shape), _MOST_MICRO_BATCH))
+
+    def bytes(self, micro_batch: int) -> int:
+        """Return the predicted peak."""
+        return self._model.predicted_bytes(self._shape, micro_batch)
+
+
+def project(settings: ProjectSettings) -> Projection:
+    """Project a script's or a configuration's training to other cards.
+
+    Raises:
+        UserInputError: something of the settings or the files is wrong.
+        DsatError: the script cannot be simulated.
+    """
+    count, name = settings.to
+    card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
+    _check_packages(settings)
+    with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
+        traced = trace(base, simulator, count)
+    network = None if settings.network is None else 1e9 / 8 * settings.network
+    projector = Projector(traced, card, network)
+    if settings.from_run is not None:
+        projector.calibrate(past_runs.load(settings.from_run))
+    return projector.projection(title, settings)
+
+
+def _check_packages(settings: ProjectSettings) -> None:
+    missing = hf_config.missing_packages() if settings.hf_config is not None else []
+    if missing:
+        raise UserInputError(
+            f"needs a simulation, and {', '.join(missing)} is not installed",
+            where="--hf-config",
+            hint=HOW_TO_SIMULATE,
+        )
+
+
+def trace(
+    base: Mapping[str, Any],
+    simulator: Simulator,
+    slots: int,
+    strategies: Sequence[Strategy] | None = None,
+) -> Traced:
+    """Simulate one step of the user's configuration and of other strategies.
+
+    Args:
+        base: the user's DeepSpeed configuration.
+        simulator: of the script.
+        slots: about which is asked.
+        strategies: by default every rung of the ladder.
+
+    Raises:
+        SimulationUnavailable: the script cannot be simulated.
+        DsatError: no strategy can be.
+    """
+    slots = max(slots, _LEAST_TRACED)
+    facts, model = simulator.traced_facts(base)
+    found = Traced(base, facts, model, {}, {}, simulator.sequence_length)
+    if strategies is None:
+        strategies = list(dict.fromkeys([found.own, *estimates.ladder(base)]))
+    # Later micro steps of a step are like the first of two.
+    accumulates = any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
+    gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
+    questions = [({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
+    answers = dict(zip(strategies, simulator.traces(questions), strict=True))
+    failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
+    traces = {
+        s: (answer[1], answer[0]) for s, answer in answers.items() if not isinstance(answer, str)
+    }
+    if not traces:
+        raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
+    return replace(found, traces=traces, failures=failures)
+
+
+class Projector:
+    """Projections of one traced script to one kind of card."""
+
+    def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
+        self._traced, self._card, self._network = traced, card, network
+        hardware = hardware_of(card)
+        self.speed = ProjectedSpeed(hardware, list(traced.traces))
+        self._calibrated_by = 0
+
+    def calibrate(self, past: PastRun) -> None:
+        """Correct all predictions by the trials of a run of the same script.
+
+        Raises:
+            UserInputError: none of its trials is of use here.
+        """
+        run, traced = past.run, self._traced
+        assert run.plan is not None
+        slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
+        card = probe.card_here(slots) if "cpu slot" in machine else cards.find(machine)
+        points, log_s, errors = [], [], []
+        for trial in run.trials.values():
+            outcome = run.outcomes.get(trial.id)
+            strategy = of_config(run.plan.config(trial.overrides))
+            if outcome is None or not outcome.ok or outcome.metrics is None:
+                continue
+            if strategy not in traced.traces or trial.kind is TrialKind.PROFILE:
+                continue
+            batch = trial.batch
+            work = self._work(strategy, slots, batch.micro_batch, card)
+            points.append(self.speed.points(work, strategy, batch.micro_batch, batch.gas))
+            log_s.append(math.log(outcome.metrics.latency / 1000))
+            errors.append(outcome.metrics.standard_error)
+        if not points:
+            raise UserInputError("has no measured trial of this script", where=str(past.folder))
+        self.speed = self.speed.calibrated(
+            hardware_of(card), Points.of(points), np.array(log_s), np.array(errors)
+        )
+        self._calibrated_by = len(points)
+
+    def projection(self, title: str, settings: ProjectSettings) -> Projection:
+        """Return the answers."""
+        traced, (count, _) = self._traced, settings.to
+        sizes = sorted({*_SIZES, count})
+        own = [self._own(n) for n in sizes] if traced.own in traced.traces else []
+        best = {n: self._best(n) for n in sizes}
+        return Projection(
+            name=title,
+            card=self._card,
+            count=count,
+            network_bandwidth=Cluster.of(self._card, count, self._network).network_bandwidth,
+            parameters=traced.facts.num_params,
+            sequence_length=traced.sequence_length,
+            own=tuple(row for row in own if row is not None),
+            best={n: rows for n, rows in best.items() if rows},
+            failures=traced.failures,
+            calibrated_by=self._calibrated_by,
+            tokens=settings.tokens,
+            price=settings.price,
+        )
+
+    def _own(self, slots: int) -> Row | None:
+        traced = self._traced
+        return self.row(traced.own, slots, traced.own_micro_batch)
+
+    def _best(self, slots: int) -> tuple[Row, ...]:
+        """Return the fastest strategies that fit, each at its best micro batch."""
+        found = []
+        for strategy in self._traced.traces:
+            rows = list(self._rows(strategy, slots))
+            if rows:
+                most = max(row.samples_per_second for row in rows)
+                found.append(next(r for r in rows if r.samples_per_second >= _NEARLY * most))
+        found.sort(key=lambda row: -row.samples_per_second)
+        return tuple(found[:_BEST])
+
+    def _rows(self, strategy: Strategy, slots: int) -> Iterator[Row]:
+        largest = self._traced.memory(strategy, slots, self._card).largest
+        powers = itertools.takewhile(lambda m: m <= largest, (2**n for n in range(10)))
+        own = self._traced.own_micro_batch
+        for micro_batch in sorted({*powers, *([own] if own <= largest else [])}):
+            row = self.row(strategy, slots, micro_batch)
+            if row is not None:
+                yield row
+
+    def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
+        """Project one configuration; None if the slots need a larger global batch size."""
+        traced = self._traced
+        gas = traced.gas(slots, micro_batch)
+        if gas < 1:
+            return None
+        memory = traced.memory(strategy, slots, self._card)
+        time = self.step_time(strategy, slots, micro_batch, gas)
+        samples = slots * micro_batch * gas / time.seconds
+        peak = self._card.peak(traced.facts.param_bytes)
+        return Row(
+            strategy=strategy,
+            slots=slots,
+            micro_batch=micro_batch,
+            gas=gas,
+            time=time,
+            memory_bytes=memory.bytes(micro_batch),
+            fits=micro_batch <= memory.largest,
+            samples_per_second=samples,
+            mfu=samples * traced.model.model_flops_per_sample / (slots * peak),
+        )
+
+    def step_time(self, strategy: Strategy, slots: int, micro_batch: int, gas: int) -> StepTime:
+        """Predict one optimizer step."""
+        work = self._work(strategy, slots, micro_batch, self._card)
+        return self.speed.predict(self.speed.points(work, strategy, micro_batch, gas))
+
+    def _work(self, strategy: Strategy, slots: int, micro_batch: int, card: Card) -> Array:
+        traced = self._traced
+        of_slots = scaled(traced.traces[strategy][0], slots, sharded=strategy.stage > 0)
+        cluster = Cluster.of(card, slots, self._network)
+        return work_of(of_slots, traced.model, micro_batch, cluster)

@@ -1,0 +1,206 @@
+"""Record the kernels and collectives of a simulated step (`dsat.values.step_trace`).
+
+FLOPs are torch's own count (`torch.utils.flop_counter`), halved for causal attention, of which
+kernels skip one half. Bytes are those of all inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ATTENTION,
+    CONVOLUTION,
+    HOST,
+    MATMUL,
+    MEMORY,
+    PHASES,
+    REDUCE_SCATTER,
+    TRANSFER,
+    Collectives,
+    Kernels,
+    StepTrace,
+)
+
+# Operators without a kernel of their own, beside views.
+_FREE = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view "
+    "is_pinned record_stream _local_scalar_dense".split()
+)
+# Those that write their first argument and do not read it; that read a small part of it.
+_OVERWRITES = frozenset("copy_ zero_ fill_".split())
+_GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
+_COMPILED_PASSES = 2  # a compiled optimizer reads and writes each of its tensors
+_MOST_GROUPS = 400  # of one kind and phase; beyond that they count as memory traffic
+_BACKWARD_PHASES = {"first gradient": "backward"}
+_COLLECTIVES = {
+    **dict.fromkeys(
+        "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_".split(),
+        ALL_GATHER,
+    ),
+    **dict.fromkeys(
+        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_".split(),
+        REDUCE_SCATTER,
+    ),
+    **dict.fromkeys("allreduce_ allreduce_coalesced_".split(), ALL_REDUCE),
+}
+_Kernel = tuple[str, bool, str, int, float]
+_Group = tuple[str, bool, str, int, int, bool]
+
+
+class OperatorTrace:
+    """Counts of operators and collectives, by phase.
+
+    Args:
+        device_type: of the slot.
+
+    Attributes:
+        is_last: the last micro step of an optimizer step has begun.
+        overlaps: the current stream is not the default one.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.is_last = True
+        self.overlaps = False
+        self._device_type = device_type
+        self._model_flops = 0.0
+        # Bytes and number of calls.
+        self._kernels: dict[_Kernel, list[float]] = {}
+        self._collectives: dict[_Group, list[float]] = {}
+
+    def record(
+        self, phase: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        """Count an operator that ran in a phase of the simulation."""
+        phase = _BACKWARD_PHASES.get(phase, phase)
+        if phase not in PHASES:
+            return
+        if func.namespace == "c10d":
+            self._record_collective(phase, func, args)
+            return
+        name = func._overloadpacket.__name__
+        if func.is_view or name in _FREE or func.namespace == "prim":
+            return
+        results = list(_tensors(out))
+        if not (results or func._schema.is_mutable):
+            return
+        inputs = [] if name in _GATHERS else list(_tensors((args, kwargs)))
+        if name in _OVERWRITES:
+            inputs = inputs[1:]
+        elif name in _GATHERS:
+            inputs = results
+        flops = self._flops(func, args, kwargs, out)
+        kind = _kind(name) if flops else MEMORY
+        self._add(phase, kind, flops, inputs, results)
+
+    def record_compiled(self, phase: str, args: Sequence[Any]) -> None:
+        """Count a call of one of DeepSpeed's compiled operators, such as a fused Adam."""
+        tensors = list(_tensors(args))
+        if tensors and phase in PHASES:
+            self._add(phase, MEMORY, 0.0, tensors, tensors * (_COMPILED_PASSES - 1))
+
+    def result(self, *, micro_batch: int, slots: int, parameters: int) -> StepTrace:
+        """Return what was counted."""
+        return StepTrace(
+            kernels=tuple(
+                Kernels(*key, total / count, int(count))
+                for key, (total, count) in self._kernels.items()
+            ),
+            collectives=tuple(
+                Collectives(*key, total, int(count))
+                for key, (total, count) in self._collectives.items()
+            ),
+            micro_batch=micro_batch,
+            slots=slots,
+            parameters=parameters,
+            model_flops=self._model_flops,
+        )
+
+    def _add(
+        self,
+        phase: str,
+        kind: str,
+        flops: float,
+        inputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        moved = sum(t.numel() * t.element_size() for t in (*inputs, *results))
+        if not moved:
+            return
+        places = {t.device.type for t in (*inputs, *results) if t.dim()}
+        if places and self._device_type not in places:
+            kind, flops = HOST, 0.0
+        elif len(places) > 1 and "cpu" in places:
+            kind, moved = TRANSFER, sum(t.numel() * t.element_size() for t in results)
+        itemsize = results[0].element_size() if results else 4
+        key = (phase, self.is_last, kind, itemsize, flops)
+        if flops and key not in self._kernels and len(self._kernels) > _MOST_GROUPS:
+            key = (phase, self.is_last, kind, itemsize, self._similar(key))
+        total = self._kernels.setdefault(key, [0.0, 0])
+        total[0] += moved
+        total[1] += 1
+
+    def _similar(self, wanted: _Kernel) -> float:
+        """Return the nearest number of FLOPs that is counted already, to keep a trace small."""
+        known = [key[4] for key in self._kernels if key[:4] == wanted[:4]]
+        own = wanted[4]
+        return min(known, key=lambda flops: abs(flops - own), default=own)
+
+    def _flops(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            return 0.0
+        flops = float(formula(*args, **kwargs, out_val=out))
+        # In a backward pass autograd records nothing, unless a forward pass is done again.
+        if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+            self._model_flops += flops if self.is_last else 0.0
+        return flops / 2 if _is_causal(func, args, kwargs) else flops
+
+    def _record_collective(self, phase: str, func: Any, args: Sequence[Any]) -> None:
+        ranks = _ranks(args)
+        if len(ranks) < 2:
+            return
+        sizes = [sum(t.numel() * t.element_size() for t in _tensors(arg)) for arg in args]
+        name = func._overloadpacket.__name__
+        kind = _COLLECTIVES.get(name, name.strip("_"))
+        stride = ranks[1] - ranks[0]
+        key = (phase, self.is_last, kind, len(ranks), stride, self.overlaps)
+        total = self._collectives.setdefault(key, [0.0, 0])
+        total[0] += max(sizes)
+        total[1] += 1
+
+
+def _kind(name: str) -> str:
+    if "attention" in name:
+        return ATTENTION
+    return CONVOLUTION if "conv" in name else MATMUL
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
+
+
+def _ranks(args: Sequence[Any]) -> list[int]:
+    """Return the ranks of the group that a collective is given."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            group = torch.distributed.ProcessGroup.unbox(arg)
+            return torch.distributed.get_process_group_ranks(group)
+    return []
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))

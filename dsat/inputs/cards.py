@@ -1,0 +1,139 @@
+"""Cards and their links, by name: `cards.json`, which names the source of each number."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import UserInputError
+from dsat.inputs.experiment import read_mapping
+
+_GIB = 2**30
+USUAL_SHAPES = 0.92  # of what matrix products of the best shape reach
+MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
+_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card and its links do in a second.
+
+    Attributes:
+        memory_bytes: of the card.
+        flops: dense peak in FLOP/s, by the bytes of an element.
+        matmul, attention: parts of the peak that large matrix products and attention reach.
+        memory_bandwidth: peak in bytes/s.
+        link_bandwidth: bytes/s of a large collective in one host.
+        pcie_bandwidth: bytes/s between card and host.
+        network_bandwidth: bytes/s of a card to other hosts.
+        per_host: cards of a usual host.
+        kernel_s: seconds of the shortest kernel.
+        launch_s: seconds in which Python and torch call one operator; 0 if that is a part of the
+            kernels, as on a CPU.
+        hop_s, host_hop_s: seconds of a hop of a collective in a host, and between hosts (NCCL,
+            src/graph/tuning.cc: simple protocol).
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[int, float]
+    matmul: float
+    attention: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    pcie_bandwidth: float
+    network_bandwidth: float
+    per_host: int
+    kernel_s: float = 3e-6
+    launch_s: float = 6e-6
+    hop_s: float = 3.4e-6
+    host_hop_s: float = 14e-6
+
+    @property
+    def is_cpu(self) -> bool:
+        """Tell whether slots are processor cores: kernels and their launches are one."""
+        return not self.launch_s
+
+    def peak(self, itemsize: int) -> float:
+        """Return the peak for elements of so many bytes, or of the next larger size there is."""
+        sizes = sorted(self.flops)
+        return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
+
+
+def find(name: str, own: Path | None = None) -> Card:
+    """Find a card by its name, or by a part of it: `H100`, `a100-80gb`, `NVIDIA L40S`.
+
+    Args:
+        own: a file with further cards, of the form of `cards.json`.
+
+    Raises:
+        UserInputError: there is none, or the file is none.
+    """
+    known = {**table(), **(_read(own) if own is not None else {})}
+    found = _named(name, known)
+    if found is None:
+        raise UserInputError(
+            f"is no known card; known are {', '.join(known)}",
+            where=name,
+            hint="Describe it in a file like dsat/inputs/cards.json and name that with --cards.",
+        )
+    return found
+
+
+def of_device(name: str) -> Card | None:
+    """Return the card of a driver's name for a device; None if it is not in the table."""
+    return _named(name, table()) if name else None
+
+
+def _named(name: str, known: Mapping[str, Card]) -> Card | None:
+    wanted = _plain(name)
+    exact = [card for key, card in known.items() if _plain(key) == wanted]
+    parts = [card for key, card in known.items() if _plain(key) in wanted]
+    parts = parts or [card for key, card in known.items() if wanted and wanted in _plain(key)]
+    found = exact or sorted(parts, key=lambda card: -card.memory_bytes)
+    return found[0] if found else None
+
+
+@functools.cache
+def table() -> dict[str, Card]:
+    """Return all cards, by name."""
+    text = (resources.files("dsat.inputs") / "cards.json").read_text(encoding="utf-8")
+    return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _read(path: Path) -> dict[str, Card]:
+    entries = read_mapping(path).get("cards")
+    if not isinstance(entries, Mapping) or not entries:
+        raise UserInputError('has no "cards"', where=str(path))
+    try:
+        return {str(name): _card(str(name), entry) for name, entry in entries.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserInputError(
+            f"a card is not described as in dsat/inputs/cards.json: {error!r}", where=str(path)
+        ) from None
+
+
+def _card(name: str, entry: Mapping[str, Any]) -> Card:
+    """Return a card of its entry in the file, where bandwidths are in 10^9 bytes/s."""
+    return Card(
+        name=name,
+        memory_bytes=int(entry["memory_gib"] * _GIB),
+        flops={int(size): 1e12 * peak for size, peak in entry["tflops"].items()},
+        matmul=float(entry["matmul"]),
+        attention=float(entry["attention"]),
+        memory_bandwidth=1e9 * entry["bandwidth"],
+        link_bandwidth=1e9 * entry["link"] * entry["link_part"],
+        pcie_bandwidth=1e9 * entry["pcie"] * _PCIE_PART,
+        network_bandwidth=1e9 / 8 * entry["network"] * _NETWORK_PART,
+        per_host=int(entry["per_host"]),
+    )

@@ -1,0 +1,69 @@
+"""Settings of `dsat project`; its options are declared here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import ModelSettings
+from dsat.inputs.option import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
+
+PROJECT = "project"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectSettings(ModelSettings):
+    """Settings of `dsat project`.
+
+    Attributes:
+        to: number and name of the cards that are asked about.
+        network: Gbit/s of each card to other hosts.
+        price: of a card's hour.
+    """
+
+    to: tuple[int, str] = option(
+        "--to",
+        kind=CARDS_OF_KIND,
+        default="8xH100",
+        help="the cards, such as 64xH100 or 8xA100-40GB",
+    )
+    network: float | None = option(
+        "--network",
+        kind=POSITIVE_NUMBER,
+        metavar="GBIT",
+        help="Gbit/s of each card to other hosts (default: as hosts with these cards usually have)",
+    )
+    tokens: float | None = option(
+        "--tokens",
+        kind=AMOUNT,
+        help="tokens of the whole training, such as 300B or 1T: tells its days",
+    )
+    price: float | None = option(
+        "--price",
+        kind=POSITIVE_NUMBER,
+        metavar="X",
+        help="price of a card for an hour: with --tokens, tells what the training costs",
+    )
+    from_run: Path | None = option(
+        "--from",
+        "--from-run",
+        kind=PATH,
+        metavar="RUN",
+        help="a run of the same script, whose measured trials correct the projection",
+    )
+    cards: Path | None = option(
+        "--cards",
+        kind=PATH,
+        metavar="FILE",
+        help="further cards, in a file of the form of dsat/inputs/cards.json",
+    )
+    page: Path | None = option(
+        "--page", kind=PATH, shell_only=True, metavar="FILE", help="write a page with plots, too"
+    )
+    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.price is not None and self.tokens is None:
+            raise UserInputError("goes with --tokens", where="--price")

@@ -1,0 +1,250 @@
+"""Work of a simulated step on named cards, for the physical model of a step's time.
+
+Kernels take as long as a roofline says: FLOPs over what the card reaches, or bytes over the
+bandwidth of its memory, and never less than a kernel's start. Collectives move their bytes over the
+slowest link of a ring and wait once for each hop. The host launches kernels and runs the hooks of
+DeepSpeed's parameters; what it needs longer than the kernels, it adds.
+
+The columns are those of `dsat.search.step_time.work`, so that the same terms are calibrated by the
+same trials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card
+from dsat.search.normal import Array
+from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ATTENTION,
+    BACKWARD,
+    COMPUTE_KINDS,
+    FORWARD,
+    HOST,
+    MEMORY,
+    STEP,
+    TRANSFER,
+    Collectives,
+    Kernels,
+    ModelTrace,
+    StepTrace,
+)
+
+_PASSES = (FORWARD, BACKWARD)
+_UNIT_S = 1e-3  # of launches
+_HOOK_S = 4e-5  # in which the hook of one parameter runs
+_HOST_MEMORY = 5e9  # bytes/s of one thread for each rank, as launchers set OMP_NUM_THREADS
+
+# Standard deviation of the logarithm of a term, where nothing has been measured.
+UNCERTAINTY = {
+    "compute": 0.10,
+    "weights": 0.15,
+    "launch": 0.5,
+    "hooks": 0.7,
+    "copies": 0.3,
+    "link": 0.25,
+    "latency": 0.5,
+    "optimizer": 0.3,
+    "groups": 0.5,
+    "pcie": 0.4,
+    "host_optimizer": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of one kind of card.
+
+    Attributes:
+        slots: cards in all.
+        per_host: cards of a host.
+        network_bandwidth: bytes/s of a card to other hosts.
+    """
+
+    card: Card
+    slots: int
+    per_host: int
+    network_bandwidth: float
+
+    @classmethod
+    def of(cls, card: Card, slots: int, network_bandwidth: float | None = None) -> Cluster:
+        """Return a cluster of usual hosts."""
+        network = card.network_bandwidth if network_bandwidth is None else network_bandwidth
+        return cls(card, slots, card.per_host, network)
+
+    def link(self, collectives: Collectives) -> tuple[float, float]:
+        """Return the seconds that collectives move bytes, and those that they wait for hops."""
+        ranks = collectives.ranks
+        if ranks < 2:
+            return 0.0, 0.0
+        inside = min(ranks, max(1, self.per_host // collectives.stride))
+        hosts = math.ceil(ranks / inside)
+        bandwidth = self.card.link_bandwidth
+        if hosts > 1:
+            bandwidth = min(bandwidth, inside * self.network_bandwidth)
+        rounds = 2 if collectives.kind == ALL_REDUCE else 1
+        moved = rounds * (ranks - 1) / ranks * collectives.bytes
+        hop_s, host_hop_s = self.card.hop_s, self.card.host_hop_s
+        hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
+        if collectives.kind == ALL_REDUCE and hosts > 1:  # NCCL takes a tree where that is sooner
+            tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
+            hops = min(hops, 2 * tree)
+        return moved / bandwidth, collectives.count * hops
+
+
+def hardware_of(card: Card) -> Hardware:
+    """Return what a card does in a second."""
+    return Hardware(
+        flops=card.peak(2) * card.matmul * USUAL_SHAPES,
+        memory_bandwidth=card.memory_bandwidth * MEMORY_PART,
+        link_bandwidth=card.link_bandwidth,
+        host_link_bandwidth=card.network_bandwidth,
+        pcie_bandwidth=card.pcie_bandwidth,
+        host_memory_bandwidth=_HOST_MEMORY,
+        launch_s=_UNIT_S,
+        latency_s=card.hop_s,
+        filling=0.0,
+        unaligned=0.0,
+    )
+
+
+def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
+    """Return the trace of another number of data-parallel slots.
+
+    Groups of all ranks, or of every so many of them, grow with their number; others, such as those
+    of tensor parallelism, stay.
+
+    Args:
+        trace: of a number of slots.
+        sharded: each rank updates its own part of the parameters.
+    """
+    ratio = slots / trace.slots
+
+    def grown(group: Collectives) -> Collectives:
+        ranks = round(group.ranks * ratio) if group.ranks * group.stride >= trace.slots else None
+        return group if ranks is None else replace(group, ranks=max(1, ranks))
+
+    def shared(kernels: Kernels) -> Kernels:
+        is_shared = kernels.phase == STEP or kernels.kind in (HOST, TRANSFER)
+        return replace(kernels, bytes=kernels.bytes / ratio) if sharded and is_shared else kernels
+
+    return replace(
+        trace,
+        slots=slots,
+        kernels=tuple(map(shared, trace.kernels)),
+        collectives=tuple(map(grown, trace.collectives)),
+    )
+
+
+def work_of(trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Cluster) -> Array:
+    """Count what a configuration does, (number of columns,), as `step_time.work` does.
+
+    Args:
+        trace: of the configuration, `scaled` to the cluster's slots, at any micro batch.
+        model: the model's own passes.
+        micro_batch: samples of a micro step.
+        cluster: that runs it.
+    """
+    card, hardware = cluster.card, hardware_of(cluster.card)
+    kernels = model.at(micro_batch)
+    compute = {p: _compute_s(kernels, p, card) for p in _PASSES}
+    memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
+    total_s = sum(compute.values()) + sum(memory.values())
+    every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
+    links = {
+        last: _links([c for c in trace.collectives if c.last == last], cluster)
+        for last in (True, False)
+    }
+    # The host's part of the passes takes as long as so many bytes more over its link.
+    pcie_for_host = hardware.pcie_bandwidth / hardware.host_memory_bandwidth
+    last, each = links[True], links[False] if every else links[True]
+    found = {
+        "flops": sum(compute.values()) * hardware.flops / micro_batch,
+        "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
+        "weights": sum(memory.values()) * hardware.memory_bandwidth,
+        "copies": _added_bytes(trace, model),
+        "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
+        "hooks": _HOOK_S * trace.parameters / _UNIT_S,
+        "overlaps": float(last.reduced > 0),
+        "reduced": each.reduced,
+        "reduced_last": last.reduced if last.reduced > each.reduced else 0.0,
+        "reductions": last.reductions,
+        "waited": each.waited,
+        "gathered": each.gathered,
+        "gathers": each.gathers,
+        "boundary": last.boundary + last.waited - each.waited,
+        "boundaries": last.boundaries,
+        "optimizer": trace.bytes_of(MEMORY, (STEP,)),
+        "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
+        "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
+        + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
+        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)),
+        "host_optimizer": trace.bytes_of(HOST, (STEP,)),
+    }
+    assert found.keys() == set(COLUMNS)
+    return np.array([found[name] for name in COLUMNS])
+
+
+def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
+    """Seconds of the kernels of a phase that compute."""
+    total = 0.0
+    for k in kernels:
+        if k.phase == phase and k.kind in COMPUTE_KINDS:
+            part = card.attention if k.kind == ATTENTION else card.matmul * USUAL_SHAPES
+            computed = k.flops / (card.peak(k.itemsize) * part)
+            moved = k.bytes / (card.memory_bandwidth * MEMORY_PART)
+            total += k.count * (max(computed, moved) + card.kernel_s)
+    return total
+
+
+def _memory_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
+    """Seconds of the kernels of a phase that only move bytes."""
+    return sum(
+        k.count * max(k.bytes / (card.memory_bandwidth * MEMORY_PART), card.kernel_s)
+        for k in kernels
+        if k.phase == phase and k.kind == MEMORY
+    )
+
+
+def _added_bytes(trace: StepTrace, model: ModelTrace) -> float:
+    """Bytes that the engine moves in the passes beside what the model's own kernels do."""
+    of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
+    return max(0.0, trace.bytes_of(MEMORY, _PASSES) - of_model)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Seconds of links of a micro step, and numbers of hops in units of the shortest."""
+
+    reduced: float = 0.0
+    reductions: float = 0.0
+    gathered: float = 0.0
+    gathers: float = 0.0
+    waited: float = 0.0
+    boundary: float = 0.0
+    boundaries: float = 0.0
+
+
+def _links(collectives: Sequence[Collectives], cluster: Cluster) -> _Links:
+    found = dict.fromkeys(_Links.__dataclass_fields__, 0.0)
+    for group in collectives:
+        moved, hops = cluster.link(group)
+        if group.phase == STEP:
+            found["boundary"] += moved
+            found["boundaries"] += hops / cluster.card.hop_s
+        elif not group.overlapped:
+            found["waited"] += moved + hops
+        elif group.kind == ALL_GATHER:  # one half in each pass
+            found["gathered"] += moved / len(_PASSES)
+            found["gathers"] += hops / cluster.card.hop_s / len(_PASSES)
+        else:
+            found["reduced"] += moved + hops
+            found["reductions"] += group.count
+    return _Links(**found)

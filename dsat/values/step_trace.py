@@ -1,0 +1,129 @@
+"""Trace of an optimizer step: the kernels and collectives that a simulation counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsat.values.codec import Recorded
+
+FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
+MATMUL, ATTENTION, CONVOLUTION = COMPUTE_KINDS = ("matmul", "attention", "convolution")
+MEMORY, HOST, TRANSFER = "memory", "host", "transfer"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Calls of operators of one kind and size.
+
+    Attributes:
+        phase: one of `PHASES`.
+        last: in the last micro step of an optimizer step; otherwise in each one before it.
+        kind: one of `COMPUTE_KINDS`; `memory` for all others; `host` for those on tensors of the
+            host; `transfer` for copies between host and slot.
+        itemsize: bytes of an element of the result.
+        flops, bytes: of one call, on average: FLOPs that are executed, and bytes of all inputs and
+            outputs.
+        count: number of calls.
+    """
+
+    phase: str
+    last: bool
+    kind: str
+    itemsize: int
+    flops: float
+    bytes: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives of one kind among the same ranks.
+
+    Attributes:
+        phase, last: as for `Kernels`.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, or torch's name of another one.
+        ranks: size of the group.
+        stride: from one rank of the group to the next.
+        overlapped: issued on a stream of its own, beside the kernels.
+        bytes: of all calls together: the whole tensor that is gathered or reduced.
+        count: number of calls.
+    """
+
+    phase: str
+    last: bool
+    kind: str
+    ranks: int
+    stride: int
+    overlapped: bool
+    bytes: float
+    count: int
+
+
+@dataclass(frozen=True)
+class StepTrace(Recorded):
+    """One optimizer step of one rank.
+
+    Attributes:
+        micro_batch, slots: of the simulated configuration.
+        parameters: number of trained parameter tensors; each has a hook.
+        model_flops: of a micro step, forward and backward, without recomputation.
+    """
+
+    kernels: tuple[Kernels, ...]
+    collectives: tuple[Collectives, ...]
+    micro_batch: int
+    slots: int
+    parameters: int
+    model_flops: float
+
+    def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
+        """Return the bytes that kernels of a kind move in some phases."""
+        return sum(k.bytes * k.count for k in self._of(kind, phases, last))
+
+    def launches(self, phases: Sequence[str]) -> int:
+        """Return the number of kernels on the slot in some phases of the last micro step."""
+        return sum(k.count for k in self.kernels if k.last and k.phase in phases and k.kind != HOST)
+
+    def _of(self, kind: str, phases: Sequence[str], last: bool) -> list[Kernels]:
+        return [k for k in self.kernels if k.kind == kind and k.phase in phases and k.last == last]
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """The passes of a model by itself, traced at two micro batches.
+
+    All between and below follow: FLOPs and bytes of a kernel are linear in the micro batch.
+    """
+
+    small: StepTrace
+    large: StepTrace
+
+    @property
+    def model_flops_per_sample(self) -> float:
+        return self.small.model_flops / self.small.micro_batch
+
+    def at(self, micro_batch: float) -> list[Kernels]:
+        """Return the kernels at another micro batch."""
+        part = (micro_batch - self.small.micro_batch) / (
+            self.large.micro_batch - self.small.micro_batch
+        )
+        pairs = list(zip(self.small.kernels, self.large.kernels, strict=False))
+        if [_shape(one) for one, _ in pairs] != [_shape(other) for _, other in pairs]:
+            ratio = micro_batch / self.small.micro_batch
+            return [
+                replace(k, flops=ratio * k.flops, bytes=ratio * k.bytes) for k in self.small.kernels
+            ]
+        return [
+            replace(
+                one,
+                flops=max(0.0, one.flops + part * (other.flops - one.flops)),
+                bytes=max(0.0, one.bytes + part * (other.bytes - one.bytes)),
+            )
+            for one, other in pairs
+        ]
+
+
+def _shape(kernels: Kernels) -> tuple[str, str, int, int]:
+    return kernels.phase, kernels.kind, kernels.itemsize, kernels.count

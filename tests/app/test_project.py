@@ -1,0 +1,63 @@
+"""`dsat project` from its words to its answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsat
+from dsat.cli.main import main
+from dsat.errors import UserInputError
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return path
+
+
+def test_a_configuration_is_projected_to_other_cards(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    words = ["project", "--hf-config", str(config), "--seq-length", "128", "--to", "16xA100-40GB"]
+    words += ["--tokens", "1B", "--price", "2", "--page", str(page), "--json"]
+    assert main(words) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (told["cards"], told["card"], told["not_simulated"]) == (16, "A100-40GB", {})
+    assert set(told["best"]) == {str(2**n) for n in range(10)}
+    for row in [rows[0] for rows in told["best"].values()] + told["own"]:
+        low, high = row["interval_90"]
+        assert 0 < low < row["samples_per_second"] < high
+        assert 0 < row["mfu"] < 1
+        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"])
+        assert row["training"]["cost"] == pytest.approx(2 * row["training"]["card_hours"])
+    rates = [rows[0]["samples_per_second"] for rows in told["best"].values()]
+    assert rates == sorted(rates)
+    assert "16 x A100-40GB" in page.read_text(encoding="utf-8")
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(UserInputError, match="known are"):
+        dsat.project(hf_config="config.json", to="8xK80")
+    with pytest.raises(UserInputError, match="64xH100"):
+        dsat.project(hf_config="config.json", to="H100")
+    with pytest.raises(UserInputError, match="--tokens"):
+        dsat.project(hf_config="config.json", price=2)

@@ -1,0 +1,45 @@
+"""Cards by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.inputs import cards
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("A100", "A100-80GB"),
+        ("a100-40gb", "A100-40GB"),
+        ("rtx 4090", "RTX-4090"),
+        ("MI300X", "MI300X"),
+    ],
+)
+def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) -> None:
+    assert cards.find(given).name == name
+
+
+def test_every_card_has_sources_for_its_numbers() -> None:
+    data = json.loads(Path(cards.__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    for name in data["cards"]:
+        assert any(name.startswith(known) for known in data["sources"]), name
+
+
+def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
+    entry = {"memory_gib": 96, "tflops": {"2": 148}, "matmul": 0.8, "attention": 0.4}
+    entry |= {"bandwidth": 4000, "link": 450, "link_part": 0.8, "pcie": 63, "network": 200}
+    own = tmp_path / "cards.json"
+    own.write_text(json.dumps({"cards": {"H20": {**entry, "per_host": 8}}}), encoding="utf-8")
+    assert cards.find("h20", own).peak(4) == 148e12
+    own.write_text(json.dumps({"cards": {"H20": entry}}), encoding="utf-8")
+    with pytest.raises(UserInputError, match="per_host"):
+        cards.find("H20", own)
+    with pytest.raises(UserInputError, match="known are A100-40GB"):
+        cards.find("K80")

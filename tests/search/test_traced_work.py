@@ -1,0 +1,129 @@
+"""Seconds of traced steps: rooflines, rings over hosts, and what follows for a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dsat.inputs import cards
+from dsat.search.projected_speed import ProjectedSpeed, StepTime
+from dsat.search.speed import Points
+from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    MATMUL,
+    MEMORY,
+    STEP,
+    Collectives,
+    Kernels,
+    ModelTrace,
+    StepTrace,
+)
+from dsat.values.zero_strategy import Strategy
+
+A100 = cards.find("A100-80GB")
+PARAMS, TOKENS = 1e9, 2048
+STAGE_3 = Strategy(3)
+
+
+def passes(micro_batch: int) -> StepTrace:
+    """Forward and backward passes of a model that is all matrix products."""
+    flops, moved = 2 * PARAMS * TOKENS * micro_batch / 100, 2e7 * (1 + micro_batch)
+    kernels = (
+        Kernels(FORWARD, True, MATMUL, 2, flops, moved, 100),
+        Kernels(BACKWARD, True, MATMUL, 2, flops, moved, 200),
+    )
+    return StepTrace(kernels, (), micro_batch, 1, 100, 6 * PARAMS * TOKENS * micro_batch)
+
+
+MODEL = ModelTrace(passes(256), passes(512))
+
+
+def step(*collectives: Collectives, slots: int = 8) -> StepTrace:
+    optimizer = Kernels(STEP, True, MEMORY, 4, 0.0, 30 * PARAMS / slots, 1)
+    return StepTrace((*MODEL.at(1), optimizer), collectives, 1, slots, 100, 6 * PARAMS * TOKENS)
+
+
+def gathers(*, overlapped: bool = True) -> tuple[Collectives, ...]:
+    return tuple(
+        Collectives(phase, True, ALL_GATHER, 8, 1, overlapped, 2 * PARAMS, 20)
+        for phase in (FORWARD, BACKWARD)
+    )
+
+
+def time_of(
+    trace: StepTrace, slots: int, micro_batch: int = 4, card: cards.Card = A100
+) -> StepTime:
+    speed = ProjectedSpeed(hardware_of(card), [STAGE_3])
+    work = work_of(scaled(trace, slots, sharded=True), MODEL, micro_batch, Cluster.of(card, slots))
+    return speed.predict(speed.points(work, STAGE_3, micro_batch, 1))
+
+
+def test_kernels_at_any_micro_batch_follow_from_two() -> None:
+    assert [k.flops for k in MODEL.at(3)] == pytest.approx([k.flops for k in passes(3).kernels])
+    assert [k.bytes for k in MODEL.at(3)] == pytest.approx([k.bytes for k in passes(3).kernels])
+
+
+def test_a_step_of_matrix_products_takes_its_flops_over_what_the_card_reaches() -> None:
+    reached = A100.peak(2) * A100.matmul * cards.USUAL_SHAPES
+    alone = time_of(step(), 1, micro_batch=16)
+    assert alone.parts["kernels"] == pytest.approx(6 * PARAMS * TOKENS * 16 / reached, rel=0.01)
+    assert sum(alone.parts.values()) == pytest.approx(alone.seconds)
+    assert alone.low_s < alone.seconds < alone.high_s
+
+
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(8, 234e9), (16, 8 * 22.5e9), (64, 8 * 22.5e9)])
+def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, bandwidth: float) -> None:
+    once = Collectives(STEP, True, ALL_GATHER, ranks, 1, False, 1e9, 1)
+    moved, _ = Cluster.of(A100, ranks).link(once)
+    assert moved == pytest.approx((ranks - 1) / ranks * 1e9 / bandwidth)
+    twice, _ = Cluster.of(A100, ranks).link(replace(once, kind=ALL_REDUCE))
+    assert twice == pytest.approx(2 * moved)
+
+
+def test_strided_groups_share_the_network_of_a_host() -> None:
+    group = Collectives(STEP, True, ALL_GATHER, 8, 8, False, 1e9, 1)  # one rank of each host
+    moved, _ = Cluster.of(A100, 64).link(group)
+    assert moved == pytest.approx(7 / 8 * 1e9 / A100.network_bandwidth)
+
+
+def test_groups_of_all_ranks_grow_and_others_stay() -> None:
+    groups = (
+        Collectives(STEP, True, ALL_GATHER, 8, 1, False, 1e9, 1),
+        Collectives(STEP, True, ALL_REDUCE, 2, 1, False, 1e9, 1),  # tensor parallel
+        Collectives(STEP, True, ALL_GATHER, 4, 2, False, 1e9, 1),  # data parallel beside it
+    )
+    grown = scaled(step(*groups), 64, sharded=True)
+    assert [group.ranks for group in grown.collectives] == [64, 2, 32]
+    assert grown.bytes_of(MEMORY, (STEP,)) == pytest.approx(30 * PARAMS / 64)
+
+
+def test_gathers_beside_kernels_are_hidden_and_others_are_not() -> None:
+    hidden, waited = step(*gathers()), step(*gathers(overlapped=False))
+    assert time_of(hidden, 8).parts["communication"] < 0.1 * time_of(hidden, 8).seconds
+    bare = time_of(step(), 8).seconds
+    moved, _ = Cluster.of(A100, 8).link(gathers()[0])
+    assert time_of(waited, 8).seconds - bare == pytest.approx(2 * moved, rel=0.1)
+
+
+def test_trials_correct_the_projection_and_narrow_it() -> None:
+    speed = ProjectedSpeed(hardware_of(A100), [STAGE_3])
+    points, log_s = [], []
+    for micro_batch in (1, 4, 16):
+        work = work_of(scaled(step(), 1, sharded=True), MODEL, micro_batch, Cluster.of(A100, 1))
+        points.append(speed.points(work, STAGE_3, micro_batch, 1))
+        log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower than said
+    fitted = speed.calibrated(
+        hardware_of(A100), Points.of(points), np.array(log_s), np.full(3, 0.01)
+    )
+    work = work_of(step(*gathers()), MODEL, 8, Cluster.of(A100, 8))
+    asked = speed.points(work, STAGE_3, 8, 1)
+    before, after = speed.predict(asked), fitted.predict(asked)
+    assert after.seconds == pytest.approx(1.3 * before.seconds, rel=0.05)
+    assert after.high_s / after.low_s < before.high_s / before.low_s
