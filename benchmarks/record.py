@@ -40,11 +40,11 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs import entrypoint, experiment
-from dsat.inputs.script_args import CHECKPOINTING
 from dsat.inputs.settings import BY_SIMULATION
+from dsat.inputs.switches import CHECKPOINTING, is_switch
 from dsat.memory import anchors
 from dsat.report.format import duration
-from dsat.space.overrides import SCRIPT_SWITCHES, overrides_for, script_args_for
+from dsat.space.overrides import overrides_for, script_args_for
 from dsat.tuning.journal import Journal, MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
@@ -149,7 +149,7 @@ class Spec:
     @property
     def switches(self) -> dict[str, bool]:
         """The script's own switches that the settings differ in, as its user has them."""
-        found = {key for settings in self.settings for key in settings} & {*SCRIPT_SWITCHES}
+        found = {key for settings in self.settings for key in settings if is_switch(key)}
         return dict.fromkeys(found, False)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.values.zero_strategy import of_config
@@ -91,7 +92,7 @@ class FakeSimulationHost:
         if not request["activations_only"]:
             return self._answer(request)
         size, facts = float(request["micro_batch"]), self._facts
-        if request["recompute"]:
+        if request["switches"].get(CHECKPOINTING):
             size /= 4
         peaks = {
             "forward": size * facts.forward_bytes_per_sample,

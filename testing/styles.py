@@ -16,6 +16,7 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
+from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
@@ -166,9 +167,10 @@ def simulated(
         LocalOptions(TrialOptions(timeout_s=120, end_step=5)),
         slots_per_trial=1,
     )
+    switches = {} if recompute is None else {CHECKPOINTING: recompute}
     try:
         with Simulator(
-            engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, recompute=recompute
+            engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, model_switches=switches
         ) as simulator:
             return simulator.estimate(config, micro_batch=micro_batch, slots=1)
     finally:

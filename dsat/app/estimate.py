@@ -28,6 +28,7 @@ from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.experiment import read_mapping
+from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -103,13 +104,14 @@ def simulator_of(
         experiment.base_config, program.args, experiment.arg_mappings
     )
     recompute = _RECOMPUTE[settings.activation_checkpointing]
+    switches = {} if recompute is None else {CHECKPOINTING: recompute}
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     keep_log = False
     try:
         with (
             contextlib.closing(simulation_engine(source, folder, survey.TIMEOUT_S)) as engine,
             Simulator(
-                engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, recompute=recompute
+                engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
             yield experiment.name, base, simulator

@@ -9,9 +9,9 @@ from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.inputs.option import OWN
-from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.option import ANY, OWN
 from dsat.inputs.settings import DEFAULT_STAGES, Settings
+from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.space.overrides import GAS
@@ -39,7 +39,7 @@ def plan_of(
         slots: of a trial.
         args: of the script, which may hold batch sizes.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
-            `offload_helps`, `slots_per_host` and `defaults`.
+            `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
 
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed lacks the setting.
@@ -56,6 +56,8 @@ def plan_of(
         listed.pop(GAS, None)
     decided = {**values_of(settings), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
+    of_launcher = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -86,8 +88,20 @@ def _global_batch(
 
     Args:
         is_listed: the user lists numbers of accumulation steps, which change it.
+
+    Raises:
+        UserInputError: it is to be reached by accumulation, which the script decides.
     """
     given = settings.train_batch_size
+    if base.get("managed_gradient_accumulation") is False:
+        if is_listed or given not in (None, ANY) or settings.max_train_batch_size is not None:
+            raise UserInputError(
+                "leaves gradient accumulation to the script, so dsat cannot reach a global batch "
+                "size by it",
+                where="managed_gradient_accumulation: false",
+                hint="Leave out the global batch size and the list of accumulation steps.",
+            )
+        return None
     if isinstance(given, int):
         return given
     named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
@@ -105,6 +119,38 @@ def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
     steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
     # A digest, because an entrypoint or a hyperparameter may be a credential.
     return {"program": ds_config.fingerprint(program), "steps": steps}
+
+
+def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the switches that the user lists, a flag's own value first.
+
+    Raises:
+        UserInputError: trials with a switch would not compare under the metric.
+    """
+    for name in (*settings.listed_switches, *settings.tune):
+        metric = SWITCHES[name].metric if name in SWITCHES else ""
+        if metric not in ("", settings.metric):
+            raise UserInputError(
+                f"{name} changes how many tokens a sample has, so trials compare by {metric} only",
+                where="--metric",
+                hint=f"Use --metric {metric}.",
+            )
+    found = {}
+    for name, values in settings.listed_switches.items():
+        own: Any = None
+        if values == (False, True):
+            own = script_args.is_on(args, name)
+        elif name.startswith("--"):
+            own = script_args.value_of(args, name)
+        found[name] = tuple(dict.fromkeys((own, *values)))
+    return found
+
+
+def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
+    """Return the switches of DeepSpeed's launcher that its command does not set."""
+    launch = program.launch
+    is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
+    return {BIND_CORES: (False, True)} if is_free else {}
 
 
 def _begins_with_ramp(settings: Settings) -> bool:

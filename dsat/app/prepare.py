@@ -139,6 +139,7 @@ def _prepare(
         slots,
         args=program.args,
         switches=plans.switches_of(program, experiment.arg_mappings),
+        listed_switches=plans.of_launcher(program),
         offload_helps=not machine.is_cpu,
         slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
         defaults=defaults,

@@ -24,14 +24,16 @@ from dsat.engines.local.rank_settings import (
 )
 from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
-from dsat.inputs import accelerate_env
+from dsat.inputs import accelerate_env, switches
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.switches import BIND_CORES
 from dsat.report import summary
 from dsat.report.run_view import best_config
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, own_switches
 from dsat.values.files import write_atomically
 from dsat.values.text import without_secrets
+from dsat.values.trial import Trial
 
 
 def as_shown(ready: Prepared, run: Run) -> Prepared:
@@ -79,8 +81,8 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
         config: the file that holds the best configuration.
 
     Returns:
-        None if the script cannot be given the file, or runs as a Determined task or on several
-        hosts only.
+        None if the script cannot be given the file or a switch, or runs as a Determined task or on
+        several hosts only.
     """
     ready, best = as_shown(ready, run), best_config(run) or {}
     words = _words(ready, run, config)
@@ -89,7 +91,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
     limited = ready.plan.slot_memory_bytes is not None
     return " ".join(
         [
-            *(f"{name}={value}" for name, value in _variables(ready, best).items()),
+            *(f"{name}={value}" for name, value in _variables(ready, run, best).items()),
             *conditions(ready.machine, ready.plan.slots_per_trial, memory_is_limited=limited),
             shlex.join(words),
         ]
@@ -106,6 +108,8 @@ def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
 def _words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     slots = ready.plan.slots_per_trial
     if slots > ready.machine.num_slots or run.best is None or _needs_task(ready):
+        return None
+    if _needs_dsat(ready, run, run.best):
         return None
     found = _own_form(ready, run, config)
     return found.words if found else None
@@ -127,7 +131,7 @@ def _own_form(ready: Prepared, run: Run, config: Path) -> Rewritten | None:
     answer = Answer(
         config.resolve(),
         best_config(run) or {},
-        run.best.script_args,
+        switches.fields(run.best.script_args),
         in_arguments=program.config_path is not None,
         by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
     )
@@ -137,20 +141,35 @@ def _own_form(ready: Prepared, run: Run, config: Path) -> Rewritten | None:
 def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     """Return the command with the arguments of a best trial; None if it cannot be given them."""
     program, slots, best = ready.program, ready.plan.slots_per_trial, best_config(run) or {}
-    switches = run.best.script_args if run.best is not None else {}
-    args = program.for_config(
-        str(config.resolve()), best, switches, ready.experiment.arg_mappings
-    ).args
+    chosen = run.best.script_args if run.best is not None else {}
+    mappings = ready.experiment.arg_mappings
+    tuned = program.for_config(str(config.resolve()), best, chosen, mappings)
+    args, program = tuned.args, replace(program, launch=tuned.launch)
     if not runs_own_command(program, slots):
-        return [*_launcher(ready, best), *_script(program), *args]
+        return [*_launcher(ready, program, best), *_script(program), *args]
     command = own_command(program)
     if _ends_with(command, program.args):
         return [*command[: len(command) - len(program.args)], *args]
     return list(command) if own_files.names_a_training(command, _started_in(program)) else None
 
 
-def _launcher(ready: Prepared, best: Mapping[str, Any]) -> list[str]:
-    program, slots = ready.program, str(ready.plan.slots_per_trial)
+def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
+    """Return whether no flag, file, variable or launcher sets a switch that the best changes."""
+    own, program = own_switches(run), ready.program
+    has_file = own_files.names_a_training(own_command(program), _started_in(program))
+    for name, value in best.script_args.items():
+        if value == own.get(name) or name in ready.experiment.arg_mappings:
+            continue
+        flag = switches.flag_of(name, program.args, takes_hf_flags=program.takes_hf_flags)
+        in_file = has_file and switches.field_of(name) is not None
+        elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
+        if flag is None and not in_file and not elsewhere:
+            return True
+    return False
+
+
+def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
+    slots = str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     if not program.launch.passes_local_rank:
         launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
@@ -231,15 +250,16 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     return words
 
 
-def _variables(ready: Prepared, best: Mapping[str, Any]) -> dict[str, str]:
+def _variables(ready: Prepared, run: Run, best: Mapping[str, Any]) -> dict[str, str]:
     """Return the trials' environment where it is not the shell's, as words of a shell.
 
     Credentials are named and not written down; the shell refuses to go on without them.
     """
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
+    tuned = {} if run.best is None else switches.variables(run.best.script_args)
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
-        return dict(ALLOCATOR_SETTINGS) if unset else {}
+        return {**tuned, **(ALLOCATOR_SETTINGS if unset else {})}
     own = _assignments(program) if runs_own_command(program, slots) else program.env
     words = {}
     for name, value in {**ready.experiment.env, **own}.items():
@@ -250,4 +270,4 @@ def _variables(ready: Prepared, best: Mapping[str, Any]) -> dict[str, str]:
     if not machine.is_cpu:  # on a CPU see `conditions`
         given = {**os.environ, **ready.experiment.env, **program.env}
         words |= settings_of_ranks(machine, program, best, slots, given)
-    return words
+    return words | tuned

@@ -30,6 +30,7 @@ def parse(argv: Sequence[str]) -> AnySettings:
     if "--" in own_argv and own_argv[0] not in (TUNE, RUN):
         position = own_argv.index("--")
         own_argv, command = own_argv[:position], own_argv[position + 1 :]
+    own_argv = _with_joined_switches(own_argv)
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
@@ -40,6 +41,17 @@ def parse(argv: Sequence[str]) -> AnySettings:
         return _settings(values, command)
     except UserInputError as error:
         parser.error(str(error))
+
+
+def _with_joined_switches(words: Sequence[str]) -> list[str]:
+    """Join `--switch --flag=...` to one word: argparse would take the flag for an option."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] == "--switch":
+            found[-1] = f"--switch={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
@@ -59,8 +71,8 @@ def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
     values["command"] = tuple(command)
     predicts = _PREDICTS.get(method)
     for own in options_of(predicts or Settings):
-        if own.many and values.get(own.name) is not None:
-            values[own.name] = own.collect(values[own.name])
+        if own.many and (values.get(own.name) is not None or own.default == ()):
+            values[own.name] = own.collect(values.get(own.name) or ())
     if predicts is not None:
         del values["method"]
         return predicts(**values)

@@ -18,15 +18,13 @@ from typing import Any
 
 import wrapt
 
+from dsat.in_trial.script_switches import ScriptSwitches
+
 NEVER = 10**9  # a number of steps that no trial reaches
 OTHER_BATCH = (
     "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
     "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
     "and gradient_accumulation_steps as there"
-)
-OTHER_CHECKPOINTING = (
-    "the script's own TrainingArguments have another gradient_checkpointing than the trial, so "
-    "dsat replaced it: to train with the best configuration, set it as in its trial"
 )
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
@@ -42,7 +40,7 @@ class TrainerSettings:
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
             batch sizes.
         micro_batch, gas: its batch sizes.
-        gradient_checkpointing: None leaves it to the script.
+        switches: sets the trial's switches of the script; None leaves them to it.
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
     """
@@ -50,7 +48,7 @@ class TrainerSettings:
     config_path: Path | None
     micro_batch: int
     gas: int
-    gradient_checkpointing: bool | None = None
+    switches: ScriptSwitches | None = None
     max_steps: int | None = None
 
 
@@ -88,8 +86,11 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
         _keep_short(args, settings.max_steps)
     if not (args.deepspeed or by_accelerate()):
         return []
+    if settings.switches is not None:
+        given = args.deepspeed if settings.config_path is None else settings.config_path
+        settings.switches.set_arguments(args, _read_config(given))
     if settings.config_path is None:
-        args.max_steps = _scheduled_steps(_own_config(args.deepspeed)) or args.max_steps
+        args.max_steps = _scheduled_steps(_read_config(args.deepspeed)) or args.max_steps
         return []
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
     if args.deepspeed:
@@ -100,13 +101,11 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     args.gradient_accumulation_steps = settings.gas
     if settings.max_steps is not None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
-    if settings.gradient_checkpointing is not None:
-        warnings += _set_checkpointing(args, settings.gradient_checkpointing)
     return warnings
 
 
-def _own_config(given: Any) -> Mapping[str, Any]:
-    """The configuration in TrainingArguments; empty if it cannot be read."""
+def _read_config(given: Any) -> Mapping[str, Any]:
+    """Read a DeepSpeed configuration of TrainingArguments; empty if it cannot be read."""
     if isinstance(given, Mapping):
         return given
     try:
@@ -137,17 +136,6 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
     scheduler = config.get("scheduler") or {}
     total = (scheduler.get("params") or {}).get("total_num_steps")
     return total if isinstance(total, int) else None
-
-
-def _set_checkpointing(args: Any, wanted: bool) -> list[str]:
-    """Switch gradient checkpointing; return a warning if the script's own setting is another."""
-    name = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
-    if not hasattr(args, name):
-        name = "gradient_checkpointing"
-    value = getattr(args, name)
-    own = bool(args.gradient_checkpointing if value is None else value)
-    setattr(args, name, wanted)
-    return [] if own == wanted else [OTHER_CHECKPOINTING]
 
 
 def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:

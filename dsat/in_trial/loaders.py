@@ -1,4 +1,4 @@
-"""Batches that PyTorch's data loaders prepare in advance, and samples of an epoch.
+"""PyTorch's data loaders: time spent waiting for them, batches in advance, samples of an epoch.
 
 As long as a loader feeds from what its workers made in advance, a script looks faster than it is.
 """
@@ -6,15 +6,18 @@ As long as a loader feeds from what its workers made in advance, a script looks 
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 _in_store = 0
+_waited_s = 0.0
 _samples: dict[int, int] = {}  # the most that a loader has, by its batch size
 
 
 def watch() -> None:
-    """Note the size of each loader that is iterated from now on."""
+    """Note the size of each loader that is iterated from now on, and time its batches."""
     from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     original = DataLoader.__iter__
     if hasattr(original, "dsat_watches"):
@@ -32,11 +35,28 @@ def watch() -> None:
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
     DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    get_batch = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(get_batch)
+    def timed(self: Any) -> Any:
+        global _waited_s
+        begin = time.perf_counter()
+        try:
+            return get_batch(self)
+        finally:
+            _waited_s += time.perf_counter() - begin
+
+    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
 
 
 def batches_in_store() -> int:
     """Return the most batches that a loader of this process has made in advance."""
     return _in_store
+
+
+def waited_s() -> float:
+    """Return the seconds that this process has waited for batches of its loaders so far."""
+    return _waited_s
 
 
 def samples_of_epoch(batch_size: int) -> int:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
@@ -15,11 +15,13 @@ from dsat.in_trial.batches import UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
+from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 
 MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
 LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
+_WAITS = 0.03  # of a step; where less is spent on waiting for data, workers can gain no more
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 OWN_ACCUMULATION = (
@@ -60,6 +62,7 @@ class AgreedStep:
 
     Attributes:
         ms: latency, then the phases; the slowest rank's.
+        data_ms: wait for data loaders, of the rank that waited longest.
         elements: the most that a rank was fed.
         is_short: a rank lacked samples.
         compiled: torch compiled something on a rank.
@@ -67,6 +70,7 @@ class AgreedStep:
     """
 
     ms: tuple[float, ...]
+    data_ms: float
     elements: float
     is_short: bool
     compiled: bool
@@ -267,8 +271,8 @@ class Measurement:
         if not all(marks.calls for marks in self._steps):
             self._warn(UNSEEN)
         return [
-            AgreedStep(tuple(ms), elements, bool(short), bool(compiled), samples, tokens)
-            for (*ms, elements, short, compiled), samples, tokens in zip(
+            AgreedStep(tuple(ms), data_ms, elements, bool(short), bool(compiled), samples, tokens)
+            for (*ms, data_ms, elements, short, compiled), samples, tokens in zip(
                 rows, fed[:count], fed[count:], strict=True
             )
         ]
@@ -317,6 +321,7 @@ class Measurement:
             accidents=len(times.accidents),
             lost_to_accidents=times.lost,
             tokens_per_second=None if math.isnan(tokens_per_second) else tokens_per_second,
+            data=sum(step.data_ms for step in kept) / count,
         )
 
     def _outcome(
@@ -324,12 +329,16 @@ class Measurement:
     ) -> Outcome:
         slowed = self._recorder.throttling.warning(self._ranks.maximum)
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
+        observed = self._recorder.observed(self._ranks, self._spec.micro_batch)
+        if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
+            switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
+            observed["profile"] = replace(observed["profile"], switches=switches)
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            **self._recorder.observed(self._ranks, self._spec.micro_batch),
+            **observed,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_training
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, ScriptSwitch
 
 SEVERAL_ENGINES = (
     "the script may train several engines: throughput and latency are those of the whole loop, "
@@ -88,6 +88,7 @@ class Meter:
         initialized: the script has called `deepspeed.initialize`.
         watches: there is an engine that may train.
         warnings: messages for the user, as keys.
+        switches: of the script, which are part of its profile.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Meter:
         self.spec = spec
         self.initialized = self.watches = False
         self.warnings: dict[str, None] = {}
+        self.switches: Mapping[str, ScriptSwitch] = {}
         self._on_complete = on_complete
         self._on_step = on_step
         self._before = ProcessMemory.now()
@@ -174,6 +176,8 @@ class Meter:
         self._recorder = StepRecorder(
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
+        if self._recorder.profiler is not None:
+            self._recorder.profiler.switches = self.switches
         self._ranks = Ranks(engine)
         self._ranks.maximum([0.0])  # makes the communicator while there is memory for it
         self._measurement = Measurement(self.spec, self._recorder, self._ranks, self.warnings)

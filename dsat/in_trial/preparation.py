@@ -24,7 +24,7 @@ from dsat.in_trial import (
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
-from dsat.inputs.script_args import CHECKPOINTING
+from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -71,9 +71,13 @@ def prepare(
     if not spec.own:
         path = folder / CONFIG_FILE
         config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
-    hf_trainer.install(
-        _trainer_settings(spec, folder, found), warn, on_cpu=not spec.task["devices"]
-    )
+    on_cpu = not spec.task["devices"]
+    switches = ScriptSwitches(spec.trial.get("script_args", {}), on_cpu=on_cpu)
+    if spec.simulation_socket is None:
+        config_injection.on_initialize(switches.before_engine, switches.after_engine)
+    if found is not None:
+        found.switches = switches.found
+    hf_trainer.install(_trainer_settings(spec, folder, found, switches), warn, on_cpu=on_cpu)
     return found
 
 
@@ -127,14 +131,14 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
 
 
 def _trainer_settings(
-    spec: RankSpec, folder: Path, meter: Meter | None
+    spec: RankSpec, folder: Path, meter: Meter | None, switches: ScriptSwitches
 ) -> hf_trainer.TrainerSettings:
     trial = Trial.from_json(spec.trial)
     return hf_trainer.TrainerSettings(
         config_path=None if spec.own else folder / CONFIG_FILE,
         micro_batch=trial.batch.micro_batch,
         gas=trial.batch.gas,
-        gradient_checkpointing=trial.script_args.get(CHECKPOINTING),
+        switches=switches,
         max_steps=None if meter is None else meter.spec.longest,
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
-from dsat.values.outcome import ModelProfile
+from dsat.values.outcome import ModelProfile, ScriptSwitch
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ class ModelProfiler:
 
     Attributes:
         flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
+        switches: of the script.
     """
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
@@ -36,6 +37,7 @@ class ModelProfiler:
         self._storages: dict[int, int] = {}
         self._hooks: Any = None
         self.flops_per_sample = 0.0
+        self.switches: Mapping[str, ScriptSwitch] = {}
 
     def enter_forward(self) -> None:
         import torch
@@ -78,6 +80,7 @@ class ModelProfiler:
             param_bytes=max((p.element_size() for p in parameters), default=4),
             activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
             flops_per_sample=self.flops_per_sample,
+            switches=dict(self.switches),
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
             device_name=_device_name(accelerator),

@@ -30,6 +30,7 @@ class StepMarks:
         losses: number of losses that backward passes began with.
         compiled: torch compiled something meanwhile.
         backward_began: where the script's own backward pass began, if one is under way.
+        waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
         phases: beginnings and ends.
     """
 
@@ -39,6 +40,8 @@ class StepMarks:
     losses: int = 0
     compiled: bool = False
     backward_began: Any = None
+    waited_before_s: float = field(default_factory=loaders.waited_s)
+    waited_s: float = 0.0
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
@@ -77,9 +80,11 @@ class StepMarks:
         return float(sum(float(call.tokens) for call in self.calls))
 
     def milliseconds(self, clock: Clock) -> list[float]:
-        """Latency, then the phases' sums."""
+        """Return latency, the phases' sums, and the wait for data that no phase hides."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
-        return [clock.ms(self.begin, self.end), *sums]
+        latency = clock.ms(self.begin, self.end)
+        # An asynchronous device may still be computing while the host waits.
+        return [latency, *sums, max(0.0, min(1e3 * self.waited_s, latency - sum(sums)))]
 
 
 class StepRecorder:
@@ -255,6 +260,7 @@ class StepRecorder:
     def _end_optimizer_step(self, end: Any, *, skipped: bool) -> None:
         marks, self.marks = self.marks, StepMarks(begin=end)
         marks.end = end
+        marks.waited_s = loaders.waited_s() - marks.waited_before_s
         frames_before, self._frames = self._frames, compiling.frames()
         marks.compiled = self._frames != frames_before
         self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)

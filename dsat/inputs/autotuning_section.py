@@ -14,7 +14,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import BATCH_KEYS, did_you_mean, flat, whole_number
-from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.switches import CHECKPOINTING
 from dsat.inputs.value_lists import distinct, listed_values
 from dsat.values.trial import TrialOptions
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import accelerate_env, placement, script_args
+from dsat.inputs import switches as script_switches
 from dsat.inputs.placement import Launch
 from dsat.values.codec import Recorded
 
@@ -130,7 +131,14 @@ class Entrypoint(Recorded):
             arg_mappings,
             add=self.takes_hf_flags,
         )
-        return replace(self, args=args, env=accelerate_env.for_config(self.env, path, config))
+        env = {**self.env, **script_switches.variables(switches)}
+        binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
+        return replace(
+            self,
+            args=args,
+            env=accelerate_env.for_config(env, path, config),
+            launch=replace(self.launch, binds_cores=binds),
+        )
 
     def command(self) -> list[str]:
         """The program as a plain command, without a launcher."""

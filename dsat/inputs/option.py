@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.inputs import switches
 from dsat.inputs.document import LARGEST_INTEGER
 
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -108,7 +109,7 @@ class Option:
 
     def collect(self, values: Sequence[Any]) -> Any:
         """Return the setting's value, made of values that `kind` has read one by one."""
-        return dict(values) if self.kind is ARG_MAPPING else tuple(dict.fromkeys(values))
+        return dict(values) if self.kind in (ARG_MAPPING, SWITCH) else tuple(dict.fromkeys(values))
 
     def from_python(self, value: Any) -> Any:
         """Return the setting's value for a keyword argument: text, or a value.
@@ -125,7 +126,7 @@ class Option:
         if not self.many:
             return self._one(self.kind, value)
         if isinstance(value, Mapping):
-            value = [f"{key}={flag}" for key, flag in value.items()]
+            value = [switches.write(key, its) for key, its in value.items()]
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         return self.collect([self._one(self.kind, x) for x in (value if is_list else [value])])
 
@@ -326,3 +327,8 @@ LORA = Kind(
     _lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()), "r=N,target=NAME+NAME"
 )
 ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG")
+SWITCH = Kind(
+    switches.parse,
+    lambda found: " ".join(switches.write(name, values) for name, values in found.items()),
+    "NAME=V1,V2",
+)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs import switches as known_switches
 from dsat.inputs.ds_config import AUTO, did_you_mean, whole_number
-
-CHECKPOINTING = "gradient_checkpointing"  # a switch of the script, not a setting of DeepSpeed
+from dsat.inputs.switches import CHECKPOINTING, CHECKPOINTING_FLAGS
 
 HF_BATCH_FLAGS: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -24,7 +24,6 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
 }
 # Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-_HF_CHECKPOINTING_FLAGS = ("--gradient_checkpointing", "--activation_checkpointing")
 # Flags of TrainingArguments that repeat a DeepSpeed setting. A Trainer's script has them all.
 _HF_KNOWN = frozenset(
     """
@@ -179,7 +178,7 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
     """
     is_hf = looks_like_hf(args)
     found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
-    for flag in _HF_CHECKPOINTING_FLAGS:
+    for flag in CHECKPOINTING_FLAGS:
         if is_hf and _places(args, flag):
             found[CHECKPOINTING] = flag
     return {**found, **given}
@@ -247,10 +246,13 @@ def for_trial(
         add: also give the flags of TrainingArguments that the user did not.
     """
     mappings = mappings_for(args, given)
-    values = {**{key: setting(config, key) for key in mappings}, **switches}
+    values = {key: setting(config, key) for key in mappings if key not in switches}
     found = rewrite(args, values, mappings, add=add)
-    if CHECKPOINTING in given:  # the user says that there is such a switch, given or not
-        found = rewrite(found, values, {CHECKPOINTING: given[CHECKPOINTING]}, add=True)
+    for name, value in switches.items():
+        flag = given.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
+        if flag is not None:
+            flags = known_switches.flag_values(flag, value)
+            found = rewrite(found, flags, {each: each for each in flags}, add=True)
     return found
 
 

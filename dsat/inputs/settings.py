@@ -23,6 +23,7 @@ from dsat.inputs.option import (
     GLOBAL_BATCH,
     MEMORY_SIZE,
     PATH,
+    SWITCH,
     WHOLE_NUMBER,
     WORD,
     Group,
@@ -177,8 +178,7 @@ class MeasuringSettings:
         default=TrialOptions.end_step,
         group=Group.MEASURING,
         help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
-        "then on while the mean step time is uncertain by over 2 %% "
-        "and may still be the best",
+        "then on while the mean step time is uncertain by over 2 %% and may still be the best",
     )
     max_profile_steps: int = option(
         "--max-profile-steps",
@@ -245,6 +245,15 @@ class SpaceSettings:
         group=Group.SPACE,
         help="leave these settings as they are; `all` searches stage and micro batch only",
     )
+    listed_switches: Mapping[str, tuple[Any, ...]] = option(
+        "--switch",
+        kind=SWITCH,
+        many=True,
+        default=(),
+        group=Group.SPACE,
+        help="search values of a switch of your script: of a flag (--num_workers=0,4,8), of a "
+        "variable (ENV:NAME=1,2), of a field of TrainingArguments (optim=adamw_torch,adafactor)",
+    )
     nvme_path: str | None = option(
         "--nvme-path",
         kind=WORD,
@@ -268,17 +277,10 @@ class SpaceSettings:
         help="fill the global batch up to N with gradient accumulation",
     )
     min_micro_batch: int = option(
-        "--min-micro-batch",
-        kind=at_least(1),
-        default=1,
-        group=Group.SPACE,
-        help="the smallest micro batch",
+        "--min-micro-batch", kind=at_least(1), default=1, group=Group.SPACE, help="the least"
     )
     max_micro_batch: int | None = option(
-        "--max-micro-batch",
-        kind=at_least(1),
-        group=Group.SPACE,
-        help="the largest micro batch",
+        "--max-micro-batch", kind=at_least(1), group=Group.SPACE, help="the largest micro batch"
     )
     divisible_by: int = option(
         "--divisible-by",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.space.plan import Plan
+from dsat.space.space import levers
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
@@ -18,6 +22,7 @@ TIMEOUT_S = 180.0
 _PLENTY = 4.0
 # Micro batches beyond it give no better prediction.
 _LARGEST_SIMULATED = 2**16
+_MOST_COMBINATIONS = 12  # of the switches of a model
 
 
 def of_run(
@@ -58,7 +63,10 @@ def of_run(
                     on_device=not as_cpu,
                     say=say,
                 )
-            variants.append(found)
+                variants.append(found)
+                variants += _of_levers(
+                    simulator, configs[0], switches, levers(plan, profile.switches)
+                )
         except SimulationUnavailable as error:
             if not variants:
                 return Basis.of_profile(profile, plan.switches, note=str(error))
@@ -106,6 +114,25 @@ def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str,
     )
     largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
     return largest > _PLENTY * plan.allowed_micro_batches[-1]
+
+
+def _of_levers(
+    simulator: Simulator,
+    config: Mapping[str, Any],
+    script_args: Mapping[str, Any],
+    values: Mapping[str, Sequence[Any]],
+) -> Iterator[Variant]:
+    """Yield the facts of the model with each combination of its other switches.
+
+    What cannot be simulated is left out: its trials run unpredicted.
+    """
+    names = [name for name in MODEL_SWITCHES if name in values]
+    combinations = itertools.product(*(values[name] for name in names))
+    for chosen in itertools.islice(combinations, 1, _MOST_COMBINATIONS):
+        pairs = zip(names, chosen, strict=True)
+        changed = {name: value for name, value in pairs if value != values[name][0]}
+        with contextlib.suppress(SimulationUnavailable):
+            yield Variant({**script_args, **changed}, simulator.facts(config, changed))
 
 
 def _all_switches(plan: Plan) -> list[dict[str, bool]]:

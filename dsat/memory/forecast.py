@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.memory_size import readable
@@ -113,7 +113,7 @@ class Forecast:
 
     def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
         overrides = overrides_for(settings, BatchTriple(gas * self._plan.slots_per_trial, 1, gas))
-        return self._shape(overrides, script_args_for(settings))
+        return self._shape(overrides, self._space.script_args(settings))
 
     def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         return self.model.shape(self._plan.config(overrides), script_args)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsat.inputs.switches import CHECKPOINTING, in_memory
 from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate, observe
 from dsat.memory.closed_form import Line, ModelFacts
@@ -274,12 +275,14 @@ class MemoryModel:
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Facts and corrections of the model with some switches; whether they are only guessed."""
         own = self.basis.variants[0]
-        wanted = {**own.script_args, **script_args}
+        wanted = {**own.script_args, **{n: v for n, v in script_args.items() if in_memory(n)}}
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
             if dict(variant.script_args) == wanted:
-                return variant.facts, corrections, False
-        # The switches there are recompute activations in place of keeping them.
-        factor = _RECOMPUTED if any(wanted.values()) else 1 / _RECOMPUTED
+                # What is not of activations was simulated with the user's own switches.
+                return variant.facts, corrections or self._corrections[0], False
+        factor = 1.0
+        if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):
+            factor = 1 / _RECOMPUTED if wanted.get(CHECKPOINTING) is False else _RECOMPUTED
         facts = replace(
             own.facts,
             forward_bytes_per_sample=factor * own.facts.forward_bytes_per_sample,

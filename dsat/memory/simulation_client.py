@@ -57,7 +57,8 @@ class Simulator:
         timeout_s: for the script to reach its first step, and for each simulation.
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
-        recompute: activations are recomputed, or kept; None: as the script has it.
+        model_switches: of the model that the script has built (`gradient_checkpointing`); those
+            that are missing are as the script has them.
 
     Raises:
         SimulationUnavailable: the script does not reach its first step.
@@ -78,7 +79,7 @@ class Simulator:
         script_args: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
         workspace_bytes: int | None = None,
-        recompute: bool | None = None,
+        model_switches: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine = engine
         self._as_cpu = as_cpu
@@ -86,7 +87,7 @@ class Simulator:
         self._timeout_s = timeout_s
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
-        self._recompute = recompute
+        self._model_switches = dict(model_switches or {})
         self._facts: ModelFacts | None = None
         self._problem = ""
 
@@ -170,34 +171,48 @@ class Simulator:
             for answer in answers
         ]
 
-    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
+    def facts(
+        self, config: Mapping[str, Any], other_switches: Mapping[str, Any] | None = None
+    ) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
         From then on the closed form answers where a simulation fails.
 
         Args:
             config: decides the types and whatever else activations depend on.
+            other_switches: facts of the model with these only, in place of the simulator's own.
 
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        return self._facts_of(self._passes(config))
+        found = self._facts_of(self._passes(config, other_switches=other_switches))
+        if other_switches is None:
+            self._facts = found
+        return found
 
     def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
         answers = self._passes(config, traced=True)
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
-        return self._facts_of(answers), ModelTrace(small, large)
+        self._facts = self._facts_of(answers)
+        return self._facts, ModelTrace(small, large)
 
-    def _passes(self, config: Mapping[str, Any], *, traced: bool = False) -> list[dict[str, Any]]:
+    def _passes(
+        self,
+        config: Mapping[str, Any],
+        *,
+        traced: bool = False,
+        other_switches: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
         """Return what the model's own passes need, at two micro batches."""
         kept = {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
-        answers = self._ask(
-            [
-                self._request(kept, size, 1, activations_only=True, traced=traced)
-                for size in _MICRO_BATCHES_FOR_SLOPES
-            ]
-        )
+        requests = [
+            self._request(kept, size, 1, activations_only=True, traced=traced)
+            for size in _MICRO_BATCHES_FOR_SLOPES
+        ]
+        if other_switches is not None:
+            requests = [{**request, "switches": dict(other_switches)} for request in requests]
+        answers = self._ask(requests)
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
@@ -208,7 +223,7 @@ class Simulator:
         small, large = (answer["activations"] for answer in answers)
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
-        self._facts = ModelFacts(
+        return ModelFacts(
             **self._sizes,
             forward_bytes_per_sample=slopes["forward"],
             backward_bytes_per_sample=slopes["backward"],
@@ -218,7 +233,6 @@ class Simulator:
             matmul_bytes=max(0.0, fixed["matmul"] - fixed["before"]) + self._workspace_bytes,
             workspace_bytes=self._workspace_bytes,
         )
-        return self._facts
 
     # -- the script
 
@@ -234,7 +248,7 @@ class Simulator:
         return {
             "activations_only": activations_only,
             "traced": traced,
-            "recompute": self._recompute,
+            "switches": self._model_switches,
             "config": as_simulated(config),
             "micro_batch": micro_batch,
             "slots": slots,

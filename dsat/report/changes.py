@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from dsat.inputs.ds_config import flat
+from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.differences import (
     GAS,
@@ -29,7 +30,7 @@ _REASONS = {
     GAS: "more micro batches in each optimizer step share its costs",
     TRAIN_BATCH: "follows from micro batch, accumulation and slots",
     STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
-    "gradient_checkpointing": "activations are computed again in the backward pass, not kept",
+    **{name: switch.reason for name, switch in SWITCHES.items()},
 }
 
 
@@ -77,14 +78,14 @@ def changes(view: RunView, model: SpeedModel | None) -> list[Change]:
             _REASONS.get(each.key, ""),
             _effect(best, each, found, model),
         )
-        for each in differences(view.plan, best.trial)
+        for each in differences(view.plan, best.trial, view.own_switches)
     ]
 
 
 def pairs(view: RunView) -> Iterator[Pair]:
     """Yield all pairs of trials that were measured and differ in one setting alone."""
     plan, chosen = view.plan, {key for each in view.ranked for key in each.settings}
-    own = flat({**plan.config({}), **plan.switches})
+    own = flat({**plan.config({}), **view.own_switches})
     base = {key: own.get(key) for key in chosen - {TRAIN_BATCH}}  # which follows from the others
     tried = [(_settings(base, each), each.value) for each in view.ranked if each.value]
     for (one, value), (other, second) in combinations(tried, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,18 @@ class Difference:
         return f"{name} {' -> '.join(self.texts)}"
 
 
-def differences(plan: Plan, trial: Trial) -> list[Difference]:
+def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[Difference]:
     """Return the differences, stage and batch sizes first, without secrets.
 
     A setting that is not set and one that has DeepSpeed's default are the same.
+
+    Args:
+        plan: what is tuned.
+        trial: of it.
+        switches: the script's own values of its switches.
     """
-    own = _settings({**plan.config(plan.own_batch.config()), **plan.switches})
-    its = _settings({**plan.config(trial.overrides), **plan.switches, **trial.script_args})
+    own = _settings({**plan.config(plan.own_batch.config()), **switches})
+    its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
     found = []
     for key in sorted(own.keys() | its.keys(), key=lambda key: (_order(key), key)):
         default = _default_of(plan, key, trial.stage)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsat.report import format as fmt
-from dsat.report import memory_parts
+from dsat.report import memory_parts, step_parts
 from dsat.report.changes import importances
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
@@ -24,7 +24,6 @@ Spec = dict[str, Any]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
-_TIMES = ("forward", "backward", "step", "data and rest")
 _BEST = "#e00000"
 _MOST_BARS = 24
 _FORMATS = {"gib": ".2f", "ms": ".3~r", "percent": ".1f", "minutes": ".1f"}
@@ -195,17 +194,16 @@ def _step_times(view: RunView) -> Spec | None:
     for each in view.ranked[:_MOST_BARS]:
         metrics = each.outcome and each.outcome.metrics
         if metrics:
-            parts = (metrics.forward, metrics.backward, metrics.step)
-            times = (*parts, max(0.0, metrics.latency - sum(parts)))
+            times = step_parts.milliseconds(metrics)
             name, size = each.trial.name, each.trial.batch.train_batch_size
             rows += [
                 {"name": name, "part": part, "ms": time / size, "order": order}
-                for order, (part, time) in enumerate(zip(_TIMES, times, strict=True))
+                for order, (part, time) in enumerate(zip(step_parts.PARTS, times, strict=True))
             ]
     encoding = {
         "y": _bars("name"),
         "x": _number("ms", "ms per sample", stack=True),
-        "color": _nominal("part", _TIMES),
+        "color": _nominal("part", step_parts.PARTS),
         "order": _number("order"),
         "tooltip": _tips("name", "part", "ms"),
     }

@@ -13,7 +13,7 @@ from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.report.verdict import GainView, Verdict, verdict
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, own_switches
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
@@ -116,6 +116,7 @@ class RunView:
 
     Attributes:
         info: what the journal's first line says for people (name, versions, machine).
+        own_switches: the script's own values of its switches.
         best_value: of the objective; the median of its runs in the finals, if there were any.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
@@ -123,6 +124,7 @@ class RunView:
 
     info: Mapping[str, Any]
     plan: Plan
+    own_switches: Mapping[str, Any]
     stop_reason: str | None
     running_s: float
     trials: tuple[TrialView, ...]
@@ -149,6 +151,7 @@ class RunView:
         return cls(
             info=run.info,
             plan=run.plan,
+            own_switches=own_switches(run),
             stop_reason=run.stop_reason,
             running_s=run.running_s,
             trials=tuple(trials.values()),

@@ -15,11 +15,11 @@ from dsat import __version__
 from dsat.errors import UserInputError
 from dsat.inputs import document
 from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
-from dsat.space.overrides import SCRIPT_SWITCHES
 from dsat.values.codec import DecodeError, Recorded
 from dsat.values.text import printable
 from dsat.values.trial import TrialKind
@@ -102,7 +102,7 @@ class SharedTrial(Recorded):
         """Return what may be shared of a trial that ended."""
         assert each.outcome is not None
         metrics, config = each.outcome.metrics, flat(view.plan.config(each.trial.overrides))
-        switches = {**view.plan.switches, **each.trial.script_args}
+        switches = {**view.own_switches, **each.trial.script_args}
         measured = metrics and {
             "throughput": metrics.throughput,
             "latency_ms": metrics.latency,
@@ -114,7 +114,7 @@ class SharedTrial(Recorded):
             each.trial.kind.value,
             each.outcome.kind.value,
             {key: value for key, value in config.items() if key in _KEPT and _is_plain(value)},
-            {key: switches[key] for key in SCRIPT_SWITCHES if key in switches},
+            {key: switches[key] for key in SWITCHES if key in switches},
             predicted_bytes=each.trial.predicted_bytes,
             used_bytes=each.used_bytes,
             **(measured or {}),

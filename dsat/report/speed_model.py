@@ -16,7 +16,7 @@ from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points
-from dsat.search.step_time import Job, work
+from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import Strategy, of_config
 
@@ -35,7 +35,7 @@ class SpeedModel:
     """
 
     def __init__(self, view: RunView) -> None:
-        self._plan, self._trials = view.plan, view.ranked
+        self._plan, self._trials, self._switches = view.plan, view.ranked, view.own_switches
         settings = [self._settings(each) for each in self._trials]
         own = [self._strategy(each) for each in self._trials]
         self._strategies, self._columns = list(dict.fromkeys(own)), _columns(settings)
@@ -50,7 +50,8 @@ class SpeedModel:
         values = np.array([each.value for each in self._trials], float)
         metrics = [each.outcome and each.outcome.metrics for each in self._trials]
         errors = np.array([m.standard_error if m else 0.0 for m in metrics])
-        layout = Layout(self._job, self._strategies, len(self._columns))
+        of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
+        layout = Layout(self._job, self._strategies, len(self._columns), of_whole=of_whole)
         log_s = self._log_rate(points, np.log(values))
         self._fit = Fit.prior(layout).updated(points, log_s, errors)
 
@@ -158,7 +159,7 @@ class SpeedModel:
     def _settings(self, each: TrialView) -> dict[str, Any]:
         """Return settings besides strategy and batch sizes; lists and the like as text."""
         config = flat(self._plan.config(each.trial.overrides))
-        found = {**config, **self._plan.switches, **each.trial.script_args}
+        found = {**config, **self._switches, **each.trial.script_args}
         return {
             key: value if isinstance(value, (bool, int, float, str)) else repr(value)
             for key, value in found.items()

@@ -20,7 +20,7 @@ from dsat.report import summary
 from dsat.report.differences import differences
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, own_switches
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Metrics, Outcome
 from dsat.values.text import printable, values_without_secrets
@@ -196,7 +196,7 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
     """Return settings with the user's own value and the trial's, as text."""
     assert run.plan is not None
-    return [(each.key, *each.texts) for each in differences(run.plan, trial)]
+    return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
 
 
 def _tails(folder: Path) -> Iterator[RenderableType]:

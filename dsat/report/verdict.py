@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.in_trial import batches
+from dsat.inputs import switches
 from dsat.report import format as fmt
+from dsat.report import step_parts
 from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import LEAST_RUN
-from dsat.tuning.run import Run, typical_outcome
+from dsat.tuning.run import Run, own_switches, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -58,7 +60,8 @@ class Verdict:
         headline: the gain and what to do.
         changed: the most important settings that change, with both values.
         confidence: how certain the gain is, and why.
-        advice: on the global batch and the learning rate, if they change.
+        advice: on the global batch and the learning rate, if they change; on the script, and on
+            where its time goes.
         warnings: what may be wrong, and what to do.
     """
 
@@ -89,7 +92,12 @@ def verdict(run: Run) -> Verdict:
         _headline(run, best, outcome),
         _changed(run, best),
         " ".join(_confidence(run, best)),
-        (*_batch_advice(run, best), *learning_rate_advice(run)),
+        (
+            *_batch_advice(run, best),
+            *learning_rate_advice(run),
+            *_script_advice(run, best),
+            *step_parts.advice(run),
+        ),
         (*_excluded(run), *_of_samples(run, outcome), *memory_warning(run)),
     )
 
@@ -130,6 +138,20 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
         "noise": finals.comparison.noise,
         "gain_at_own_global_batch": None if same is None else asdict(same),
     }
+
+
+def _script_advice(run: Run, best: Trial) -> list[str]:
+    """Return how to set the switches of the script that the best needs."""
+    own, found = own_switches(run), {} if run.profile is None else run.profile.switches
+    changed = {k: v for k, v in best.script_args.items() if own.get(k) != v}
+    if not changed:
+        return []
+    in_arguments = any(switch.in_arguments for switch in found.values())
+    how = "; ".join(
+        switches.instruction(key, value, in_arguments=in_arguments)
+        for key, value in changed.items()
+    )
+    return [f"Script: the best needs {how}. The training command sets it."]
 
 
 def _without_best(run: Run) -> Verdict:
@@ -188,7 +210,9 @@ def _why_no_gain(run: Run) -> str:
 
 def _changed(run: Run, best: Trial) -> str:
     assert run.plan is not None
-    found = [each for each in differences(run.plan, best) if each.key != TRAIN_BATCH]
+    found = [
+        each for each in differences(run.plan, best, own_switches(run)) if each.key != TRAIN_BATCH
+    ]
     if best is run.baseline or not found:
         return ""
     more = f" and {len(found) - _MOST_CHANGES} more" if len(found) > _MOST_CHANGES else ""

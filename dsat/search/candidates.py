@@ -14,7 +14,7 @@ import numpy as np
 from dsat.search.feasibility import Values
 from dsat.search.normal import Array
 from dsat.search.speed import Fit
-from dsat.search.step_time import Job, work
+from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.space.overrides import GAS
 from dsat.space.space import Space
 
@@ -81,6 +81,7 @@ class Settings:
 
     Attributes:
         num_values: number of values of knobs that have an effect of their own.
+        of_whole: which of them act on the whole step; see `dsat.search.speed.Layout`.
     """
 
     def __init__(self, space: Space, job: Job) -> None:
@@ -96,6 +97,7 @@ class Settings:
                     if key != GAS and _text(value) != usual[key]:
                         self._columns.setdefault((key, _text(value)), len(self._columns))
         self.num_values = len(self._columns)
+        self.of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
         self._texts = [
             [(key, [_text(value) for value in values]) for key, values in branch.knobs]
             for branch in space.branches

@@ -50,7 +50,9 @@ class Predictions:
             profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
         )
         self.settings = Settings(space, job)
-        self.speed = SpeedModel(Layout(job, space.strategies, self.settings.num_values))
+        settings = self.settings
+        layout = Layout(job, space.strategies, settings.num_values, of_whole=settings.of_whole)
+        self.speed = SpeedModel(layout)
         self._objective, self._space, self._largest = objective, space, largest
         on_device = profile.host_memory_bytes > 0
         count = len(space.branches)

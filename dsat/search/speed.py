@@ -6,15 +6,17 @@
 The physical model (`dsat.search.step_time`) has a factor on each of its terms. What it does not
 know is learned by small corrections: of each strategy, of its growth with the micro batch, a
 piecewise linear function of the micro batch, and an effect of each value of a knob on what is not
-computation. All have normal priors. The fit is the most likely parameters (Gauss-Newton), their
-uncertainty its Laplace approximation. Learned along are how much measurements vary beyond their own
-intervals, and how much knobs do at all (MacKay, Neural Computation 4 (1992)).
+computation; of a switch of the script, on the whole step. All have normal priors. The fit is the
+most likely parameters (Gauss-Newton), their uncertainty its Laplace approximation. Learned along
+are how much measurements vary beyond their own intervals, and how much knobs do at all (MacKay,
+Neural Computation 4 (1992)).
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +33,7 @@ _OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
 KNOB_MEAN = 0.015  # defaults were chosen well: another value of a knob rather costs time
 KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
+_SWITCH_SD = 0.1  # of the effect of a switch of the script on the whole step
 _RUN_SD = 0.01  # of measurements from run to run
 _PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of knobs
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
@@ -86,12 +89,19 @@ class Layout:
         strategies: the positions in them are `Points.strategy`.
         num_values: number of columns of `Points.knobs`.
         priors: mean and standard deviation of the logarithm of each of the learned terms.
+        of_whole: which of these columns act on the whole step; none if empty.
     """
 
     job: Job
     strategies: Sequence[Strategy]
     num_values: int
     priors: Mapping[str, tuple[float, float]] = field(default_factory=lambda: TERMS)
+    of_whole: Sequence[bool] = ()
+
+    @functools.cached_property
+    def whole(self) -> Array:
+        """1 for each column of knobs that acts on the whole step, (num_values,)."""
+        return np.array(self.of_whole or [False] * self.num_values, float)
 
     def prior(self, knob_scale: float) -> tuple[Array, Array]:
         """Return mean and standard deviation of all parameters."""
@@ -101,8 +111,10 @@ class Layout:
             (_STRATEGY_SD, _GROWTH_SD, _REST_SD, KNOB_SD * knob_scale),
             (count, count, _OCTAVES, self.num_values),
         )
+        first = len(others) - self.num_values
+        others[first:] = np.where(self.whole > 0, _SWITCH_SD, others[first:])
         means = np.zeros(len(others))
-        means[len(others) - self.num_values :] = KNOB_MEAN
+        means[first:] = KNOB_MEAN
         return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
 
     def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
@@ -115,7 +127,7 @@ class Layout:
             (
                 (values[:-1] - values[-1]).T / _DIFFERENCE,
                 corrections,
-                share[-1][:, None] * points.knobs,
+                self._weights(share[-1][:, None]) * points.knobs,
             )
         )
         return values[-1] + corrections @ theta[terms : terms + corrections.shape[1]], gradient
@@ -138,8 +150,13 @@ class Layout:
             points.room,
         )
         share = np.clip(beside, 0.0, 1.0) + _ANYWHERE
-        effects = points.knobs @ theta[len(theta) - self.num_values :]
-        return np.log(total_s) + share * effects, share
+        effects = theta[len(theta) - self.num_values :]
+        ordinary = points.knobs @ (effects * (1 - self.whole))
+        return np.log(total_s) + share * ordinary + points.knobs @ (effects * self.whole), share
+
+    def _weights(self, share: Array) -> Array:
+        """Weights of the effects of knobs, for a share of the step that is not computation."""
+        return np.where(self.whole > 0, 1.0, share)
 
     def _corrections(self, points: Points) -> Array:
         """Features of strategies, of their growth and of the rest, (n, their number)."""
@@ -264,7 +281,7 @@ class Fit:
                 run_sd,
                 math.sqrt(max(total / (_PRIOR_WEIGHT + len(error)), (_RUN_SD / 2) ** 2)),
             )
-            scale = _scale(theta, covariance, layout.num_values, scale)
+            scale = _scale(theta, covariance, layout.whole == 0, scale)
             if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
                 break
         own_sd = float(np.median(standard_error))
@@ -312,11 +329,16 @@ def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
     return covariance
 
 
-def _scale(theta: Array, covariance: Array, num_values: int, scale: float) -> float:
-    """Estimate the scale of the effects of knobs, from those that measurements determine."""
-    if not num_values:
+def _scale(theta: Array, covariance: Array, ordinary: Array, scale: float) -> float:
+    """Estimate the scale of the effects of knobs, from those that measurements determine.
+
+    Args:
+        ordinary: which columns of knobs count, (number of columns,).
+    """
+    if not ordinary.any():
         return scale
-    effects, variance = theta[-num_values:], np.diag(covariance)[-num_values:]
+    first = len(theta) - len(ordinary)
+    effects, variance = theta[first:][ordinary], np.diag(covariance)[first:][ordinary]
     determined = np.clip(1 - variance / (KNOB_SD * scale) ** 2, 0.0, 1.0).sum()
     total = _KNOB_WEIGHT + float(((effects / KNOB_SD) ** 2).sum())
     return math.sqrt(total / (_KNOB_WEIGHT + float(determined)))

@@ -29,7 +29,7 @@ import numpy as np
 
 from dsat.inputs import cards
 from dsat.inputs.ds_config import AUTO
-from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search.normal import Array
 from dsat.space.knobs import HPZ, defaults
 from dsat.values.outcome import ModelProfile
@@ -213,7 +213,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     inside = (n - 1) / n / job.hardware.link_bandwidth
     part = (n - 1) / n / job.hardware.host_link_bandwidth if job.slots_per_host else inside
     found[_FORWARD], found[_LAUNCHES] = 1 / 3, 1.0
-    found[_FLOPS] = job.flops_per_sample * (4 / 3 if get(CHECKPOINTING) is True else 1.0)
+    found[_FLOPS] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
     found[_WEIGHTS] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
     found[_OPTIMIZER] = _ADAM_BYTES * sharded
@@ -242,6 +242,18 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found[_GROUPS] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
     _add_offloading(found, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
     return found
+
+
+def acts_on_whole_step(setting: str) -> bool:
+    """Return whether a setting changes computation too, in ways that no term here describes."""
+    return is_switch(setting) and setting != CHECKPOINTING
+
+
+def _recomputed(checkpointing: Any) -> float:
+    """Return the factor of FLOPs: a forward pass more, of all layers or of every second."""
+    if checkpointing == EVERY_SECOND:
+        return 7 / 6
+    return 1.0 if checkpointing in (None, False) else 4 / 3
 
 
 def _add_offloading(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.space.overrides import SCRIPT_SWITCHES, TOP_SECTIONS
+from dsat.inputs.switches import SWITCHES
+from dsat.space.overrides import SEQUENTIAL, TOP_SECTIONS
 from dsat.values.zero_strategy import CPU, NONE, Strategy
 
 
@@ -136,7 +137,7 @@ _LOW_PRECISION_STATES = tuple(
     {"bf16_master_weights_and_grads": is_low, "bf16_optimizer_states": is_low}
     for is_low in _SWITCH_ON
 )
-_COMPILE_REASON = "DeepSpeed's own compiler, if the script calls engine.compile()"
+_COMPILE_REASON = "DeepSpeed's own compiler, by engine.compile()"
 _PIN_REASON = "pinned memory is copied faster, and is not to be had for anything else"
 _OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucket"
 
@@ -265,6 +266,14 @@ KNOBS = (
         is_later=True,
     ),
     Knob(
+        SEQUENTIAL,
+        _SWITCH_ON,
+        (3,),
+        "gathers one parameter at a time, which takes less memory; nothing is fetched ahead",
+        when=_several_slots,
+        **_ON_REQUEST,
+    ),
+    Knob(
         HPZ,
         (1, 2, 4, 8, 16),
         (3,),
@@ -322,7 +331,7 @@ KNOBS = (
 )
 # Names for `--tune` and `--fix` besides the knobs: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
-KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SCRIPT_SWITCHES)))
+KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SWITCHES)))
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:

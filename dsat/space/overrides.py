@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.script_args import CHECKPOINTING
+from dsat.inputs.switches import is_switch
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 GAS = "gradient_accumulation_steps"
+SEQUENTIAL = "stage3_allgather_sequential"
 # Settings of a proposal that are no keys of `zero_optimization`.
 _TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
 # Sections beside `zero_optimization` that settings of a proposal lead into.
 TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile")
-SCRIPT_SWITCHES = (CHECKPOINTING,)
 
 
 def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
     for key, value in settings.items():
         if key in _TOP_LEVEL:
             overrides[key] = value
-        elif key not in (*SCRIPT_SWITCHES, GAS):
+        elif key != GAS and not is_switch(key):
             section, _, inner = key.partition(".")
             if section in TOP_SECTIONS:
                 part = {inner: value} if inner else value
@@ -35,12 +35,14 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
                 zero[key] = {**zero.get(key, {}), **value}
             else:
                 zero[key] = value
+    if zero.get(SEQUENTIAL) is True:  # whatever is given: runtime/engine.py, 0.19.8
+        zero["stage3_prefetch_bucket_size"] = 1
     return {"zero_optimization": zero, **overrides} if zero else overrides
 
 
 def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the switches of the script itself that a trial sets."""
-    return {key: settings[key] for key in SCRIPT_SWITCHES if key in settings}
+    return {key: value for key, value in settings.items() if is_switch(key)}
 
 
 def strategy_settings(

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.inputs import ds_config
+from dsat.inputs.switches import SWITCHES
 from dsat.space.knobs import BUCKETS, KNOBS, Knob, Situation
-from dsat.space.overrides import GAS, strategy_settings
+from dsat.space.overrides import GAS, script_args_for, strategy_settings
+from dsat.values.outcome import ScriptSwitch
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
@@ -56,7 +58,9 @@ class Freedom:
         base_config: the user's DeepSpeed configuration with their own overrides laid over it.
         tune, fix: settings that the user freed, or wants left alone.
         choices: values that they listed, by setting; these and no others are tried.
-        switches: switches of the script that can be searched, with the user's own value.
+        switches: switches of the script that its arguments show, with the user's own value.
+        listed_switches: values of further ones, the user's own first if it is known: those that the
+            user lists, and those of the launcher.
         nvme_path: where offloading to NVMe may write.
         offload_helps: whether slots have memory of their own, which offloading relieves.
         slots_per_host: of a trial over several hosts; 0 if it is on one.
@@ -69,6 +73,7 @@ class Freedom:
     fix: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
+    listed_switches: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     nvme_path: str | None = None
     offload_helps: bool = False
     slots_per_host: int = 0
@@ -102,6 +107,7 @@ class Space:
         max_train_batch_size: if given, gas makes every batch as large as this lets it be.
         freedom: what of the settings may be chosen.
         num_params: sizes that the model could never fill are left out.
+        found_switches: switches that the script turned out to have, with their values.
         roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
             of a branch have no larger one, whatever DeepSpeed's default.
     """
@@ -115,6 +121,18 @@ class Space:
     freedom: Freedom = Freedom()
     num_params: int | None = None
     roomy_bucket: int | None = None
+    found_switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+
+    @functools.cached_property
+    def levers(self) -> dict[str, tuple[Any, ...]]:
+        """Values of the script's switches that are searched; see `levers`."""
+        return levers(self.freedom, self.found_switches)
+
+    def script_args(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the switches that a trial sets: those that differ from the script's own."""
+        own = {name: values[0] for name, values in self.levers.items()}
+        found = script_args_for(settings)
+        return {n: value for n, value in found.items() if n not in own or value != own[n]}
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -141,6 +159,25 @@ class Space:
         ]
 
 
+def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tuple[Any, ...]]:
+    """Return the values of the script's switches to search, its own first.
+
+    Those of `Freedom.switches` are not among them.
+
+    Args:
+        freedom: what the user frees and fixes.
+        found: switches that the script turned out to have.
+    """
+    values = {n: s.values for n, s in found.items() if n not in freedom.switches}
+    for name, listed in freedom.listed_switches.items():
+        if name in values:
+            others = tuple(value for value in listed if value is not None)
+            values[name] = _with_first(values[name][0], others)
+        else:
+            values[name] = listed
+    return {name: its for name, its in values.items() if _is_lever(name, its, freedom)}
+
+
 def _branch(strategy: Strategy, space: Space) -> Branch:
     freedom, config = space.freedom, space.freedom.base_config
     situation = Situation(
@@ -151,7 +188,8 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         bf16=(config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True,
         slots_per_host=freedom.slots_per_host,
     )
-    knobs: list[tuple[str, tuple[Any, ...]]] = []
+    # The most promising first: a search compares the changes that come first.
+    knobs = [(n, v) for n, v in space.levers.items() if _matters(n, situation, freedom)]
     for knob in KNOBS:
         if not _is_searched(knob, situation, freedom):
             continue
@@ -170,6 +208,24 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         if _is_free(switch, freedom):
             knobs.append((switch, (own, not own)))
     return Branch(strategy, strategy_settings(strategy, config, freedom.nvme_path), tuple(knobs))
+
+
+def _is_lever(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
+    """Return whether a switch is searched in any strategy."""
+    known = SWITCHES.get(name)
+    if len(values) < 2 or not _is_free(name, freedom):
+        return False
+    asked = name in freedom.tune or name in freedom.listed_switches
+    return known is None or asked or not known.on_request
+
+
+def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
+    """Return whether a switch can have an effect in a situation, or the user asked for it."""
+    known = SWITCHES.get(name)
+    if known is None or (name in freedom.tune and not known.offloading):
+        return True
+    offloads = situation.optimizer_offloaded or situation.parameters_offloaded
+    return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
 
 
 def _is_searched(knob: Knob, situation: Situation, freedom: Freedom) -> bool:
@@ -232,6 +288,8 @@ def _useful_values(knob: Knob, situation: Situation, space: Space) -> tuple[Any,
 
 def _short(values: Sequence[Any]) -> str:
     def text(value: Any) -> str:
+        if value is None:
+            return "yours"
         if isinstance(value, int) and not isinstance(value, bool):
             return f"{value:.0e}" if value >= 10**6 else str(value)
         return str(dict(value)) if isinstance(value, Mapping) else str(value).lower()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import JournalMismatch
+from dsat.inputs.switches import BIND_CORES
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -56,7 +57,10 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
-    plan = replace(plan, own_first=bool(earlier.get("own_first")))
+    listed = dict(plan.listed_switches)
+    if BIND_CORES not in earlier.get("listed_switches", {}):
+        listed.pop(BIND_CORES, None)
+    plan = replace(plan, own_first=bool(earlier.get("own_first")), listed_switches=listed)
     defaults = earlier.get("defaults")
     if not isinstance(defaults, Mapping) or not defaults:
         return replace(plan, defaults={}, slots_per_host=0)

@@ -263,10 +263,9 @@ class Run:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
         assert self.plan is not None
-        own = ds_config.flat({**self.plan.config({}), **self.plan.switches})
-        its = ds_config.flat(
-            {**self.plan.config(trial.overrides), **self.plan.switches, **trial.script_args}
-        )
+        switches = own_switches(self)
+        own = ds_config.flat({**self.plan.config({}), **switches})
+        its = ds_config.flat({**self.plan.config(trial.overrides), **switches, **trial.script_args})
         return {
             key: (own.get(key), its.get(key))
             for key in dict.fromkeys([*own, *its])
@@ -373,3 +372,14 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     if not again:
         return run.outcomes.get(trial.id)
     return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+
+
+def own_switches(run: Run) -> dict[str, Any]:
+    """Return the script's own values of its switches, as far as they are known."""
+    assert run.plan is not None
+    found = {} if run.profile is None else run.profile.switches
+    return {
+        **{name: switch.values[0] for name, switch in found.items()},
+        **{n: values[0] for n, values in run.plan.listed_switches.items() if n not in found},
+        **run.plan.switches,
+    }

@@ -10,7 +10,7 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
 from dsat.search.base import Outlook
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning.phase import Phase, TrialFactory, name_of
@@ -155,7 +155,7 @@ class SearchPhase(Phase):
     def _unasked(self, settings: Mapping[str, Any], micro_batch: int) -> Trial | None:
         """A trial that no search proposed; None if it is known already or cannot fit."""
         batch = self._space.batch(micro_batch, settings)
-        overrides, script_args = overrides_for(settings, batch), script_args_for(settings)
+        overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         if self._trials.fingerprint(overrides, script_args) in self._trial_by_config:
             return None
         if self.forecast is not None and not self.forecast.fits(overrides, script_args):
@@ -211,7 +211,7 @@ class SearchPhase(Phase):
         """A trial for a proposal, unless its outcome is known or will be."""
         batch = self._space.batch(proposal.micro_batch, proposal.settings)
         overrides = overrides_for(proposal.settings, batch)
-        script_args = script_args_for(proposal.settings)
+        script_args = self._space.script_args(proposal.settings)
         known = self._trial_by_config.get(self._trials.fingerprint(overrides, script_args))
         if known is not None and known in self._run.outcomes:
             self._search.tell(proposal, self._run.outcomes[known])
@@ -276,7 +276,8 @@ class SearchPhase(Phase):
         for number, branch in enumerate(self._space.branches):
             settings = branch.settings(0)
             batch = self._space.batch(micro_batch, settings)
-            if fingerprint(overrides_for(settings, batch), script_args_for(settings)) == digest:
+            script = self._space.script_args(settings)
+            if fingerprint(overrides_for(settings, batch), script) == digest:
                 found = number
         return found
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsat.inputs import ds_config
+from dsat.inputs.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.outcome import ModelProfile
+from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
 
@@ -115,7 +116,15 @@ def make_space(
         freedom=plan,
         num_params=None if profile is None else profile.num_params,
         roomy_bucket=None if profile is None else _roomy_bucket(profile),
+        found_switches={} if profile is None else _comparable(plan, profile),
     )
+
+
+def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:
+    """Return the script's switches whose trials compare under the plan's metric."""
+    metrics = {name: SWITCHES[name].metric for name in profile.switches if name in SWITCHES}
+    found = profile.switches.items()
+    return {n: s for n, s in found if metrics.get(n, "") in ("", plan.metric)}
 
 
 def _roomy_bucket(profile: ModelProfile) -> int:

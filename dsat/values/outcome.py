@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from dsat.values import student
 from dsat.values.codec import Recorded
@@ -59,6 +60,8 @@ class Metrics(Recorded):
         lost_to_accidents: their excess time, as a fraction of the time of all others.
         tokens_per_second: over all slots, without masked padding; None if the script's inputs have
             no sequences of tokens.
+        data: ms per optimizer step in which the rank waited for a PyTorch data loader, and nothing
+            else went on.
     """
 
     throughput: float
@@ -72,6 +75,7 @@ class Metrics(Recorded):
     accidents: int = 0
     lost_to_accidents: float = 0.0
     tokens_per_second: float | None = None
+    data: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -134,6 +138,19 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class ScriptSwitch:
+    """A switch that a script turned out to have (`dsat.inputs.switches`).
+
+    Attributes:
+        values: that can be set in its processes, its own first.
+        in_arguments: it is set in the Trainer's TrainingArguments.
+    """
+
+    values: tuple[Any, ...]
+    in_arguments: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile(Recorded):
     """Facts about the model and its slots, from the first trial.
 
@@ -150,6 +167,7 @@ class ModelProfile(Recorded):
         device_name: of the slot, as its driver names it; empty if it has no name.
         fed_instead: `micro_batch` of this trial and `rows` that all of the model's inputs had
             instead; empty if they had as many as expected, or differed.
+        switches: of the script, by name.
     """
 
     num_params: int
@@ -162,6 +180,7 @@ class ModelProfile(Recorded):
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     fed_instead: Mapping[str, int] = field(default_factory=dict)
     device_name: str = ""
+    switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

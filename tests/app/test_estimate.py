@@ -11,6 +11,7 @@ import pytest
 from dsat.app import estimate
 from dsat.app.memory_tables import Line
 from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
 from dsat.values.zero_strategy import Strategy
@@ -87,5 +88,5 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
 @pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])
 def test_activations_are_kept_or_recomputed(recompute: bool, factor: float) -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
-    with Simulator(host, as_cpu=False, recompute=recompute) as simulator:
+    with Simulator(host, as_cpu=False, model_switches={CHECKPOINTING: recompute}) as simulator:
         assert simulator.facts({}).backward_bytes_per_sample == factor * 30 * MIB

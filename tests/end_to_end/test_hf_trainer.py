@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from dsat.engines.local.running import FULL_RUN_ID
-from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH, OTHER_CHECKPOINTING
+from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
@@ -191,7 +191,7 @@ def test_arguments_in_code_follow_the_trial(
         )
         outcome = bench.run(other)
         assert outcome.ok, bench.log(other)
-        assert warnings_of(outcome) == (OTHER_BATCH, OTHER_CHECKPOINTING)
+        assert warnings_of(outcome) == (OTHER_BATCH,)
         seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
         assert read_json(bench.path(other) / "seen.json") == seen
         assert [path.name for path in output.iterdir()] == ["checkpoint-3"]

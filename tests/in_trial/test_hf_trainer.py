@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import hf_trainer
-from dsat.in_trial.hf_trainer import NEVER, OTHER_BATCH, OTHER_CHECKPOINTING, TrainerSettings
+from dsat.in_trial.hf_trainer import NEVER, OTHER_BATCH, TrainerSettings
+from dsat.in_trial.script_switches import ScriptSwitches
 
 
 class Strategy(str, Enum):
@@ -46,6 +47,10 @@ def script_args(**changes: Any) -> SimpleNamespace:
         "eval_on_start": True,
         "resume_from_checkpoint": "checkpoint-5",
         "dataloader_drop_last": False,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True,
+        "optim": "adamw_torch_fused",
+        "torch_compile": False,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -118,7 +123,7 @@ def test_the_configurations_own_length_of_training_is_kept(config_path: Path) ->
 def test_only_a_real_disagreement_is_told(
     config_path: Path, micro_batch: int, gas: int, expected: list[str]
 ) -> None:
-    trial = settings(config_path, micro_batch=micro_batch, gas=gas, gradient_checkpointing=False)
+    trial = settings(config_path, micro_batch=micro_batch, gas=gas)
     assert hf_trainer.prepare(script_args(), trial) == expected
 
 
@@ -130,10 +135,7 @@ def test_gradient_checkpointing_under_both_its_names(config_path: Path, old: boo
     field = "gradient_checkpointing" if old else "activation_checkpointing"
     trial = {"micro_batch": 8, "gas": 1}
     assert hf_trainer.prepare(args, settings(config_path, **trial)) == []
-    assert (
-        hf_trainer.prepare(args, settings(config_path, **trial, gradient_checkpointing=True)) == []
-    )
-    assert getattr(args, field) is True
-    off = settings(config_path, **trial, gradient_checkpointing=False)
-    assert hf_trainer.prepare(args, off) == [OTHER_CHECKPOINTING]
-    assert getattr(args, field) is False
+    for wanted in (True, False):
+        switches = ScriptSwitches({"gradient_checkpointing": wanted}, on_cpu=True)
+        assert hf_trainer.prepare(args, settings(config_path, **trial, switches=switches)) == []
+        assert getattr(args, field) is wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dsat.in_trial import loaders
 
@@ -42,6 +44,7 @@ class Pairs:
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
     monkeypatch.setattr(loaders, "_samples", {})
     monkeypatch.setattr(loaders, "_in_store", 0)
     loaders.watch()
@@ -74,3 +77,17 @@ def test_of_several_loaders_the_longest_counts() -> None:
     for count in (30, 100, 20):
         next(iter(DataLoader(TensorDataset(torch.zeros(count)), batch_size=8)))
     assert loaders.samples_of_epoch(8) == 100
+
+
+class Slow(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(3):
+            time.sleep(0.02)
+            yield number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_is_counted(workers: int) -> None:
+    before = loaders.waited_s()
+    assert len(list(DataLoader(Slow(), None, num_workers=workers))) == 3
+    assert loaders.waited_s() - before >= 0.06

@@ -9,7 +9,8 @@ import pytest
 
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
-from dsat.inputs.script_args import CHECKPOINTING, HF_BATCH_FLAGS
+from dsat.inputs.script_args import HF_BATCH_FLAGS
+from dsat.inputs.switches import CHECKPOINTING
 
 MICRO = "train_micro_batch_size_per_gpu"
 GAS = "gradient_accumulation_steps"
@@ -246,7 +247,7 @@ def test_a_mapping_to_a_flag_that_the_script_does_not_get(
 def test_a_switch_that_the_user_maps_is_given_or_taken_away(
     args: list[str], wanted: bool, expected: list[str]
 ) -> None:
-    given = script_args.checked({script_args.CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
-    values = {script_args.CHECKPOINTING: wanted}
+    given = script_args.checked({CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
+    values = {CHECKPOINTING: wanted}
     assert list(script_args.for_trial(args, {}, values, given, add=False)) == expected
     assert script_args.is_on(args, "--ckpt") is ("--ckpt" in args)

@@ -10,6 +10,7 @@ from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOBS, SECTIONS, Situation, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space.space import Freedom, Space
+from dsat.values.outcome import ScriptSwitch
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plain
 
@@ -472,3 +473,77 @@ def test_defaults_are_deepspeeds_own() -> None:
         own = DeepSpeedZeroConfig(stage=stage)
         for key, value in (defaults(stage) | defaults(stage, later=True)).items():
             assert getattr(own, key.removeprefix("stage3_")) == value, (stage, key)
+
+
+# -- switches of the script
+
+FOUND = {
+    "gradient_checkpointing": ScriptSwitch((False, True), in_arguments=True),
+    "attn_implementation": ScriptSwitch(("sdpa", "eager")),
+    "use_liger_kernel": ScriptSwitch((False, True), in_arguments=True),
+    "packing": ScriptSwitch((False, True), in_arguments=True),
+}
+
+
+def _with_switches(strategy: Strategy, **freedom: Any) -> Space:
+    return Space(
+        strategies=[strategy],
+        micro_batches=range(1, 9),
+        slots=1,
+        freedom=Freedom(**{"fix": tuple({k.key for k in KNOBS}), **freedom}),
+        found_switches=FOUND,
+    )
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [
+        ({}, ["gradient_checkpointing", "attn_implementation"]),
+        ({"fix": ("attn_implementation",)}, ["gradient_checkpointing"]),
+        ({"switches": {"gradient_checkpointing": True}}, ["attn_implementation", "gradient_"]),
+        (
+            {"tune": ("packing", "use_liger_kernel")},
+            ["gradient_checkpointing", "attn_implementation", "use_liger_kernel", "packing"],
+        ),
+        (
+            {"offload_helps": True},
+            ["gradient_checkpointing", "attn_implementation", "use_liger_kernel"],
+        ),
+        (
+            {"listed_switches": {"--workers": ("0", "4")}},
+            ["gradient_checkpointing", "attn_implementation", "--workers"],
+        ),
+    ],
+)
+def test_switches_of_the_script_are_knobs(freedom: dict[str, Any], expected: list[str]) -> None:
+    space = _with_switches(Strategy(0), **freedom)
+    [branch] = space.branches
+    names = [name for name, _ in branch.knobs]
+    assert [name[: len(e)] for name, e in zip(names, expected, strict=True)] == expected
+
+
+def test_a_trial_sets_the_switches_that_differ_from_the_scripts_own() -> None:
+    listed = {"attn_implementation": (None, "flash_attention_3"), "--workers": (None, "4")}
+    space = _with_switches(Strategy(0), listed_switches=listed)
+    [branch] = space.branches
+    assert dict(branch.knobs)["attn_implementation"] == ("sdpa", "flash_attention_3")
+    assert space.script_args(branch.settings(0)) == {}
+    assert space.script_args(branch.settings(branch.count - 1)) == {
+        "gradient_checkpointing": True,
+        "attn_implementation": "flash_attention_3",
+        "--workers": "4",
+    }
+    assert "--workers" not in overrides_for(branch.settings(0), ONE)
+
+
+def test_cores_are_bound_where_something_is_offloaded() -> None:
+    listed = {"bind_cores_to_rank": (False, True)}
+    for strategy, is_knob in ((Strategy(2), False), (Strategy(2, CPU), True)):
+        space = _with_switches(strategy, listed_switches=listed, offload_helps=True)
+        assert ("bind_cores_to_rank" in dict(space.branches[0].knobs)) is is_knob
+
+
+def test_settings_that_contradict_each_other_are_the_same_configuration() -> None:
+    bucket, sequential = "stage3_prefetch_bucket_size", "stage3_allgather_sequential"
+    configs = [overrides_for({"stage": 3, bucket: n, sequential: True}, ONE) for n in (1, 5)]
+    assert configs[0] == configs[1]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dsat.in_trial import config_injection
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.in_trial.simulation.recomputation import switch
 from dsat.in_trial.simulation.simulation import (
     ActivationPass,
     Candidate,
@@ -131,14 +131,14 @@ class BorrowedModel:
         """Simulate a candidate up to the script's forward pass; return its outputs.
 
         Args:
-            request: the attributes of `Candidate`; `recompute`, whether activations are recomputed
-                (null: as the script has it); `activations_only`, for the model's passes alone.
+            request: the attributes of `Candidate`; `switches` of the model that differ from the
+                script's own; `activations_only`, for the model's passes alone.
             args: positional arguments of the call.
             kwargs: its keyword arguments.
             end: called with the result at the end of the script's micro step.
         """
-        if request["recompute"] is not None:
-            self._snapshot.change(functools.partial(switch, wanted=request["recompute"]))
+        if request["switches"]:
+            self._snapshot.change(functools.partial(_switch, wanted=request["switches"]))
         micro_batch, packed_length = self._samples([args, dict(kwargs)])
         captured = Captured(
             initialize=self._initialize,
@@ -187,6 +187,13 @@ def _refuse_without_forward(*_: Any, **__: Any) -> None:
     raise SimulationUnsupported(
         "the script calls its model itself, and not the engine that deepspeed.initialize returns"
     )
+
+
+def _switch(model: torch.nn.Module, wanted: Mapping[str, Any]) -> None:
+    try:
+        script_switches.switch_model(model, wanted)
+    except InvalidTrial as error:
+        raise SimulationUnsupported(str(error)) from None
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:

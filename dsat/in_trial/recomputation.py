@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from dsat.in_trial.simulation.patches import SimulationUnsupported
+from dsat.inputs.switches import checkpointing
 
 # Methods that switch a model's checkpointing on and off: of transformers (from version 5.20 on, and
 # before), of diffusers, of timm.
@@ -21,32 +19,51 @@ _METHODS: tuple[tuple[str, str, dict[str, bool]], ...] = (
 _SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 
 
-def switch(model: torch.nn.Module, wanted: bool) -> None:
+# Properties of models that are switched on, of transformers and diffusers.
+_IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
+
+
+def switch(model: Any, wanted: bool | str) -> bool:
     """Switch checkpointing as the script could have.
 
-    Raises:
-        SimulationUnsupported: the model has no switch.
+    Args:
+        model: a `torch.nn.Module`.
+        wanted: off, on, or one of `dsat.inputs.switches.checkpointing`.
+
+    Returns:
+        False if the model has no switch.
     """
     inside: set[int] = set()
     for module, (enable, disable, off) in _switchable(model):
         if id(module) in inside:  # switched with the module that contains it
             continue
         inside.update(id(part) for part in module.modules())
-        if wanted:
-            getattr(module, enable)()
-            _keep_gradients_flowing(module)
-        else:
+        if wanted is False:
             getattr(module, disable)(**off)
-    if not inside:
-        raise SimulationUnsupported(
-            "the model has no known switch for activation checkpointing (models of transformers, "
-            "diffusers and timm have one)"
-        )
+        else:
+            getattr(module, enable)(**_options(enable, wanted))
+            _keep_gradients_flowing(module)
+    return bool(inside)
 
 
-def _switchable(
-    model: torch.nn.Module,
-) -> Iterator[tuple[torch.nn.Module, tuple[str, str, dict[str, bool]]]]:
+def is_on(model: Any) -> bool | None:
+    """Return whether a library's model recomputes activations; None if it does not say."""
+    for module, _ in _switchable(model):
+        values = (getattr(module, name, None) for name in _IS_ON)  # the old name warns
+        return next((value for value in values if isinstance(value, bool)), None)
+    return None
+
+
+def _options(enable: str, wanted: bool | str) -> dict[str, Any]:
+    if isinstance(wanted, bool):
+        return {}
+    options = checkpointing(wanted)
+    if "use_reentrant" in options:
+        return {f"{enable.removesuffix('_enable')}_kwargs": options}
+    return options
+
+
+def _switchable(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, bool]]]]:
     for module in model.modules():  # containers before their parts
         methods = next((m for m in _METHODS if callable(getattr(module, m[0], None))), None)
         if methods is not None and all(getattr(module, name, True) for name in _SUPPORTED):

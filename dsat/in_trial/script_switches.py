@@ -1,0 +1,221 @@
+"""Switches of a script, found and set in its own processes.
+
+What exists is asked of the objects that the script makes: the Trainer's arguments, the model that
+it passes to `deepspeed.initialize`, and the packages that are installed beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, recomputation
+from dsat.inputs import switches as known
+from dsat.inputs.switches import ATTENTION, CHECKPOINTING, COMPILE, LIGER, SWITCHES, WORKERS
+from dsat.values.outcome import ScriptSwitch
+
+_WORKERS = (2, 4, 8)
+_OPTIMIZERS = SWITCHES["optim"].values
+# By the attribute of a model that supports it, and the package that it needs.
+_ATTENTION = (
+    ("eager", "", ""),
+    ("sdpa", "_supports_sdpa", ""),
+    ("flash_attention_2", "_supports_flash_attn", "flash_attn"),
+    ("flash_attention_3", "_supports_flash_attn", "flash_attn_interface"),
+)
+
+
+class ScriptSwitches:
+    """The switches of the script of this process.
+
+    Args:
+        wanted: the trial's values, by name.
+        on_cpu: the slots are processor cores.
+
+    Attributes:
+        found: what can be switched, with the script's own values.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any], *, on_cpu: bool) -> None:
+        self.found: dict[str, ScriptSwitch] = {}
+        self._wanted = {n: value for n, value in wanted.items() if known.is_switch(n)}
+        self._on_cpu = on_cpu
+        self._has_arguments = False
+
+    # -- the Trainer's arguments
+
+    def set_arguments(self, args: Any, config: Mapping[str, Any]) -> None:
+        """Set fields of `TrainingArguments` before they are checked.
+
+        Args:
+            args: just made.
+            config: the DeepSpeed configuration that goes with them.
+        """
+        self._has_arguments = True
+        for name, values in _of_arguments(args, config).items():
+            self.found[name] = ScriptSwitch(values, in_arguments=True)
+        for name, value in self._wanted.items():
+            field = known.field_of(name)
+            if name == CHECKPOINTING:
+                _set_checkpointing(args, value)
+            elif field is not None and value is not None:
+                _set_field(args, field, value)
+
+    # -- the model and its engine
+
+    def before_engine(self, arguments: Mapping[str, Any]) -> None:
+        """Switch the model that the script passes to `deepspeed.initialize` for training.
+
+        Raises:
+            InvalidTrial: a switch is one of arguments that the script does not have.
+        """
+        model, passed = arguments.get("model"), config_injection.passed_config(arguments)
+        if passed is None or not config_injection.trains(arguments, passed):
+            return
+        may_flash = not self._on_cpu and _is_half(passed.content)
+        for name, values in of_model(model, may_flash=may_flash).items():
+            self.found.setdefault(name, ScriptSwitch(values))
+        wanted = dict(self._wanted)
+        if self._has_arguments:
+            wanted.pop(CHECKPOINTING, None)
+        else:
+            self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
+        switch_model(model, wanted)
+        missing = [name for name in wanted if self._is_missing(name)]
+        if missing:
+            raise InvalidTrial(
+                f"{missing[0]} is a field of TrainingArguments, and the script makes none"
+            )
+
+    def after_engine(self, engine: Any) -> None:
+        """Compile the model of an engine, if the trial or DeepCompile needs it and nobody has."""
+        config = getattr(getattr(engine, "_config", None), "compile_config", None)
+        deep = getattr(config, "deepcompile", False)
+        is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
+        if (is_wanted or deep) and not engine.is_compiled:
+            engine.compile()
+
+    def _is_missing(self, name: str) -> bool:
+        is_field = known.field_of(name) is not None
+        return is_field and name not in (CHECKPOINTING, COMPILE) and not self._has_arguments
+
+
+def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the switches among the fields of `TrainingArguments`, their own values first."""
+    own = _checkpointing_of(args)
+    others: list[Any] = [not own]
+    if hasattr(args, "activation_checkpointing"):  # the Trainer then knows `every_n_layers`
+        others.append(known.EVERY_SECOND)
+    workers = int(args.dataloader_num_workers)
+    values: dict[str, tuple[Any, ...]] = {
+        CHECKPOINTING: (own, *others),
+        WORKERS: (workers, *(n for n in _WORKERS if n <= max(2, _cores_of_a_rank()))),
+    }
+    names = ["dataloader_pin_memory", COMPILE]
+    if workers:
+        names.append("dataloader_persistent_workers")
+    names += [name for name in ("packing", "padding_free") if getattr(args, name, None) is not None]
+    if importlib.util.find_spec("liger_kernel") is not None:
+        names.append(LIGER)
+    if not config.get("optimizer") and _text(getattr(args, "optim", "")) in _OPTIMIZERS:
+        names.append("optim")
+    for name in names:
+        if hasattr(args, name):
+            values[name] = (_text(getattr(args, name)), *SWITCHES[name].values)
+    distinct = {name: tuple(dict.fromkeys(its)) for name, its in values.items()}
+    return {name: its for name, its in distinct.items() if len(its) > 1}
+
+
+def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
+    """Return the switches of a library's model, their own values first.
+
+    Args:
+        model: a `torch.nn.Module`.
+        may_flash: flash attention runs here if it is installed.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    own = recomputation.is_on(model)
+    if own is not None:
+        found[CHECKPOINTING] = (own, not own)
+    part = _with_attention(model)
+    kernel = None if part is None else part.config._attn_implementation
+    if isinstance(kernel, str):
+        others = [
+            name
+            for name, attribute, package in _ATTENTION
+            if getattr(part, attribute or "config", None)
+            and (not package or (may_flash and importlib.util.find_spec(package) is not None))
+        ]
+        found[ATTENTION] = tuple(dict.fromkeys((kernel, *others)))
+    return found
+
+
+def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
+    """Set the switches of a model itself.
+
+    Raises:
+        InvalidTrial: the model has no such switch.
+    """
+    if wanted.get(CHECKPOINTING) is not None and not recomputation.switch(
+        model, wanted[CHECKPOINTING]
+    ):
+        raise InvalidTrial("the model has no known switch for gradient checkpointing")
+    kernel = wanted.get(ATTENTION)
+    if kernel is None:
+        return
+    part = _with_attention(model)
+    if part is None:
+        raise InvalidTrial("the model has no known switch for its attention kernel")
+    part.set_attn_implementation(kernel)
+    if part.config._attn_implementation != kernel:
+        raise InvalidTrial(f"{type(part).__name__} does not support the attention kernel {kernel}")
+
+
+def _with_attention(model: Any) -> Any:
+    """Return the outermost model of transformers that can change its attention kernel."""
+    for module in model.modules():
+        can_set = getattr(module, "_can_set_attn_implementation", None)
+        if callable(getattr(module, "set_attn_implementation", None)) and callable(can_set):
+            return module if can_set() else None
+    return None
+
+
+def _checkpointing_of(args: Any) -> bool:
+    value = getattr(args, "activation_checkpointing", None)
+    return bool(args.gradient_checkpointing if value is None else value)
+
+
+def _set_checkpointing(args: Any, value: Any) -> None:
+    """Switch gradient checkpointing on in one of its ways, or off."""
+    name = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
+    if not hasattr(args, name):
+        name = CHECKPOINTING
+    setattr(args, name, value is not False)
+    if isinstance(value, str):
+        own = getattr(args, f"{name}_kwargs", None) or {}
+        setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
+
+
+def _set_field(args: Any, field: str, value: Any) -> None:
+    if not hasattr(args, field):
+        raise InvalidTrial(f"{type(args).__name__} has no field {field}")
+    setattr(args, field, value)
+
+
+def _is_half(config: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed trains in half precision."""
+    sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
+    return any(section.get("enabled") is True for section in sections)
+
+
+def _cores_of_a_rank() -> int:
+    """Return the processor cores that each rank of this host has on average."""
+    return (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _text(value: Any) -> Any:
+    """Return a member of an enumeration as its value."""
+    return getattr(value, "value", value)

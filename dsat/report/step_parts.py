@@ -1,0 +1,116 @@
+"""Parts of an optimizer step, and advice about a part that is large."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dsat.inputs.switches import BIND_CORES
+from dsat.report import format as fmt
+from dsat.tuning.run import Run, own_switches
+from dsat.values.outcome import Metrics
+from dsat.values.trial import Trial
+from dsat.values.zero_strategy import NONE, of_config
+
+PARTS = ("forward", "backward", "optimizer step", "waiting for data", "the rest")
+_DATA, _OPTIMIZER = 0.1, 0.3  # of a step, from which on a part is worth a sentence
+_WORKERS = "worker"  # in the names of switches that set how many processes load data
+
+
+def milliseconds(metrics: Metrics) -> tuple[float, ...]:
+    """Return the ms of an optimizer step in each of `PARTS`."""
+    known = (metrics.forward, metrics.backward, metrics.step, metrics.data)
+    return (*known, max(0.0, metrics.latency - sum(known)))
+
+
+def advice(run: Run) -> list[str]:
+    """Return a sentence for each large part of a step, with its remedy and the measured gain."""
+    own, best = _metrics(run, run.baseline), _metrics(run, run.best)
+    return [] if best is None else [*_of_data(run, own or best, best), *_of_optimizer(run, best)]
+
+
+def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
+    """Name the wait for data: of the user's own step, and if it is still there of the best's."""
+    tried = [name for name in _switches(run) if _WORKERS in name]
+    gains = [
+        (gain, f"{name}={value}")
+        for name in tried
+        for value, gain in gains_of_switch(run, name).items()
+    ]
+    gain, setting = max(gains, default=(0.0, ""))
+    share, its = own.data / own.latency, best.data / best.latency
+    if share >= _DATA and gain > 1:
+        yield f"Time: {fmt.percent(share)} of your step waits for data: {setting} gave {gain:.2f}x."
+    if its < _DATA:
+        return
+    yield f"Time: {fmt.percent(its)} of the best step waits for data: {_more_workers(tried)}."
+
+
+def _more_workers(tried: Sequence[str]) -> str:
+    if tried:
+        return f"more worker processes may help: list higher values of {tried[0]} with --switch"
+    return (
+        "give the data loader more worker processes (num_workers), or do less work per sample. To "
+        "search a flag of your script for it: --switch --num_workers=0,4,8"
+    )
+
+
+def _of_optimizer(run: Run, best: Metrics) -> Iterator[str]:
+    """Name a large optimizer step on the host."""
+    assert run.plan is not None and run.best is not None
+    share, strategy = best.step / best.latency, of_config(run.plan.config(run.best.overrides))
+    if share < _OPTIMIZER or strategy.offload_optimizer == NONE:
+        return
+    gains = gains_of_switch(run, BIND_CORES)
+    bound = f"{BIND_CORES} gave {gains[True]:.2f}x; " if True in gains else ""
+    yield (
+        f"Time: {fmt.percent(share)} of the best step is the optimizer step on the host: {bound}"
+        "more slots share it, and more gradient accumulation makes it rarer."
+    )
+
+
+def gains_of_switch(run: Run, name: str) -> dict[Any, float]:
+    """Return the gain of each value of a script's switch over the user's own.
+
+    Of trials that differ in nothing else; the geometric mean where there are several pairs.
+    """
+    assert run.plan is not None
+    own_value = own_switches(run).get(name)
+    without: dict[str, float] = {}
+    for trial, value in _measured(run):
+        if trial.script_args.get(name, own_value) == own_value:
+            without.setdefault(_rest(run, trial, name), value)
+    gains: dict[Any, list[float]] = {}
+    for trial, value in _measured(run):
+        chosen = trial.script_args.get(name)
+        own = without.get(_rest(run, trial, name))
+        if chosen not in (None, own_value) and own is not None:
+            gains.setdefault(chosen, []).append(run.plan.objective.gain(value, own))
+    return {value: statistics.geometric_mean(found) for value, found in gains.items()}
+
+
+def _measured(run: Run) -> Iterator[tuple[Trial, float]]:
+    for trial in run.trials.values():
+        value = run.value(trial)
+        if value:
+            yield trial, value
+
+
+def _rest(run: Run, trial: Trial, name: str) -> str:
+    """Return the configuration of a trial and its switches but one, as text."""
+    assert run.plan is not None
+    config = run.plan.config(trial.overrides)
+    config["zero_optimization"] = {"stage": 0, **(config.get("zero_optimization") or {})}
+    others = {k: v for k, v in trial.script_args.items() if k != name}
+    return json.dumps([config, others], sort_keys=True, default=str)
+
+
+def _switches(run: Run) -> dict[str, None]:
+    return dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
+
+
+def _metrics(run: Run, trial: Trial | None) -> Metrics | None:
+    outcome = None if trial is None else run.outcomes.get(trial.id)
+    return None if outcome is None else outcome.metrics

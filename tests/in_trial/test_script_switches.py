@@ -1,0 +1,97 @@
+"""Switches that a script turns out to have, and what sets them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial.script_switches import ScriptSwitches, of_model, switch_model
+
+CONFIG = {"optimizer": {"type": "Adam"}}
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    """As transformers 5 has them, just made and not yet checked."""
+    values = {
+        "gradient_checkpointing": None,
+        "activation_checkpointing": None,
+        "gradient_checkpointing_kwargs": None,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True,
+        "dataloader_persistent_workers": False,
+        "optim": "adamw_torch_fused",
+        "torch_compile": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def found(args: SimpleNamespace, config: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    switches = ScriptSwitches({}, on_cpu=True)
+    switches.set_arguments(args, config)
+    assert all(switch.in_arguments for switch in switches.found.values())
+    return {name: switch.values for name, switch in switches.found.items()}
+
+
+def test_a_trainer_has_its_arguments() -> None:
+    of_trainer = found(arguments(), CONFIG)
+    assert of_trainer["gradient_checkpointing"] == (False, True, "every_2_layers")
+    assert of_trainer["dataloader_num_workers"][:2] == (0, 2)
+    assert of_trainer["torch_compile"] == (False, True)
+    assert "optim" not in of_trainer  # DeepSpeed makes it
+    assert "dataloader_persistent_workers" not in of_trainer  # there are none
+
+
+def test_its_optimizer_is_one_of_them_if_it_makes_it() -> None:
+    own = found(arguments(dataloader_num_workers=3), {})
+    assert own["optim"] == ("adamw_torch_fused", "adamw_torch")
+    assert own["dataloader_persistent_workers"] == (False, True)
+    assert own["dataloader_num_workers"][:2] == (3, 2)
+    assert "optim" not in found(arguments(optim="adafactor"), {})
+
+
+def test_arguments_are_set() -> None:
+    args = arguments()
+    wanted = {
+        "gradient_checkpointing": "every_2_layers",
+        "dataloader_num_workers": 2,
+        "TrainingArguments.optim": "adafactor",
+        "--seed": "3",
+    }
+    ScriptSwitches(wanted, on_cpu=True).set_arguments(args, CONFIG)
+    assert args.activation_checkpointing is True
+    assert args.activation_checkpointing_kwargs == {"every_n_layers": 2}
+    assert (args.dataloader_num_workers, args.optim) == (2, "adafactor")
+    unknown = ScriptSwitches({"TrainingArguments.colour": 1}, on_cpu=True)
+    with pytest.raises(InvalidTrial, match="has no field colour"):
+        unknown.set_arguments(args, CONFIG)
+
+
+def test_a_script_without_arguments_cannot_have_them_set() -> None:
+    model = torch.nn.Linear(2, 2)
+    call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
+    switches = ScriptSwitches({"dataloader_num_workers": 2, "--seed": "3"}, on_cpu=True)
+    with pytest.raises(InvalidTrial, match="is a field of TrainingArguments"):
+        switches.before_engine(call)
+    plain = ScriptSwitches({"--seed": "3"}, on_cpu=True)
+    plain.before_engine(call)
+    assert {name: s.values for name, s in plain.found.items()} == {"torch_compile": (False, True)}
+
+
+def test_a_model_of_transformers_is_switched() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), model)
+    assert of_model(whole, may_flash=False) == {
+        "gradient_checkpointing": (False, True),
+        "attn_implementation": ("sdpa", "eager"),
+    }
+    switch_model(whole, {"attn_implementation": "eager", "gradient_checkpointing": True})
+    own = of_model(whole, may_flash=False)
+    assert [values[0] for values in own.values()] == [True, "eager"]
+    with pytest.raises(InvalidTrial, match="no known switch"):
+        switch_model(whole[0], {"attn_implementation": "eager"})
