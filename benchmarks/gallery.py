@@ -173,20 +173,22 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
 def measured(path: Path) -> Row:
     """Return the row of a run that was measured."""
     run = share.read(path)
-    best = run.trials[run.best or 0]
+    best = run.best_trial
+    if best is None or best.metrics is None:
+        raise SystemExit(f"{path} has no configuration that was measured")
     return Row(
         f"{run.model.num_params:,} parameters",
-        f"{run.hardware.slots} x {run.hardware.device}",
+        f"{run.slots} x {run.device}",
         Strategy(int(best.config.get("zero_optimization.stage", 0))).label,
         MEASURED,
         MEASURED,
-        run.model.longest_sequence or 0,
+        run.longest_sequence or 0,
         None if best.used_bytes is None else round(best.used_bytes / _GIB, 2),
         None,
         int(best.config.get("train_micro_batch_size_per_gpu", 0)),
         None,
-        best.throughput,
-        best.ci95,
+        best.metrics.throughput,
+        best.metrics.ci95,
         path.name,
         "",
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
 from dsat.values.codec import DecodeError, Recorded
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import printable
 from dsat.values.trial import TrialKind
 
@@ -39,85 +40,36 @@ _LONGEST_WORD = 24  # of a setting's value
 
 
 @dataclass(frozen=True)
-class SharedModel(Recorded):
-    """Shape of the model; see `ModelProfile`."""
-
-    num_params: int
-    trainable_params: int
-    param_bytes: int
-    activation_bytes_per_sample: int
-    flops_per_sample: float
-    longest_sequence: int | None = None
-
-
-@dataclass(frozen=True)
-class SharedHardware(Recorded):
-    """Slots of a trial.
-
-    Attributes:
-        accelerator: DeepSpeed's name of it; empty if unknown.
-        device: name of the devices; empty if unknown.
-        slots, slots_per_host: of a trial, and of each host; 0 if all are on one.
-        slot_memory_bytes: what a slot may use.
-        software: versions of Python, torch and DeepSpeed.
-    """
-
-    accelerator: str
-    device: str
-    slots: int
-    slots_per_host: int
-    slot_memory_bytes: int
-    software: str = ""
-
-
-@dataclass(frozen=True)
 class SharedTrial(Recorded):
-    """One configuration that was measured, or ran out of memory.
+    """One configuration, and how its trial ended.
 
     Attributes:
-        kind: of the trial: `baseline`, `search` or `final`.
-        outcome: a value of `OutcomeKind`.
         config: settings by dotted path, batch sizes among them.
         switches: of the script.
-        throughput: samples/s over all slots.
-        latency_ms: of an optimizer step.
-        ci95: half-width of the 95 % confidence interval of `latency_ms`, as a fraction of it.
         predicted_bytes, used_bytes: peak memory of a slot.
     """
 
-    kind: str
-    outcome: str
+    kind: TrialKind
+    outcome: OutcomeKind
     config: Mapping[str, Any]
     switches: Mapping[str, Any] = field(default_factory=dict)
-    throughput: float | None = None
-    latency_ms: float | None = None
-    ci95: float | None = None
-    flops_per_slot: float | None = None
-    tokens_per_second: float | None = None
+    metrics: Metrics | None = None
     predicted_bytes: int | None = None
     used_bytes: int | None = None
 
     @classmethod
-    def of(cls, view: RunView, each: TrialView) -> SharedTrial:
-        """Return what may be shared of a trial that ended."""
-        assert each.outcome is not None
-        metrics, config = each.outcome.metrics, flat(view.plan.config(each.trial.overrides))
+    def of(cls, view: RunView, each: TrialView, outcome: Outcome) -> SharedTrial:
+        """Return what may be shared of a trial."""
+        config = flat(view.plan.config(each.trial.overrides))
         switches = {**view.own_switches, **each.trial.script_args}
-        measured = metrics and {
-            "throughput": metrics.throughput,
-            "latency_ms": metrics.latency,
-            "ci95": metrics.ci95,
-            "flops_per_slot": metrics.FLOPS_per_gpu,
-            "tokens_per_second": metrics.tokens_per_second,
-        }
         return cls(
-            each.trial.kind.value,
-            each.outcome.kind.value,
+            each.trial.kind,
+            outcome.kind,
             {key: value for key, value in config.items() if key in _KEPT and _is_plain(value)},
             {key: switches[key] for key in SWITCHES if key in switches},
-            predicted_bytes=each.trial.predicted_bytes,
-            used_bytes=each.used_bytes,
-            **(measured or {}),
+            outcome.metrics,
+            each.trial.predicted_bytes,
+            each.used_bytes,
         )
 
 
@@ -126,18 +78,38 @@ class SharedRun(Recorded):
     """A run without anything that tells whose it is.
 
     Attributes:
+        model: without the names of its inputs.
         metric: that was optimised.
+        trials: those that ended, the profile's left out.
         best: position of the recommended trial in `trials`; None if there is none.
+        slots, slots_per_host: of a trial, and of each host; 0 if all are on one.
+        accelerator, device: DeepSpeed's name of the slots, and their product name.
+        software: versions of Python, torch and DeepSpeed.
+        longest_sequence: of the data, in tokens.
     """
 
-    model: SharedModel
-    hardware: SharedHardware
+    model: ModelProfile
     metric: str
     trials: tuple[SharedTrial, ...]
-    best: int | None = None
+    best: int | None
+    slots: int
+    slots_per_host: int = 0
+    accelerator: str = ""
+    device: str = ""
+    software: str = ""
+    longest_sequence: int | None = None
     dsat: str = __version__
     schema: str = SCHEMA
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.best is not None and not 0 <= self.best < len(self.trials):
+            raise ValueError("best is no position in trials")
+
+    @property
+    def best_trial(self) -> SharedTrial | None:
+        """The recommended trial."""
+        return None if self.best is None else self.trials[self.best]
 
     @classmethod
     def of(cls, view: RunView) -> SharedRun:
@@ -146,34 +118,22 @@ class SharedRun(Recorded):
         Raises:
             UserInputError: its model was not profiled.
         """
-        outcomes = [each.outcome for each in view.trials if each.outcome is not None]
-        profile = next((o.profile for o in outcomes if o.profile is not None), None)
+        ended = [(each, each.outcome) for each in view.trials if each.outcome is not None]
+        profile = next((o.profile for _, o in ended if o.profile is not None), None)
         if profile is None:
             raise UserInputError("has no trial that ran to its end", where="run")
-        lengths = [o.sequences.longest for o in outcomes if o.sequences is not None]
-        kept = [each for each in view.ended if each.trial.kind is not TrialKind.PROFILE]
-        info, plan = view.info, view.plan
-        positions = [at for at, each in enumerate(kept) if each.is_best]
+        kept = [pair for pair in ended if pair[0].trial.kind is not TrialKind.PROFILE]
+        lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
+        info = {key: str(view.info.get(key, "")) for key in ("accelerator", "device", "software")}
         return cls(
-            SharedModel(
-                profile.num_params,
-                profile.trainable_params,
-                profile.param_bytes,
-                profile.activation_bytes_per_sample,
-                profile.flops_per_sample,
-                max(lengths, default=None),
-            ),
-            SharedHardware(
-                str(info.get("accelerator", "")),
-                str(info.get("device", "")),
-                plan.slots_per_trial,
-                plan.slots_per_host,
-                profile.slot_memory_bytes,
-                str(info.get("software", "")),
-            ),
-            plan.metric,
-            tuple(SharedTrial.of(view, each) for each in kept),
-            positions[0] if positions else None,
+            replace(profile, batch_dimensions={}, fed_instead={}),
+            view.plan.metric,
+            tuple(SharedTrial.of(view, each, outcome) for each, outcome in kept),
+            next((at for at, (each, _) in enumerate(kept) if each.is_best), None),
+            view.plan.slots_per_trial,
+            view.plan.slots_per_host,
+            longest_sequence=max(lengths, default=None),
+            **info,
         )
 
 
@@ -201,18 +161,18 @@ def table(runs: Sequence[SharedRun]) -> Table:
     """Return a row for each run, with its best configuration."""
     rows = []
     for run in runs:
-        best, hardware = None if run.best is None else run.trials[run.best], run.hardware
-        value = "-"
-        if best is not None and best.throughput is not None:
-            value = fmt.metric("throughput", best.throughput)
-            value += "" if best.ci95 is None else f" ±{fmt.percent(best.ci95)}"
+        best = run.best_trial
+        config = {} if best is None else best.config
+        metrics = None if best is None else best.metrics
+        value = None if metrics is None else metrics.value(run.metric)
+        spread = "" if metrics is None else f" ±{fmt.percent(metrics.ci95)}"
         rows.append(
             (
-                f"{hardware.slots} x {hardware.device or 'unknown device'}",
+                f"{run.slots} x {run.device or 'unknown device'}",
                 f"{run.model.num_params:,}",
-                "-" if best is None else str(best.config.get("zero_optimization.stage", 0)),
-                "-" if best is None else str(best.config.get(BATCH_KEYS[1], "-")),
-                value,
+                str(config.get("zero_optimization.stage", "-")),
+                str(config.get(BATCH_KEYS[1], "-")),
+                f"{fmt.metric(run.metric, value)}{spread}",
                 fmt.memory(None if best is None else best.used_bytes),
             )
         )
@@ -242,10 +202,7 @@ def read(path: Path) -> SharedRun:
             hint="Update dsat.",
         )
     try:
-        run = SharedRun.from_json(data)
-        if run.best is not None and not 0 <= run.best < len(run.trials):
-            raise DecodeError("best", "is no position in trials")
-        return run
+        return SharedRun.from_json(data)
     except DecodeError as error:
         raise UserInputError(str(error), where=str(path)) from None
 
