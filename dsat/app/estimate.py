@@ -32,7 +32,7 @@ from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula, Training
+from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
@@ -199,13 +199,7 @@ def _by_formula(
             where="--exact" if settings.exact else "optimizer.type",
             hint=HOW_TO_SIMULATE,
         )
-    training = Training(
-        settings.seq_length,
-        settings.dtype,
-        settings.lora,
-        recompute=settings.activation_checkpointing == "on",
-    )
-    return name, base, Formula(read_mapping(path), training, where=str(path))
+    return name, base, Formula(read_mapping(path), settings, str(path))
 
 
 def _name_of(path: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
@@ -133,29 +134,12 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained.
-
-    Attributes:
-        sequence: tokens of a sample; None for 2048, or what the model takes at most.
-        dtype: of the parameters: bf16, fp16 or fp32.
-        lora: `r` and `target` of low-rank adapters, the only trained parameters; None without.
-        recompute: activations are recomputed in the backward pass.
-    """
-
-    sequence: int | None = None
-    dtype: str = "bf16"
-    lora: Mapping[str, str] | None = None
-    recompute: bool = False
-
-
 class Formula:
     """Answers of the closed form, in the place of a simulation's (`Simulator`).
 
     Args:
         config: of the model.
-        training: how it is trained.
+        settings: how it is trained.
         where: the configuration's file, for errors.
 
     Raises:
@@ -165,23 +149,24 @@ class Formula:
         sequence_length: tokens of a sample.
     """
 
-    def __init__(self, config: Mapping[str, Any], training: Training, *, where: str) -> None:
-        self._model, self._training = Decoder.of(config, where), training
+    def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
+        self._model, self._settings = Decoder.of(config, where), settings
         longest = config.get("max_position_embeddings") or _USUAL_SEQUENCE
-        self.sequence_length: int | None = training.sequence or min(_USUAL_SEQUENCE, longest)
-        self._adapters = _adapters(self._model, training.lora, where)
+        self.sequence_length: int | None = settings.seq_length or min(_USUAL_SEQUENCE, longest)
+        self._adapters = _adapters(self._model, settings.lora, where)
 
     def facts(self, config: Mapping[str, Any]) -> ModelFacts:
         """Return the facts of the model."""
-        model, training = self._model, self._training
-        size, tokens = _BYTES[training.dtype], self.sequence_length or 0
+        model, lora = self._model, self._settings.lora
+        size, tokens = _BYTES[self._settings.dtype], self.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
-        passes = _Passes(model, size, tokens, training)
-        head = 0 if training.lora else size * model.vocabulary * model.hidden
+        recompute = self._settings.activation_checkpointing == "on"
+        passes = _Passes(model, size, tokens, lora, recompute=recompute)
+        head = 0 if lora else size * model.vocabulary * model.hidden
         return ModelFacts(
             num_params=model.params + adapters,
-            trainable_params=adapters if training.lora else model.params,
-            largest_param=max(self._adapters) if training.lora else model.largest_param,
+            trainable_params=adapters if lora else model.params,
+            largest_param=max(self._adapters) if lora else model.largest_param,
             forward_bytes_per_sample=tokens * passes.forward,
             backward_bytes_per_sample=tokens * passes.backward,
             first_gradient_bytes_per_sample=tokens * passes.first_gradient,
@@ -209,28 +194,37 @@ class _Passes:
         model: its sizes.
         size: bytes of a parameter.
         tokens: of a sample.
-        training: how it is trained.
+        lora: settings of adapters, the only trained parameters; None without.
+        recompute: activations are recomputed in the backward pass.
     """
 
-    def __init__(self, model: Decoder, size: int, tokens: int, training: Training) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        size: int,
+        tokens: int,
+        lora: Mapping[str, str] | None,
+        *,
+        recompute: bool,
+    ) -> None:
         h, inner = model.hidden, model.chosen * model.inner
-        layer = _kept(model, size, tokens, training.lora)
+        layer = _kept(model, size, tokens, lora)
         held = model.layers * layer
-        if training.recompute:  # the inputs of all layers, and one layer's activations
+        if recompute:  # the inputs of all layers, and one layer's activations
             held = model.layers * size * h + tokens
         # Gradients of the gated layer, or of attention.
         gradients = max(2 * size * h + 4 * size * inner, 12 * size * h)
         norm = _norm(h, size)
-        if training.lora:  # no gradient of a weight, and none before the first adapter
+        if lora:  # no gradient of a weight, and none before the first adapter
             gradients = norm = 0
-        self.first_gradient = held + gradients + layer * training.recompute
+        self.first_gradient = held + gradients + layer * recompute
         logits = (
             8 + (size if size < 4 else 0)
         ) * model.vocabulary  # fp32, their logarithm of softmax
         self.forward = held + norm + logits
         self.backward = max(held + norm + 12 * model.vocabulary, self.first_gradient)
         self.matmul = held + size * model.vocabulary + 5 * size * h
-        if training.recompute:
+        if recompute:
             self.forward = max(self.forward, held + 3 * size * inner + 2 * size * h)
 
 

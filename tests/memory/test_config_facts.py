@@ -13,7 +13,7 @@ from benchmarks.gallery import CONFIGS, MODELS
 from dsat.app.estimate import simulated
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.memory.config_facts import Decoder, Formula, Training
+from dsat.memory.config_facts import Decoder, Formula
 
 LLAMA: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,7 +46,7 @@ def test_parameters_are_those_of_the_published_weights(name: str) -> None:
 
 
 def test_adapters_are_all_that_is_trained() -> None:
-    facts = Formula(LLAMA, Training(128, lora=LORA), where="config.json").facts({})
+    facts = Formula(LLAMA, EstimateSettings(lora=LORA), "config.json").facts({})
     of_a_layer = 16 * (1024 + 1024) + 16 * (1024 + 256)
     assert facts.trainable_params == 4 * of_a_layer
     assert facts.num_params == Decoder.of(LLAMA, "").params + 4 * of_a_layer
@@ -62,33 +62,27 @@ def test_adapters_are_all_that_is_trained() -> None:
 )
 def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserInputError, match=said):
-        Formula({**LLAMA, **change}, Training(), where="config.json")
+        Formula({**LLAMA, **change}, EstimateSettings(), "config.json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "training"),
+    ("config", "options"),
     [
-        pytest.param(LLAMA, Training(512), id="all activations"),
-        pytest.param(EXPERTS, Training(512, recompute=True), id="experts, recomputed"),
-        pytest.param(LLAMA, Training(512, lora=LORA), id="LoRA", marks=pytest.mark.nightly),
-        pytest.param(LLAMA, Training(512, dtype="fp32"), id="fp32", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, {}, id="all activations", marks=pytest.mark.nightly),
+        pytest.param(EXPERTS, {"activation_checkpointing": "on"}, id="experts, recomputed"),
+        pytest.param(LLAMA, {"lora": LORA}, id="LoRA", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, {"dtype": "fp32"}, id="fp32", marks=pytest.mark.nightly),
     ],
 )
 def test_activations_are_those_of_the_simulation(
-    config: Mapping[str, Any], training: Training, tmp_path: Path
+    config: Mapping[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = EstimateSettings(
-        hf_config=str(tmp_path),
-        seq_length=training.sequence,
-        dtype=training.dtype,
-        lora=training.lora,
-        activation_checkpointing="on" if training.recompute else None,
-    )
+    settings = EstimateSettings(hf_config=str(tmp_path), seq_length=512, **options)
     with simulated(settings) as (_, base, simulator):
         simulation = simulator.facts(base)
-    formula = Formula(config, training, where="config.json").facts(base)
+    formula = Formula(config, settings, "config.json").facts(base)
     assert formula.num_params == simulation.num_params
     assert formula.trainable_params == simulation.trainable_params
     assert formula.largest_param == simulation.largest_param
