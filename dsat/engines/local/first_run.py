@@ -259,7 +259,7 @@ class FirstRun:
         elif status := trial_result.status_of(self._running):
             said = next(filter(_OF_AN_ERROR.match, reversed(log.splitlines())), "")
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
-            problem += f": {said}" if said else ""
+            problem += f": {said.rstrip('.')}" if said else ""
         else:
             problem = (
                 "ended without a call of deepspeed.initialize in a Python process that takes "
