@@ -1,11 +1,12 @@
-"""Predicted memory of well-known models on usual machines: a page, a CSV and a JSON file.
+"""Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
 
     python3 -m benchmarks.gallery [--measured FILE ...]
 
 `make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
-configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; every
-row follows from that by the closed form, and its command prints it again. Nothing was measured.
-Files of `dsat export --share` add rows of what was, marked as such.
+configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
+memory of every row follows from that by the closed form. One step of each strategy that a machine
+needs first is traced for its speed. Nothing was measured. Files of `dsat export --share` add rows
+of what was, marked as such.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import argparse
 import csv
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from dsat.app import estimate
+from dsat.app import estimate, project
+from dsat.app.project import Projector
+from dsat.inputs.cards import find
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import LORA
 from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel, Variant
 from dsat.report import share
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values.outcome import Metrics
 from dsat.values.zero_strategy import Strategy
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +40,7 @@ PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
 SEQUENCE = 4096
 PREDICTED, MEASURED = "predicted", "measured"
 _GIB = 2**30
+_TRACED = 8  # slots
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
 
@@ -69,13 +76,13 @@ MODELS = {
         "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 70_553_706_496, lora=_EVERY_LAYER
     ),
 }
-# Name -> cards, memory of each in GiB, cards of a host.
+# Name -> cards, memory of each in GiB, and their name in the table of cards (a host has 8).
 MACHINES = {
-    "1 x 24 GB": (1, 24, 1),
-    "8 x A100-40": (8, 40, 8),
-    "8 x A100-80": (8, 80, 8),
-    "8 x H100": (8, 80, 8),
-    "4 x 8 H100": (32, 80, 8),
+    "1 x 24 GB (RTX 4090)": (1, 24, "RTX-4090"),
+    "8 x A100-40": (8, 40, "A100-40GB"),
+    "8 x A100-80": (8, 80, "A100-80GB"),
+    "8 x H100": (8, 80, "H100"),
+    "4 x 8 H100": (32, 80, "H100"),
 }
 
 
@@ -90,8 +97,9 @@ class Row:
             for each card.
         largest_micro_batch: 0 if not even one sample fits.
         longest_sequence: tokens of one sample that fits, if activations grow in proportion to them.
-        samples_per_second, ci95: measured over all cards, and the half-width of its 95 % confidence
-            interval as a fraction; None if nothing was measured.
+        tokens_per_second, low, high: over all cards at the largest micro batch, and its interval:
+            90 % of a projection, 95 % of a measurement. None of a strategy that is not the
+            machine's first, and of a measurement without tokens.
         source: of the model's configuration, or the file of the measurement.
         command: prints the row's prediction again.
     """
@@ -106,8 +114,9 @@ class Row:
     host_gib: float | None
     largest_micro_batch: int
     longest_sequence: int | None
-    samples_per_second: float | None
-    ci95: float | None
+    tokens_per_second: float | None
+    low: float | None
+    high: float | None
     source: str
     command: str
 
@@ -140,18 +149,23 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
     settings = EstimateSettings(
         hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
     )
-    with estimate.simulated(settings) as (_, base, simulator):
+    with estimate.simulator_of(settings) as (_, base, simulator):
         facts = simulator.facts(base)
+        found = dict(_memory(facts, base))
+        first = {
+            machine: next((s for s, fit in fits.items() if fit.most >= 1), None)
+            for machine, fits in found.items()
+        }
+        strategies = list(dict.fromkeys(filter(None, first.values())))
+        traced = project.trace(base, simulator, _TRACED, strategies) if strategies else None
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
-    basis = Basis((Variant({}, facts),))
-    for machine, (cards, gib, _) in MACHINES.items():
-        for strategy in estimate.ladder(base):
-            config = estimate.configuration(base, strategy, cards)
-            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * _GIB, on_device=True)
-            shape = memory.shape(config, {})
-            most = min(memory.largest(shape), float(LARGEST_MICRO_BATCH))
-            host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
+    for machine, fits in found.items():
+        cards, gib, card = MACHINES[machine]
+        for strategy, fit in fits.items():
+            speed: tuple[float, ...] = ()
+            if traced is not None and strategy == first[machine]:
+                speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
             yield Row(
                 name,
                 machine,
@@ -159,15 +173,51 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
                 PREDICTED,
                 "closed form of the simulated model",
                 SEQUENCE,
-                round(memory.predicted_bytes(shape, 1) / _GIB, 2),
-                round(host / _GIB, 2) if host else None,
-                int(most),
-                int(SEQUENCE * most) if most > 0 else None,
-                None,
-                None,
+                round(fit.card_bytes / _GIB, 2),
+                round(fit.host_bytes / _GIB, 2) if fit.host_bytes else None,
+                int(fit.most),
+                int(SEQUENCE * fit.most) if fit.most > 0 else None,
+                *(speed or (None, None, None)),
                 model.source,
                 _command(path, model, cards, gib),
             )
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Memory of a strategy on a machine; `most`: the largest micro batch."""
+
+    card_bytes: int
+    host_bytes: int
+    most: float
+
+
+def _memory(
+    facts: ModelFacts, base: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[Strategy, _Fit]]]:
+    """Yield each machine with the memory of each strategy."""
+    basis = Basis((Variant({}, facts),))
+    for machine, (cards, gib, _) in MACHINES.items():
+        fits = {}
+        for strategy in estimate.ladder(base):
+            config = estimate.configuration(base, strategy, cards)
+            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * _GIB, on_device=True)
+            shape = memory.shape(config, {})
+            host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
+            most = min(memory.largest(shape), float(LARGEST_MICRO_BATCH))
+            fits[strategy] = _Fit(memory.predicted_bytes(shape, 1), host, most)
+        yield machine, fits
+
+
+def _speed(
+    projector: Projector, strategy: Strategy, cards: int, micro_batch: int
+) -> tuple[float, ...]:
+    """Return tokens/s over all cards with the ends of its interval; nothing if not projected."""
+    row = projector.row(strategy, cards, micro_batch)
+    if row is None:
+        return ()
+    tokens = SEQUENCE * row.samples_per_second
+    return tuple(float(f"{tokens * factor:.3g}") for factor in (1.0, *row.spread))
 
 
 def measured(path: Path) -> Row:
@@ -187,11 +237,17 @@ def measured(path: Path) -> Row:
         None,
         int(best.config.get("train_micro_batch_size_per_gpu", 0)),
         None,
-        best.metrics.throughput,
-        best.metrics.ci95,
+        *_measured_speed(best.metrics),
         path.name,
         "",
     )
+
+
+def _measured_speed(metrics: Metrics) -> tuple[float | None, ...]:
+    tokens = metrics.tokens_per_second
+    if tokens is None:
+        return (None, None, None)
+    return (tokens, tokens / (1 + metrics.ci95), tokens / (1 - min(metrics.ci95, 0.99)))
 
 
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
@@ -213,15 +269,15 @@ def write_tables(rows: Sequence[Row], folder: Path) -> None:
 
 def page(rows: Sequence[Row]) -> str:
     """Return the text of the page."""
-    of_memory = ("memory of a card", "largest micro batch", "longest sequence")
-    heads = ("model", "machine", "strategy", *of_memory, "")
+    numbers = ("memory of a card", "largest micro batch", "longest sequence", "tokens/s")
+    heads = ("model", "machine", "strategy", *numbers, "")
     shown = [_shown(row) for row in rows if row.status == MEASURED]
     for name in dict.fromkeys(row.model for row in rows if row.status == PREDICTED):
         for machine in MACHINES:
             own = [row for row in rows if (row.model, row.machine) == (name, machine)]
             first = next((row for row in own if row.fits), None)
-            shown.append(_shown(first) if first else (name, machine, "does not fit", *[""] * 4))
-    table = Table(heads, shown, numbers=of_memory).markdown()
+            shown.append(_shown(first) if first else (name, machine, "does not fit", *[""] * 5))
+    table = Table(heads, shown, numbers=numbers).markdown()
     commands = [row.command for row in rows if row.model == "Llama 3.1 8B"]
     example = commands[0] if commands else rows[0].command
     return _PAGE.format(sequence=SEQUENCE, table="\n".join(table), example=example)
@@ -231,6 +287,9 @@ def _shown(row: Row) -> tuple[str, ...]:
     card = "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB"
     host = f", {row.host_gib:.0f} GiB of the host" if row.host_gib else ""
     longest = "-" if row.longest_sequence is None else f"{row.longest_sequence:,}"
+    speed = "-"
+    if row.tokens_per_second is not None:
+        speed = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
     return (
         row.model,
         row.machine,
@@ -238,6 +297,7 @@ def _shown(row: Row) -> tuple[str, ...]:
         f"{card}{host}",
         str(row.largest_micro_batch),
         longest,
+        speed,
         row.status,
     )
 
@@ -258,7 +318,8 @@ bf16 with Adam in fp32, {sequence:,} tokens to a sample, activations recomputed,
 trained (with LoRA, adapters of rank 16 on all linear layers). Memory is that of a card at a
 micro batch of one sample; 5 % are left free, and the device's context and the communication
 library come on top. The longest sequence assumes an attention without a matrix of scores. Of
-LLaVA only the text is simulated. Host memory is for each card.
+LLaVA only the text is simulated. Host memory is for each card. Tokens per second are
+[projected](project.md) over all cards at the largest micro batch, with 90 % intervals.
 
 {table}
 

@@ -30,6 +30,7 @@ def test_the_page_shows_what_the_tables_hold() -> None:
     assert {row.model for row in found} == set(gallery.MODELS)
     assert {row.machine for row in found} == set(gallery.MACHINES)
     assert {row.status for row in found} == {PREDICTED}
+    assert all(row.low < row.tokens_per_second < row.high for row in found if row.low)
 
 
 def test_the_commands_of_the_rows_are_those_of_dsat() -> None:
@@ -43,5 +44,5 @@ def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
     run = run_of_world(Steady(), method="random", finals=None, trials=20)
     share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
     row = gallery.measured(tmp_path / "run.json")
-    assert row.status == MEASURED and row.samples_per_second and row.source == "run.json"
+    assert row.status == MEASURED and row.largest_micro_batch and row.source == "run.json"
     assert f"| {MEASURED}" in gallery.page([row, *rows()])

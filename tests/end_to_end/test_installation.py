@@ -151,7 +151,8 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     with zipfile.ZipFile(wheel) as zipped:
         in_wheel = zipped.namelist()
     data = ["dsat/py.typed", "dsat/report/templates/body.html", "dsat/cli/main.py"]
-    data += [str(path.relative_to(ROOT)) for path in ROOT.glob("dsat/**/*.cpp")]
+    others = (path for path in ROOT.glob("dsat/**/*.*") if path.suffix not in (".py", ".pyc"))
+    data += [str(path.relative_to(ROOT)) for path in others]
     for found in (names, in_wheel):
         assert set(data) <= set(found)
         assert not [name for name in found if name.split("/")[0] in ("tests", "benchmarks")]
