@@ -1,23 +1,17 @@
-"""Runs on the disk, whether they are over or still going on, and runs that others have shared."""
+"""Finds runs on the disk and reads them, whether they are over or still going on."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.app.folder_lock import is_locked
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.errors import JournalError, UserInputError
-from dsat.report import share
-from dsat.report.share import SharedRun
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
-from dsat.values.files import PRIVATE_FOLDER, cache_folder, write_atomically
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
-_SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -119,26 +113,3 @@ def find(path: Path | None) -> Path:
     raise UserInputError(
         "is no run", where=str(path), hint="`dsat runs` lists those that there are."
     )
-
-
-def take_in(paths: Sequence[Path]) -> list[SharedRun]:
-    """Keep runs that others have shared, so that searches on the same devices begin with them.
-
-    A file that was taken in before changes nothing.
-
-    Raises:
-        UserInputError: one of the files is no shared run; nothing is kept.
-    """
-    found = [share.read(path) for path in paths]
-    folder = cache_folder(_SHARED)
-    folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-    for run in found:
-        text = share.text_of(run)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        write_atomically(folder / f"{name}.json", text)
-    return found
-
-
-def shared() -> list[SharedRun]:
-    """Return the runs of others that were taken in."""
-    return [share.read(path) for path in sorted(cache_folder(_SHARED).glob("*.json"))]

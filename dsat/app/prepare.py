@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, installed_deepspeed, packages, plans
+from dsat.app import autotuning, installed_deepspeed, packages, plans, shared_runs
 from dsat.app import hosts as hosts_of
 from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
@@ -143,6 +143,7 @@ def _prepare(
         offload_helps=not machine.is_cpu,
         slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
         defaults=defaults,
+        priors=shared_runs.priors(machine.accelerator, machine.device_name),
     )
     if section is not None:
         plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)

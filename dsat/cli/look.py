@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsat.app import doctor, past_runs, watch
+from dsat.app import doctor, past_runs, shared_runs, watch
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
 from dsat.determined_cluster import submit
@@ -110,7 +110,7 @@ def _share(past: past_runs.PastRun, settings: ExportSettings) -> None:
 
 
 def _import(settings: ImportSettings) -> None:
-    found = past_runs.take_in(settings.files)
+    found = shared_runs.take_in(settings.files)
     table = terminal.rich_table(share.table(found))
     _print([run.to_json() for run in found] if settings.json else None, [table])
 

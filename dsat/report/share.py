@@ -18,6 +18,7 @@ from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
+from dsat.report.speed_model import SpeedModel
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
 from dsat.values.codec import DecodeError, Recorded
@@ -86,6 +87,8 @@ class SharedRun(Recorded):
         accelerator, device: DeepSpeed's name of the slots, and their product name.
         software: versions of Python, torch and DeepSpeed.
         longest_sequence: of the data, in tokens.
+        terms: mean and standard deviation of the logarithm of each term of the model of speed, as
+            the trials have it; empty with too few.
     """
 
     model: ModelProfile
@@ -98,6 +101,7 @@ class SharedRun(Recorded):
     device: str = ""
     software: str = ""
     longest_sequence: int | None = None
+    terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     dsat: str = __version__
     schema: str = SCHEMA
     version: int = VERSION
@@ -124,6 +128,7 @@ class SharedRun(Recorded):
             raise UserInputError("has no trial that ran to its end", where="run")
         kept = [pair for pair in ended if pair[0].trial.kind is not TrialKind.PROFILE]
         lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
+        model = SpeedModel.of(view)
         info = {key: str(view.info.get(key, "")) for key in ("accelerator", "device", "software")}
         return cls(
             replace(profile, batch_dimensions={}, fed_instead={}),
@@ -133,6 +138,7 @@ class SharedRun(Recorded):
             view.plan.slots_per_trial,
             view.plan.slots_per_host,
             longest_sequence=max(lengths, default=None),
+            terms={} if model is None else model.terms(),
             **info,
         )
 

@@ -66,6 +66,8 @@ class Freedom:
         slots_per_host: of a trial over several hosts; 0 if it is on one.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a missing knob is unsupported. Empty if unknown.
+        priors: mean and standard deviation of the logarithm of terms of the model of speed, from
+            runs of others on the same devices; see `dsat.search.step_time.TERMS`.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Freedom:
     offload_helps: bool = False
     slots_per_host: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    priors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def fixed(self) -> tuple[str, ...]:

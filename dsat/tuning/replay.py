@@ -48,7 +48,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return a plan with the space of the run that it continues.
+    """Return a plan with the space and the priors of the run that it continues.
 
     A run has the knobs of its recorded defaults; the first ones recorded none, and have no knobs
     that came later.
@@ -60,7 +60,12 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     listed = dict(plan.listed_switches)
     if BIND_CORES not in earlier.get("listed_switches", {}):
         listed.pop(BIND_CORES, None)
-    plan = replace(plan, own_first=bool(earlier.get("own_first")), listed_switches=listed)
+    plan = replace(
+        plan,
+        own_first=bool(earlier.get("own_first")),
+        listed_switches=listed,
+        priors=earlier.get("priors") or {},
+    )
     defaults = earlier.get("defaults")
     if not isinstance(defaults, Mapping) or not defaults:
         return replace(plan, defaults={}, slots_per_host=0)

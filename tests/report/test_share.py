@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.app import past_runs
+from dsat.app import shared_runs
 from dsat.errors import UserInputError
 from dsat.report import share
 from dsat.report.run_view import RunView
@@ -66,8 +66,8 @@ def test_it_is_read_again_and_kept(
     assert share.read(path) == shared
     with pytest.raises(UserInputError, match="exists already"):
         share.write(shared, path)
-    assert past_runs.take_in([path, path]) == [shared, shared]
-    assert past_runs.shared() == [shared], "once"
+    assert shared_runs.take_in([path, path]) == [shared, shared]
+    assert shared_runs.shared() == [shared], "once"
 
 
 @pytest.mark.parametrize(
