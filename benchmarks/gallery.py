@@ -41,6 +41,8 @@ SEQUENCE = 4096
 PREDICTED, MEASURED = "predicted", "measured"
 _GIB = 2**30
 _TRACED = 8  # slots
+_Speed = tuple[float | None, float | None, float | None]  # with the ends of the interval
+_NO_SPEED: _Speed = (None, None, None)
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
 
@@ -163,7 +165,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
     for machine, fits in found.items():
         cards, gib, card = MACHINES[machine]
         for strategy, fit in fits.items():
-            speed: tuple[float, ...] = ()
+            speed = _NO_SPEED
             if traced is not None and strategy == first[machine]:
                 speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
             yield Row(
@@ -177,7 +179,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
                 round(fit.host_bytes / _GIB, 2) if fit.host_bytes else None,
                 int(fit.most),
                 int(SEQUENCE * fit.most) if fit.most > 0 else None,
-                *(speed or (None, None, None)),
+                *speed,
                 model.source,
                 _command(path, model, cards, gib),
             )
@@ -209,15 +211,17 @@ def _memory(
         yield machine, fits
 
 
-def _speed(
-    projector: Projector, strategy: Strategy, cards: int, micro_batch: int
-) -> tuple[float, ...]:
-    """Return tokens/s over all cards with the ends of its interval; nothing if not projected."""
+def _speed(projector: Projector, strategy: Strategy, cards: int, micro_batch: int) -> _Speed:
+    """Return tokens/s over all cards with the ends of its interval."""
     row = projector.row(strategy, cards, micro_batch)
     if row is None:
-        return ()
-    tokens = SEQUENCE * row.samples_per_second
-    return tuple(float(f"{tokens * factor:.3g}") for factor in (1.0, *row.spread))
+        return _NO_SPEED
+    tokens, (low, high) = SEQUENCE * row.samples_per_second, row.spread
+    return _digits(tokens), _digits(tokens * low), _digits(tokens * high)
+
+
+def _digits(number: float) -> float:
+    return float(f"{number:.3g}")
 
 
 def measured(path: Path) -> Row:
@@ -243,11 +247,11 @@ def measured(path: Path) -> Row:
     )
 
 
-def _measured_speed(metrics: Metrics) -> tuple[float | None, ...]:
+def _measured_speed(metrics: Metrics) -> _Speed:
     tokens = metrics.tokens_per_second
     if tokens is None:
-        return (None, None, None)
-    return (tokens, tokens / (1 + metrics.ci95), tokens / (1 - min(metrics.ci95, 0.99)))
+        return _NO_SPEED
+    return tokens, tokens / (1 + metrics.ci95), tokens / (1 - min(metrics.ci95, 0.99))
 
 
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
