@@ -129,7 +129,7 @@ class SharedRun(Recorded):
         kept = [pair for pair in ended if pair[0].trial.kind is not TrialKind.PROFILE]
         lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
         model = SpeedModel.of(view)
-        info = (str(view.info.get(key, "")) for key in ("accelerator", "device", "software"))
+        told = {key: str(value) for key, value in view.info.items()}
         return cls(
             replace(profile, batch_dimensions={}, fed_instead={}),
             view.plan.metric,
@@ -137,7 +137,9 @@ class SharedRun(Recorded):
             next((at for at, (each, _) in enumerate(kept) if each.is_best), None),
             view.plan.slots_per_trial,
             view.plan.slots_per_host,
-            *info,
+            told.get("accelerator", ""),
+            told.get("device", ""),
+            told.get("software", ""),
             longest_sequence=max(lengths, default=None),
             terms={} if model is None else model.terms(),
         )
