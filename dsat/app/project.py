@@ -89,6 +89,12 @@ class Traced:
             return {key: value for key, value in own.items() if "batch_size" not in key}
         return estimates.configuration(self.base, strategy, slots)
 
+    def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
+        """Count what a strategy does on a cluster; see `traced_work.work_of`."""
+        step, _ = self.traces[strategy]
+        of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
+        return work_of(of_slots, self.model, micro_batch, cluster)
+
     def memory(self, strategy: Strategy, slots: int, card: Card) -> _Memory:
         """Return what a strategy needs of a card's memory on so many slots."""
         config = self.config(strategy, slots)
@@ -205,7 +211,7 @@ class Projector:
             if strategy not in traced.traces or trial.kind is TrialKind.PROFILE:
                 continue
             batch = trial.batch
-            work = self._work(strategy, slots, batch.micro_batch, card)
+            work = traced.work(strategy, batch.micro_batch, Cluster.of(card, slots))
             points.append(self.speed.points(work, strategy, batch.micro_batch, batch.gas))
             log_s.append(math.log(outcome.metrics.latency / 1000))
             errors.append(outcome.metrics.standard_error)
@@ -226,7 +232,7 @@ class Projector:
             name=title,
             card=self._card,
             count=count,
-            network_bandwidth=Cluster.of(self._card, count, self._network).network_bandwidth,
+            network_bandwidth=self._cluster(count).network_bandwidth,
             parameters=traced.facts.num_params,
             sequence_length=traced.sequence_length,
             own=tuple(row for row in own if row is not None),
@@ -285,11 +291,8 @@ class Projector:
 
     def step_time(self, strategy: Strategy, slots: int, micro_batch: int, gas: int) -> StepTime:
         """Predict one optimizer step."""
-        work = self._work(strategy, slots, micro_batch, self._card)
+        work = self._traced.work(strategy, micro_batch, self._cluster(slots))
         return self.speed.predict(self.speed.points(work, strategy, micro_batch, gas))
 
-    def _work(self, strategy: Strategy, slots: int, micro_batch: int, card: Card) -> Array:
-        traced = self._traced
-        of_slots = scaled(traced.traces[strategy][0], slots, sharded=strategy.stage > 0)
-        cluster = Cluster.of(card, slots, self._network)
-        return work_of(of_slots, traced.model, micro_batch, cluster)
+    def _cluster(self, slots: int) -> Cluster:
+        return Cluster.of(self._card, slots, self._network)

@@ -1,0 +1,113 @@
+"""Steps of two and four ranks on this machine's cores, projected from a step of one: a table.
+
+    python3 -m benchmarks.projection_on_cpu
+
+The one rank's measured step corrects the projection, as `dsat project --from RUN` does; the machine
+is measured as `--to Nxhere` does, with as many processes as there are ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsat.app import probe, project
+from dsat.app.estimate import simulator_of
+from dsat.engines.local import ports
+from dsat.inputs.project_settings import ProjectSettings
+from dsat.search.projected_speed import ProjectedSpeed
+from dsat.search.traced_work import Cluster, hardware_of
+from dsat.values.zero_strategy import Strategy
+
+SCRIPT = Path(__file__).parent / "programs" / "steps" / "train.py"
+BAR = 0.15
+_MICRO_BATCH, _STEPS, _RANKS = 4, 12, (2, 4)
+_STRATEGIES = (Strategy(0), Strategy(2), Strategy(3))
+_LIMIT_S = 300.0
+
+
+def _config(strategy: Strategy) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": _MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": strategy.stage, "reduce_bucket_size": 5_000_000},
+    }
+
+
+def measured(config: Mapping[str, Any], ranks: int, folder: Path) -> float:
+    """Return the median seconds of a step of real ranks, with one thread each."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    variables = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports.free_ports(1)[0]),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = [sys.executable, str(SCRIPT), "--deepspeed_config", str(path), "--steps", str(_STEPS)]
+    processes = [
+        subprocess.Popen(
+            words,
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=_LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return float(json.loads(said[0].strip().splitlines()[-1])["step_s"])
+
+
+def main() -> None:
+    """Print the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ds_config = folder / "own.json"
+        ds_config.write_text(json.dumps(_config(_STRATEGIES[0])), encoding="utf-8")
+        words = (str(SCRIPT), "--deepspeed_config", str(ds_config))
+        with simulator_of(ProjectSettings(command=words), as_cpu=True) as (_, base, simulator):
+            traced = project.trace(base, simulator, max(_RANKS), _STRATEGIES)
+        print("| strategy | ranks | measured | projected | error |")
+        print("|---|---:|---:|---:|---:|")
+        alone = probe.card_here(1)
+        for strategy in _STRATEGIES:
+            config = _config(strategy)
+            one = measured(config, 1, folder)
+            for ranks in _RANKS:
+                card = probe.card_here(ranks)
+                speed = ProjectedSpeed(hardware_of(card), [strategy])
+                work = traced.work(strategy, _MICRO_BATCH, Cluster.of(alone, 1))
+                run = speed.points(work, strategy, _MICRO_BATCH, 1)
+                fitted = speed.calibrated(
+                    hardware_of(alone), run, np.array([math.log(one)]), np.array([0.02])
+                )
+                work = traced.work(strategy, _MICRO_BATCH, Cluster.of(card, ranks))
+                found = fitted.predict(speed.points(work, strategy, _MICRO_BATCH, 1)).seconds
+                real = measured(config, ranks, folder)
+                print(
+                    f"| {strategy.label} | {ranks} | {1000 * real:.0f} ms | {1000 * found:.0f} ms "
+                    f"| {100 * (found / real - 1):+.1f} % |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
