@@ -16,7 +16,7 @@ from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points
 from dsat.search.step_time import COLUMNS, TERMS, Hardware, Job
-from dsat.search.traced_work import UNCERTAINTY
+from dsat.search.traced_work import PRIORS
 from dsat.values.zero_strategy import Strategy
 
 _SD = 0.07  # of the logarithm of a step, whatever the terms
@@ -61,7 +61,7 @@ class ProjectedSpeed:
 
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:
         self._strategies = list(strategies)
-        priors = {name: (0.0, UNCERTAINTY.get(name, sd)) for name, (_, sd) in TERMS.items()}
+        priors = {name: PRIORS.get(name, (0.0, sd)) for name, (_, sd) in TERMS.items()}
         job = Job(1.0, 1.0, 2, 1.0, 1, hardware=hardware)
         self._layout = Layout(job, self._strategies, 0, priors)
         self._fit = Fit.prior(self._layout)
@@ -80,7 +80,9 @@ class ProjectedSpeed:
         """
         layout = replace(self._layout, job=replace(self._layout.job, hardware=measured_on))
         found = ProjectedSpeed(self._layout.job.hardware, self._strategies)
-        fit = Fit.prior(layout).updated(points, log_s, error)
+        start = Fit.prior(layout)
+        start.theta[step_time.COMPUTE] = 0.0  # what the script reaches is told by its trials alone
+        fit = start.updated(points, log_s, error)
         found._fit = replace(fit, layout=self._layout)
         other = measured_on.flops != self._layout.job.hardware.flops
         found._sd = math.hypot(fit.misfit, _OTHER_CARD_SD if other else 0.0)

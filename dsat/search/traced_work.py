@@ -40,21 +40,24 @@ from dsat.values.step_trace import (
 _PASSES = (FORWARD, BACKWARD)
 _UNIT_S = 1e-3  # of launches
 _HOOK_S = 4e-5  # in which the hook of one parameter runs
-_HOST_MEMORY = 5e9  # bytes/s of one thread for each rank, as launchers set OMP_NUM_THREADS
+# Bytes/s of one thread for each rank, as launchers set OMP_NUM_THREADS (a row of the benchmark).
+_HOST_MEMORY = 3e9
 
-# Standard deviation of the logarithm of a term, where nothing has been measured.
-UNCERTAINTY = {
-    "compute": 0.10,
-    "weights": 0.15,
-    "launch": 0.5,
-    "hooks": 0.7,
-    "copies": 0.3,
-    "link": 0.25,
-    "latency": 0.5,
-    "optimizer": 0.3,
-    "groups": 0.5,
-    "pcie": 0.4,
-    "host_optimizer": 0.5,
+# Mean and standard deviation of the logarithm of a factor on each term where nothing has been
+# measured. That of all kernels is what scripts reach of this roofline, by the fitted rows of
+# benchmarks/projection.py.
+PRIORS = {
+    "compute": (0.25, 0.18),
+    "weights": (0.0, 0.15),
+    "launch": (0.0, 0.5),
+    "hooks": (0.0, 0.7),
+    "copies": (0.0, 0.3),
+    "link": (0.0, 0.25),
+    "latency": (0.0, 0.5),
+    "optimizer": (0.0, 0.3),
+    "groups": (0.0, 0.5),
+    "pcie": (0.0, 0.4),
+    "host_optimizer": (0.0, 0.5),
 }
 
 
