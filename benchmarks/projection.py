@@ -154,9 +154,13 @@ def _both(
     speed = ProjectedSpeed(hardware_of(cards.find(row.card)), strategies)
     times = [speed.predict(_points(speed, row, traced))]
     if fitted:
-        points = [_points(speed, other, _parts(other, whole)[0]) for other in fitted]
-        seconds = [each.seconds for each in fitted]
-        error = np.full(len(fitted), _PUBLISHED_SD)
+        points, seconds = [], []
+        for other in fitted:  # a step between two others counts as both
+            parts = [_points(speed, other, part) for part in _parts(other, whole)]
+            alone = [speed.predict(part).seconds for part in parts]
+            points += parts
+            seconds += [other.seconds * each / statistics.fmean(alone) for each in alone]
+        error = np.full(len(points), _PUBLISHED_SD)
         measured_on = hardware_of(cards.find(fitted[0].card))
         speed = speed.calibrated(measured_on, Points.of(points), np.log(seconds), error)
     times.append(speed.predict(_points(speed, row, traced)))

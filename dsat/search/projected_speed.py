@@ -19,8 +19,9 @@ from dsat.search.step_time import COLUMNS, TERMS, Hardware, Job
 from dsat.search.traced_work import PRIORS
 from dsat.values.zero_strategy import Strategy
 
-_SD = 0.07  # of the logarithm of a step, whatever the terms
-_OTHER_CARD_SD = 0.07  # what trials on one kind of card do not tell of another
+# Standard deviation of the logarithm of a step, whatever the terms: of any configuration, and what
+# trials on one kind of card do not tell of another.
+_SD, _OTHER_CARD_SD = 0.05, 0.07
 _NORMAL_90 = 1.645
 # Columns that a part of the step consists of; what is left are the kernels.
 _PARTS = {
@@ -85,7 +86,7 @@ class ProjectedSpeed:
         fit = start.updated(points, log_s, error)
         found._fit = replace(fit, layout=self._layout)
         other = measured_on.flops != self._layout.job.hardware.flops
-        found._sd = math.hypot(fit.misfit, _OTHER_CARD_SD if other else 0.0)
+        found._sd = math.hypot(_SD, fit.misfit, _OTHER_CARD_SD if other else 0.0)
         return found
 
     def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
