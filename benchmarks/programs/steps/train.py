@@ -21,7 +21,7 @@ model = transformers.GPT2LMHeadModel(config)
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=args.deepspeed_config
 )
-times = []
+times: list[float] = []
 while not args.steps or len(times) < args.steps + 3:
     start = time.perf_counter()
     tokens = torch.randint(0, 8192, (engine.train_micro_batch_size_per_gpu(), 128))
