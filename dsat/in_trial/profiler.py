@@ -79,6 +79,8 @@ class ModelProfiler:
             trainable_params=sum(trainable),
             param_bytes=max((p.element_size() for p in parameters), default=4),
             activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
+            largest_activation_bytes_per_sample=max(self._storages.values(), default=0)
+            // self._micro_batch,
             flops_per_sample=self.flops_per_sample,
             switches=dict(self.switches),
             slot_memory_bytes=self._slot_memory(accelerator),

@@ -60,7 +60,7 @@ class Calibration:
     """Correction of a simulation.
 
     Attributes:
-        fixed_bytes, bytes_per_sample: to every phase; the slope is never negative.
+        fixed_bytes, bytes_per_sample: to every phase.
         context_bytes: to the largest.
     """
 
@@ -73,15 +73,18 @@ class Calibration:
         return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 
-def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibration:
+def calibrate(
+    observations: Sequence[Observation], usual_slope: float, least_slope: float = 0.0
+) -> Calibration:
     """Fit the excess over the micro batch by least squares.
 
     The slope is shrunk towards zero, since small micro batches carry little information on it. One
-    micro batch alone gives a constant. A slope is never negative, as no workspace is.
+    micro batch alone gives a constant. No workspace is negative, but a formula may be too large.
 
     Args:
         observations: of at least one trial.
         usual_slope: bytes per sample of the size that is to be expected.
+        least_slope: the smallest that is possible.
     """
     count = len(observations)
     sizes = [o.micro_batch for o in observations]
@@ -93,7 +96,7 @@ def calibrate(observations: Sequence[Observation], usual_slope: float) -> Calibr
     if spread and usual_slope > 0:
         pairs = zip(sizes, excesses, strict=True)
         common = sum((m - mean_size) * (e - mean_excess) for m, e in pairs)
-        slope = max(0.0, common / (spread + (noise / usual_slope) ** 2))
+        slope = max(least_slope, common / (spread + (noise / usual_slope) ** 2))
     return Calibration(
         fixed_bytes=mean_excess - slope * mean_size,
         bytes_per_sample=slope,

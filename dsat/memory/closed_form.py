@@ -64,8 +64,13 @@ class ModelFacts:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
-        """Return the facts of a profile, which does not measure the backward pass."""
+        """Return the facts of a profile, which counts what is kept for the backward pass.
+
+        Beside that are an operator's input and output, or the gradients of both: where most is
+        kept, those of the largest activation, as a rule the logits.
+        """
         slope = profile.activation_bytes_per_sample
+        slope += 2 * profile.largest_activation_bytes_per_sample
         return cls(
             num_params=profile.num_params,
             trainable_params=profile.trainable_params,

@@ -235,7 +235,9 @@ class MemoryModel:
             observation = observe(estimate, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                self._calibration = calibrate(self._observations, self._usual_slope)
+                usual = self._usual_slope
+                least = 0.0 if self.basis.variants[0].anchors else -usual
+                self._calibration = calibrate(self._observations, usual, least)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             # Something of this strategy needs more than is known.
             needed = self.predicted_bytes(shape, micro_batch)

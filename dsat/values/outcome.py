@@ -160,6 +160,7 @@ class ModelProfile(Recorded):
         activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
         flops_per_sample: forward and backward, without recomputation.
         slot_memory_bytes: what a slot may use.
+        largest_activation_bytes_per_sample: of the largest one of those; 0 if that is not known.
         host_memory_bytes: of the host for each rank of a trial that runs there alone; 0 if a slot's
             memory is the host's, or it is not known.
         batch_dimensions: the dimension of the samples in the model's inputs, by the place of the
@@ -181,6 +182,7 @@ class ModelProfile(Recorded):
     fed_instead: Mapping[str, int] = field(default_factory=dict)
     device_name: str = ""
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+    largest_activation_bytes_per_sample: int = 0
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

@@ -160,8 +160,9 @@ class TestCounts:
 
     def test_activations_of_a_perceptron(self) -> None:
         """The input, what relu returned, and the outputs and targets in the loss."""
-        kept = profile_of(Perceptron()).activation_bytes_per_sample
-        assert kept == 4 * (WIDE + HIDDEN + 2 * OUT)
+        profile = profile_of(Perceptron())
+        assert profile.activation_bytes_per_sample == 4 * (WIDE + HIDDEN + 2 * OUT)
+        assert profile.largest_activation_bytes_per_sample == 4 * max(WIDE, HIDDEN)
 
     def test_checkpointed_activations_are_not_kept(self) -> None:
         plain = profile_of(Perceptron(), inputs_need_grad=True).activation_bytes_per_sample

@@ -49,6 +49,12 @@ def test_a_slope_is_never_negative() -> None:
     assert (found.fixed_bytes, found.bytes_per_sample) == (30 * MIB, 0)
 
 
+def test_a_formula_may_be_too_large() -> None:
+    found = calibrate([observed(1, 40), observed(31, 10)], 10 * USUAL, -10 * USUAL)
+    assert found.added_bytes(31) == pytest.approx(10 * MIB, rel=0.05)
+    assert found.added_bytes(61) == pytest.approx(-20 * MIB, rel=0.1)
+
+
 def test_only_the_largest_phase_counts() -> None:
     memory = MemoryUse({"forward": 400, "backward": 300 * MIB, "step": 200 * MIB})
     assert observe(simulated(1), 1, memory) == Observation(1, 300 * MIB, 190 * MIB)
