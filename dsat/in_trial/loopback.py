@@ -14,6 +14,7 @@ ADDRESS = "127.0.0.1"
 # stands for, and NCCL any that is not loopback.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _BACKLOG = 1024
+_POSITIONAL = ("host_name", "port", "world_size", "is_master", "timeout")  # in torch up to 2.6
 _ANY_PORT = 9
 
 
@@ -34,6 +35,7 @@ def install() -> None:
 
     @functools.wraps(make)
     def store(*args: Any, **options: Any) -> Any:
+        options |= dict(zip(_POSITIONAL, args, strict=False))
         host, port = options.get("host_name"), options.get("port")
         if options.get("is_master") and port and is_loopback(host):
             options["use_libuv"] = False
@@ -43,7 +45,7 @@ def install() -> None:
             listening.listen(_BACKLOG)
             options.setdefault("master_listen_fd", os.dup(listening.fileno()))
             listening.close()
-        return make(*args, **options)
+        return make(**options)
 
     rendezvous.TCPStore = store
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -42,8 +41,6 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
 _BETWEEN_RANKS_S = 30.0
-# Not a launcher's, which says only that its process failed.
-_OF_AN_ERROR = re.compile(r"(?!subprocess\.)[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 # The command starts before the devices are looked at, so that its own errors are shown at once.
@@ -257,7 +254,7 @@ class FirstRun:
                 f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
             )
         elif status := trial_result.status_of(self._running):
-            said = next(filter(_OF_AN_ERROR.match, reversed(log.splitlines())), "")
+            said = next(filter(trial_result.is_error, reversed(log.splitlines())), "")
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
             problem += f": {said.rstrip('.')}" if said else ""
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -19,6 +20,12 @@ from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
+# As Python prints errors, with the prefixes of torch and torchrun.
+_ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
+_TRACEBACK = "Traceback (most recent call last):"
+# What torchrun and accelerate add when a rank has failed.
+_OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
+_LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
 _LOG_TAIL_BYTES = 64 * 2**10
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what shells say of it
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
@@ -155,6 +162,8 @@ def _read(path: Path) -> Outcome | None:
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
     """Return the end of what a trial's ranks on a host wrote to their standard error.
 
+    A launcher's report that they failed, which may be longer than theirs, is left out.
+
     Args:
         folder: of the trial.
         cross_rank: the host's number among those of the trial.
@@ -165,4 +174,15 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
+    launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
+    if launchers is not None and _TRACEBACK in lines[:launchers]:
+        while lines.pop() != _TRACEBACK or len(lines) > launchers:
+            pass
+        while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
+            lines.pop()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def is_error(line: str) -> bool:
+    """Return whether a line of a log is the last one of a traceback."""
+    return _ERROR.match(line) is not None

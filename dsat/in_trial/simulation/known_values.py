@@ -24,6 +24,7 @@ _MOST_INTEGERS = 2**22
 _MOST_FLOATS = 2**12  # positions in an image, say; no activations
 _UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
 _REAL = "_dsat_real"  # attribute of a fake tensor: the real one
+_COMPARISONS = {getattr(aten, name).Scalar for name in ("gt", "ge", "lt", "le", "eq", "ne")}
 
 
 class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -60,6 +61,9 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._forget_written(func, args, kwargs)
             out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
+            if func in _COMPARISONS and out.numel() == 1:
+                # As `item()` would answer: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
+                self.know(out, lambda: func(torch.full(out.shape, value_of(args[0].dtype)), args[1]))
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._of_real(self._run(func, args, kwargs), next(tensors_in(args)).device)

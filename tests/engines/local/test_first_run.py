@@ -141,9 +141,16 @@ def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named(place, {}, monkeypatch)
+    (place / "broken.py").write_text("import missing\n")
     with pytest.raises(ScriptFailed, match="exit status 2 before") as caught:
         seen(place, "bash", "-c", "python3 train.py --no-such-flag")
     assert "unrecognized arguments: --no-such-flag" in caught.value.detail
+    with pytest.raises(ScriptFailed, match="before it called") as caught:
+        seen(place, "torchrun", "--nproc_per_node=2", "train.py", "--no-such-flag")
+    [*_, last] = caught.value.detail.splitlines()
+    assert "unrecognized arguments: --no-such-flag" in last
+    with pytest.raises(ScriptFailed, match="ModuleNotFoundError: No module named 'missing'"):
+        seen(place, "torchrun", "--nproc_per_node=2", "-m", "broken")
     with pytest.raises(ScriptFailed, match=r"without a call of deepspeed\.initialize"):
         seen(place, "bash", "-c", "python3 train.py --evaluate")
 

@@ -66,6 +66,14 @@ def test_what_comes_of_activations_is_not_known(tokens: torch.Tensor) -> None:
     assert (tokens > activations).any().item() is False
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_an_unknown_number_is_compared_as_it_is_read(
+    tokens: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    norm = torch.randn(4, 6).norm().reshape(shape)
+    assert norm.item() == 1.0 and norm > 0.0 and not norm < 0.5 and norm == 1.0 and norm != -1
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 def test_what_memory_happens_to_hold_is_not_known(tokens: torch.Tensor, dtype: torch.dtype) -> None:
     activations = torch.randn(6)
