@@ -150,7 +150,7 @@ def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(
     [*_, last] = caught.value.detail.splitlines()
     assert "unrecognized arguments: --no-such-flag" in last
     with pytest.raises(ScriptFailed, match="ModuleNotFoundError: No module named 'missing'"):
-        seen(place, "torchrun", "--nproc_per_node=2", "-m", "broken")
+        seen(place, "torchrun", "--nproc_per_node=1", "-m", "broken")
     with pytest.raises(ScriptFailed, match=r"without a call of deepspeed\.initialize"):
         seen(place, "bash", "-c", "python3 train.py --evaluate")
 
