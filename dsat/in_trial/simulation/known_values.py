@@ -59,7 +59,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return args[0].expand(shape)[args[1].expand(shape)]
         if not is_known:
             self._forget_written(func, args, kwargs)
-            out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+            out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
             if func in _COMPARISONS and out.numel() == 1:
                 # As `item()` would answer: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
