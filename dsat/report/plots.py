@@ -36,8 +36,8 @@ def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
 
     `detail` marks the plots that follow the table of trials.
     """
-    first = [_throughput(view, model), _step_times(view), _memory_by_part(run), _finals(run, view)]
-    details = [_memory(run, view), _importances(view)]
+    first = [_throughput(view, model), _step_times(view), _memory_by_part(run)]
+    details = [_finals(run, view), _memory(run, view), _importances(view)]
     return [
         *(plot for plot in first if plot is not None),
         *({**plot, "detail": True} for plot in details if plot is not None),
@@ -217,7 +217,7 @@ def _importances(view: RunView) -> Spec | None:
     rows = importances(view)[:_MOST_BARS]
     encoding = {
         "y": _bars("setting"),
-        "x": _number("percent", "difference between trials that differ in it alone, median (%)"),
+        "x": _number("percent", "median difference (%)"),
         "tooltip": _tips("setting", "percent", "pairs"),
     }
     bar = {"type": "bar", "color": COLOURS[0]}
@@ -292,6 +292,7 @@ def _plot(title: str, text: str, height: int | Spec, *layers: Spec) -> Spec:
         "autosize": {"type": "fit-x", "contains": "padding"},
         "layer": layers,
     }
+    title = f"{title[0].upper()}{title[1:]}"
     return {"title": title, "text": text, "spec": spec, "detail": False}
 
 

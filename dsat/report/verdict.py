@@ -24,6 +24,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
 
 _MOST_CHANGES = 5
+_NOISY = 0.2  # half-width of the 95 % interval of one measurement
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,12 @@ def verdict(run: Run) -> Verdict:
             *_script_advice(run, best),
             *step_parts.advice(run),
         ),
-        (*_excluded(run), *_of_samples(run, outcome), *memory_warning(run)),
+        (
+            *_excluded(run),
+            *_of_noise(run, outcome),
+            *_of_samples(run, outcome),
+            *memory_warning(run),
+        ),
     )
 
 
@@ -323,6 +329,15 @@ def _excluded(run: Run) -> Iterator[str]:
     for trial_id, why in run.disqualified.items():
         name = run.trials[trial_id].name
         yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
+
+
+def _of_noise(run: Run, best: Outcome) -> Iterator[str]:
+    """Yield a warning if single measurements are too uncertain to compare."""
+    if gain(run) is None and best.metrics is not None and best.metrics.ci95 > _NOISY:
+        yield (
+            f"the steps of a trial vary by ±{fmt.percent(best.metrics.ci95)}, so smaller gains go "
+            "unseen. End other programs on the machine, or measure longer (--max-profile-steps)."
+        )
 
 
 def _of_samples(run: Run, best: Outcome) -> Iterator[str]:

@@ -34,6 +34,14 @@ def test_the_first_lines_are_the_gain_what_changed_and_how_sure_it_is() -> None:
     assert [line.partition(":")[0] for line in said[3:]] == ["Batch", "Learning rate"]
 
 
+def test_measurements_that_say_little_are_warned_of() -> None:
+    measured = ran(150).metrics
+    assert measured is not None
+    noisy = replace(ran(150), metrics=replace(measured, ci95=0.8))
+    [said] = verdict(run_of((1, 4, noisy), baseline=ran(100))).warnings
+    assert said.startswith("the steps of a trial vary by ±80.0 %, so smaller gains go unseen. End")
+
+
 def test_at_most_five_changes_are_named() -> None:
     run = run_of((1, 4, ran(150)), baseline=ran(100))
     best = run.best
