@@ -101,7 +101,7 @@ def verdict(run: Run) -> Verdict:
         ),
         (
             *_excluded(run),
-            *_of_noise(run, outcome),
+            *_of_noise(run),
             *_of_samples(run, outcome),
             *memory_warning(run),
         ),
@@ -331,12 +331,14 @@ def _excluded(run: Run) -> Iterator[str]:
         yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
 
 
-def _of_noise(run: Run, best: Outcome) -> Iterator[str]:
+def _of_noise(run: Run) -> Iterator[str]:
     """Yield a warning if single measurements are too uncertain to compare."""
-    if gain(run) is None and best.metrics is not None and best.metrics.ci95 > _NOISY:
+    compared = [run.outcomes.get(each.id) for each in (run.baseline, run.leader) if each]
+    noise = max((o.metrics.ci95 for o in compared if o and o.metrics), default=0.0)
+    if gain(run) is None and noise > _NOISY:
         yield (
-            f"the steps of a trial vary by ±{fmt.percent(best.metrics.ci95)}, so smaller gains go "
-            "unseen. End other programs on the machine, or measure longer (--max-profile-steps)."
+            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. End "
+            "other programs on the machine, or measure longer (--max-profile-steps)."
         )
 
 

@@ -39,7 +39,7 @@ def test_measurements_that_say_little_are_warned_of() -> None:
     assert measured is not None
     noisy = replace(ran(150), metrics=replace(measured, ci95=0.8))
     [said] = verdict(run_of((1, 4, noisy), baseline=ran(100))).warnings
-    assert said.startswith("the steps of a trial vary by ±80.0 %, so smaller gains go unseen. End")
+    assert said.startswith("measurements are uncertain by ±80.0 %, so smaller gains go unseen. End")
 
 
 def test_at_most_five_changes_are_named() -> None:
