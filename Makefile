@@ -89,7 +89,7 @@ dist: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
-# The pictures in docs/ and in the README, from a run that was made: RUN=dsat_runs/NAME-1.
+# The pictures in docs/ and in the README: the report of the recorded run, plots of RUN=dsat_runs/NAME-1.
 pictures: setup browser
 	$(PY) -m testing.pictures $(RUN)
 

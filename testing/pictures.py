@@ -1,49 +1,39 @@
 """The pictures of the README and the documentation, from a run that really was made.
 
-`python -m testing.pictures RUN_FOLDER` writes them into `docs/`. Needs Chromium and vl-convert.
+`python -m testing.pictures [RUN_FOLDER]` writes them into `docs/`. Needs Chromium and vl-convert.
 """
 
 from __future__ import annotations
 
-import io
-import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich import _export_format
-from rich.console import Console
 from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.app import past_runs
-from dsat.report import page, terminal
+from dsat.report import page
+from dsat.tuning.run import Run
 from testing.browser import chromium
+from testing.shown import RECORDED
 
 DOCS = Path(__file__).parent.parent / "docs"
-_WIDTH = 118
-# The terminal's picture in whatever fixed-width font there is: nothing is loaded from elsewhere.
-_PLAIN_FONT = re.sub(
-    r"@font-face \{\{.*?\}\}\s*", "", _export_format.CONSOLE_SVG_FORMAT, flags=re.S
-)
 
 
-def main(folder: Path) -> None:
-    """Writes all pictures.
+def main(folder: Path | None) -> None:
+    """Write the report's picture of the recorded run, and the plots of another run.
 
     Args:
-        folder: of a run.
+        folder: of the other run; None leaves its pictures as they are.
     """
-    past = past_runs.load(folder)
-    console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print("$ dsat show")
-    for each in terminal.of_run(past.run, Path("dsat_runs") / folder.name, past.state):
-        console.print(each)
-    shown = console.export_svg(title="dsat", code_format=_PLAIN_FONT)
-    (DOCS / "terminal.svg").write_text(_trimmed(shown), encoding="utf-8")
-    specs = [plot["spec"] for plot in page.parts(past.run, "trials", "")["plots"]]
-    _draw(specs, "ran", DOCS / "throughput.svg")
-    _draw(specs, "parts", DOCS / "memory.svg")
-    _photograph(folder / page.PAGE_FILE, DOCS / "report.png")
+    _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
+    if folder is not None:
+        specs = [
+            plot["spec"] for plot in page.parts(past_runs.load(folder).run, "trials", "")["plots"]
+        ]
+        _draw(specs, "ran", DOCS / "throughput.svg")
+        _draw(specs, "parts", DOCS / "memory.svg")
 
 
 def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
@@ -55,10 +45,13 @@ def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
     path.write_text(_trimmed(vl_convert.vegalite_to_svg(fixed)), encoding="utf-8")
 
 
-def _photograph(report: Path, path: Path) -> None:
-    with chromium() as browser:
-        browser.set_window_size(1100, 1250)
-        browser.get(report.resolve().as_uri())
+def _photograph(run: Run, path: Path) -> None:
+    command = (RECORDED / "command.txt").read_text(encoding="utf-8").strip()
+    with chromium() as browser, tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / page.PAGE_FILE
+        report.write_text(page.html(run, "trials", command), encoding="utf-8")
+        browser.set_window_size(1100, 1150)
+        browser.get(report.as_uri())
         WebDriverWait(browser, 60).until(
             lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
         )
@@ -70,4 +63,4 @@ def _trimmed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -70,15 +70,15 @@ def changes(view: RunView, model: SpeedModel | None) -> list[Change]:
     """Return the settings in which the best configuration differs from the user's own."""
     if view.best is None:
         return []
-    found, best = list(pairs(view)), view.best
+    found = list(pairs(view))
     return [
         Change(
             each.key,
             *each.texts,
             _REASONS.get(each.key, ""),
-            _effect(best, each, found, model),
+            _effect(view, each, found, model),
         )
-        for each in differences(view.plan, best.trial, view.own_switches)
+        for each in differences(view.plan, view.best.trial, view.own_switches)
     ]
 
 
@@ -86,7 +86,7 @@ def pairs(view: RunView) -> Iterator[Pair]:
     """Yield all pairs of trials that were measured and differ in one setting alone."""
     plan, chosen = view.plan, {key for each in view.ranked for key in each.settings}
     own = flat({**plan.config({}), **view.own_switches})
-    base = {key: own.get(key) for key in chosen - {TRAIN_BATCH}}  # which follows from the others
+    base = {key: own.get(key) for key in chosen - _following(view)}
     tried = [(_settings(base, each), each.value) for each in view.ranked if each.value]
     for (one, value), (other, second) in combinations(tried, 2):
         keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
@@ -124,19 +124,24 @@ def importances(view: RunView) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["percent"], reverse=True)
 
 
+def _following(view: RunView) -> set[str]:
+    """Return the settings that follow from the micro batch."""
+    return {TRAIN_BATCH} if view.plan.train_batch_size is None else {TRAIN_BATCH, GAS}
+
+
 def _effect(
-    best: TrialView,
+    view: RunView,
     each: Difference,
     found: list[Pair],
     model: SpeedModel | None,
 ) -> str:
-    if each.key == TRAIN_BATCH:
-        return "that of micro batch and accumulation"
+    if each.key in _following(view):
+        return f"that of {'the micro batch' if each.key == GAS else 'micro batch and accumulation'}"
     gain, count = paired_gain(found, each.key, each.own, each.its)
     if gain is not None:
         return f"{gain:.2f}x by {fmt.count(count, 'pair')} of trials"
     own = each.default if each.own is None else each.own
-    by_model = model and model.gain(best, each.key, own)
+    by_model = model and view.best and model.gain(view.best, each.key, own)
     if not by_model:
         return "not measured"
     ratio, low, high = by_model

@@ -116,10 +116,14 @@ class SpeedModel:
             return None
         if before not in self._strategies:
             return None
+        size, steps = batch.micro_batch, batch.gas
+        if key == BATCH_KEYS[1]:
+            size, kept = own, self._plan.train_batch_size is not None
+            steps = self._plan.own_batch.gas if kept else steps
         both = self._points(
             [before, strategy],
-            [own if key == BATCH_KEYS[1] else batch.micro_batch, batch.micro_batch],
-            [own if key == BATCH_KEYS[2] else batch.gas, batch.gas],
+            [size, batch.micro_batch],
+            [own if key == BATCH_KEYS[2] else steps, batch.gas],
             [{**settings, key: own}, settings],
         )
         mean, [sd, _] = self._fit.predict(both, both.only(np.array([1])))
