@@ -15,6 +15,7 @@ import pytest
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import options_of
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import Settings
 from testing.browser import chromium
 
@@ -46,7 +47,8 @@ def test_it_loads_nothing_from_elsewhere_and_has_every_option(site: Path) -> Non
     foreign = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://[^>]+>")
     assert {p.name: found for p in pages if (found := foreign.findall(p.read_text()))} == {}
     options = (site / "options" / "index.html").read_text()
-    for settings in (Settings, EstimateSettings, *LOOK_SETTINGS.values()):
+    commands = (EstimateSettings, ProjectSettings, *LOOK_SETTINGS.values())
+    for settings in (Settings, *commands):
         assert all(own.flags[-1] in options for own in options_of(settings))
 
 
