@@ -13,6 +13,7 @@ from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY
 from dsat.inputs.settings import Settings
+from dsat.inputs.switches import SWITCHES
 from dsat.inputs.value_lists import STAGES
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
@@ -64,6 +65,15 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
         min_micro_batch=section.min_micro_batch,
         max_micro_batch=largest,
     )
+
+
+def without_found_switches(plan: Plan) -> Plan:
+    """Return the plan without the script's switches that no argument shows.
+
+    The results of DeepSpeed's autotuner are a configuration and the arguments.
+    """
+    found = (name for name in SWITCHES if name not in plan.switches)
+    return replace(plan, fix=tuple(dict.fromkeys((*plan.fix, *found))))
 
 
 def with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:

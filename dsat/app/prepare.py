@@ -146,6 +146,7 @@ def _prepare(
         priors=shared_runs.priors(machine.accelerator, machine.device_name),
     )
     if section is not None:
+        plan = autotuning.without_found_switches(plan)
         plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
     return Prepared(argv, settings, experiment, program, hosts, plan, section, first)
 

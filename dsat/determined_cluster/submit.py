@@ -218,6 +218,12 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
     )
     check_max_slots(settings, slots)
+    if settings.listed_switches:
+        raise UserInputError(
+            "is not searched on a cluster, whose trials have the script's own arguments",
+            where="--switch",
+            hint="Leave it out, or run dsat on one machine with --engine local.",
+        )
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = plan_of(settings, experiment, slots, args=args, switches={}, offload_helps=True)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.report.verdict import GainView, Verdict, verdict
+from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run, own_switches
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -284,6 +286,9 @@ def _facts(run: Run) -> Iterator[str]:
     if run.skipped:
         skipped = fmt.count(len(run.skipped), "configuration")
         yield f"skipped: {skipped} predicted to run out of memory"
+    absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
+    if run.profile is not None and absent and not set(run.plan.tune) >= set(KNOB_NAMES):
+        yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"
 
 
 def _measured(outcome: Outcome, metric: str) -> str:

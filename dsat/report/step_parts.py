@@ -43,6 +43,9 @@ def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
     share, its = own.data / own.latency, best.data / best.latency
     if share >= _DATA and gain > 1:
         yield f"Time: {fmt.percent(share)} of your step waits for data: {setting} gave {gain:.2f}x."
+    elif share >= _DATA > its:
+        both = f"{fmt.percent(share)} of your step waits for data, {fmt.percent(its)} of the best"
+        yield f"Time: {both}."
     if its < _DATA:
         return
     yield f"Time: {fmt.percent(its)} of the best step waits for data: {_more_workers(tried)}."

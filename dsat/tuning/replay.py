@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import JournalMismatch
-from dsat.inputs.switches import BIND_CORES
+from dsat.inputs.switches import BIND_CORES, SWITCHES
+from dsat.space.overrides import SEQUENTIAL
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -57,20 +58,29 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
-    listed = dict(plan.listed_switches)
-    if BIND_CORES not in earlier.get("listed_switches", {}):
-        listed.pop(BIND_CORES, None)
     plan = replace(
         plan,
         own_first=bool(earlier.get("own_first")),
-        listed_switches=listed,
         priors=earlier.get("priors") or {},
     )
+    if "listed_switches" not in earlier:
+        plan = _without_later_names(plan, earlier)
     defaults = earlier.get("defaults")
     if not isinstance(defaults, Mapping) or not defaults:
         return replace(plan, defaults={}, slots_per_host=0)
     today = plan.defaults
     return replace(plan, defaults={path: today.get(path, own) for path, own in defaults.items()})
+
+
+def _without_later_names(plan: Plan, earlier: Mapping[str, Any]) -> Plan:
+    """Return a plan without the switches and knobs that came after the plan of an earlier run."""
+    later = {BIND_CORES, SEQUENTIAL, *SWITCHES}
+    return replace(
+        plan,
+        listed_switches={n: v for n, v in plan.listed_switches.items() if n != BIND_CORES},
+        tune=tuple(n for n in plan.tune if n not in later or n in earlier.get("tune", ())),
+        fix=tuple(n for n in plan.fix if n not in later or n in earlier.get("fix", ())),
+    )
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:

@@ -56,6 +56,12 @@ def test_a_slow_loader_is_named_with_what_workers_gained() -> None:
     ]
 
 
+def test_what_was_not_measured_alone_is_told_without_a_gain() -> None:
+    both = {"dataloader_num_workers": 2, "attn_implementation": "eager"}
+    run = _run(_measured(100.0, data=31.0), (both, _measured(80.0, data=4.0)))
+    assert advice(run) == ["Time: 31.0 % of your step waits for data, 5.0 % of the best."]
+
+
 def test_a_loader_that_stays_slow_is_named_with_a_remedy() -> None:
     run = _run(_measured(100.0, data=31.0))
     [said] = advice(run)

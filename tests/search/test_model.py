@@ -15,7 +15,7 @@ from dsat.search.feasibility import Feasibility
 from dsat.space.knobs import KNOBS
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
-from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, proposals_of, ran, space_of, weightless
@@ -455,3 +455,43 @@ def _profile(*, activations: int = 1000, memory: int = 100_000) -> ModelProfile:
         activation_bytes_per_sample=activations,
         slot_memory_bytes=memory,
     )
+
+
+# What each value makes of a step, by the script's switch.
+SWITCHES: dict[str, dict[Any, float]] = {
+    "attn_implementation": {"sdpa": 1.0, "eager": 1.3, "flash_attention_2": 0.85},
+    "dataloader_num_workers": {0: 1.0, 2: 0.8, 4: 0.7},
+    "optim": {"adamw_torch_fused": 1.0, "adamw_torch": 1.02},
+    "torch_compile": {False: 1.0, True: 0.9},
+}
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_switches_of_the_script_are_each_tried_soon(slots: int) -> None:
+    """A switch acts on the whole step, of which the physical model knows nothing."""
+    found = {name: ScriptSwitch(tuple(values)) for name, values in SWITCHES.items()}
+    space = Space(
+        strategies=plain(1, 2, 3),
+        micro_batches=range(1, 65),
+        slots=slots,
+        freedom=Freedom(offload_helps=True),
+        found_switches=found,
+        num_params=10**9,
+    )
+
+    def measured(proposal: Proposal) -> Outcome:
+        if proposal.micro_batch > 40:
+            return failed("OOM")
+        result = timed(proposal.micro_batch)
+        factor = math.prod(v[proposal.settings[n]] for n, v in SWITCHES.items())
+        assert result.metrics is not None
+        rate = result.metrics.throughput / factor
+        return replace(result, metrics=replace(result.metrics, throughput=rate))
+
+    asked = proposals_of(model_of(space, ceiling=44, stop_when=0.003), measured, limit=30)
+    ran_ones = [proposal for proposal in asked if measured(proposal).ok]
+    least = min(math.prod(v[p.settings[n]] for n, v in SWITCHES.items()) for p in ran_ones)
+    assert least <= 1.03 * 0.85 * 0.7 * 0.9
+    firsts = [{name: p.settings[name] for name in SWITCHES} for p in asked[:15]]
+    for name, values in SWITCHES.items():
+        assert {settings[name] for settings in firsts} >= set(list(values)[:2])

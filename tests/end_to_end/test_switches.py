@@ -1,0 +1,82 @@
+"""Switches of real scripts: found, tried, named in the verdict and in the command to train with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dsat.tuning.run import Run
+from testing import warm_command
+from testing.command import kinds_of, run_of, searched
+from testing.local import PROGRAMS, read_json
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = """
+    gridsearch --slots 1 -m throughput --train-batch-size own --min-micro-batch 8 --finals 0
+    --start-profile-step 3 --end-profile-step 6 --max-profile-steps 8 --memory-model formula
+    --fix reduce_bucket_size contiguous_gradients --run-dir
+""".split()
+
+
+def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
+    """A search, and what it says at its end."""
+    command = [*warm_command.words(), *OPTIONS, str(run_dir), *words]
+    done = subprocess.run(
+        command,
+        cwd=PROGRAMS / program,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = run_of(run_dir)
+    assert {kind.value for kind in kinds_of(run)} == {"OK"}, done.stdout
+    return run, done.stdout
+
+
+def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
+    words = "--zero-stages 1 --max-trials 12 -- python train.py".split()
+    run, said = tuned("no_flags", tmp_path / "run", *words)
+    assert run.profile is not None
+    found = {name: switch.values for name, switch in run.profile.switches.items()}
+    assert found["gradient_checkpointing"] == (False, True, "every_2_layers")
+    assert found["attn_implementation"] == ("sdpa", "eager")
+    tried = searched(run)
+    for trial in [run.trials[0], *tried]:
+        changed = trial.script_args
+        assert read_json(tmp_path / "run" / "trials" / trial.name / "seen.json") == {
+            "checkpointing": changed.get("gradient_checkpointing", False) is not False,
+            "attention": changed.get("attn_implementation", "sdpa"),
+            "workers": changed.get("dataloader_num_workers", 0),
+        }
+    assert {trial.script_args.get("attn_implementation", "sdpa") for trial in tried} == {
+        "sdpa",
+        "eager",
+    }
+    assert len({trial.script_args.get("gradient_checkpointing", False) for trial in tried}) == 3
+    best = run.best
+    assert best is not None and best.script_args["dataloader_num_workers"] == 2
+    assert "waits for data: dataloader_num_workers=2 gave" in said
+    assert "TrainingArguments(dataloader_num_workers=2)" in said
+    assert "--run-full-experiment" in said  # no flag could say so
+
+
+def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
+    words = "--zero-stages 0 --max-trials 4 --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
+    script = "-- python train.py --deepspeed --deepspeed_config ds_config.json --num-workers 0"
+    run, said = tuned("slow_loader", tmp_path / "run", *words.split(), *script.split())
+    best = run.best
+    assert best is not None and best.script_args["--num-workers"] == "2"
+    assert "of your step waits for data: --num-workers=2 gave" in said
+    [command] = [line for line in said.splitlines() if "--nproc-per-node=1 train.py" in line]
+    assert command.endswith("--num-workers 2")
+    for trial in searched(run):
+        text = (tmp_path / "run" / "trials" / trial.name / "cmd.txt").read_text()
+        assert ("--num-workers 2" in text) is ("--num-workers" in trial.script_args)
+        assert ("DSAT_TEST" in text) is ("ENV:DSAT_TEST" in trial.script_args)
