@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.app.longest import UNIT_TOKENS
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -40,6 +41,7 @@ class FakeSimulationHost:
         facts, answer: what it answers.
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
+        sequence_length: tokens of a sample, of which the facts are those of `UNIT_TOKENS`.
 
     Attributes:
         asked: every request that came.
@@ -52,10 +54,12 @@ class FakeSimulationHost:
         *,
         fails: str = "",
         fails_early: str = "",
+        sequence_length: int | None = None,
     ) -> None:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
-            "sequence_length": None,
+            "sequence_length": sequence_length,
+            "attention_heads": 12,
         }
         self._facts, self._answer = facts, answer
         self._fails, self._fails_early = fails, fails_early
@@ -91,7 +95,7 @@ class FakeSimulationHost:
             return {"failed": self._fails}
         if not request["activations_only"]:
             return self._answer(request)
-        size, facts = float(request["micro_batch"]), self._facts
+        size, facts = _units(request), self._facts
         if request["switches"].get(CHECKPOINTING):
             size /= 4
         peaks = {
@@ -109,8 +113,8 @@ def by_formula(facts: ModelFacts) -> Answer:
     """Simulations that agree with the closed form."""
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        size, slots = request["micro_batch"], request["slots"]
-        found = closed_form.estimate(facts, request["config"], slots=slots, micro_batch=size)
+        size, slots = _units(request), request["slots"]
+        found = closed_form.estimate(facts, request["config"], slots=slots, micro_batch=size)  # type: ignore[arg-type]
         return {"estimate": {**found.to_json(), "source": "simulated"}}
 
     return answer
@@ -126,6 +130,11 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
         return other(request)
 
     return answer
+
+
+def _units(request: Mapping[str, Any]) -> float:
+    """What activations are proportional to: samples, or units of one sample's tokens."""
+    return float(request["micro_batch"] * (request["sequence_length"] or UNIT_TOKENS) / UNIT_TOKENS)
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:

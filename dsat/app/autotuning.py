@@ -80,7 +80,7 @@ def with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
     """Return the plan without micro batches whose global batch would be too small."""
     if plan.max_train_batch_size is not None or plan.train_batch_size is not None:
         return plan  # the global batch is filled
-    step = plan.own_batch.gas * plan.slots_per_trial
+    step = plan.own_batch.gas * plan.most_groups
     smallest = max(plan.min_micro_batch, -(-min_train_batch_size // step))
     plan = replace(plan, min_micro_batch=smallest)
     check_micro_batches(plan)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import cards, installed_deepspeed, packages
+from dsat.app import cards, installed_deepspeed, longest, packages
 from dsat.app import source as sources
 from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
@@ -35,10 +35,12 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
+from dsat.values import parallelism
+from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
@@ -165,10 +167,20 @@ def tables(
     facts = simulator.facts(base)
     is_formula = isinstance(simulator, Formula)
     exact = not is_formula and (settings.exact or _needs_simulation(base))
+    missing = hf_config.missing_packages() if is_formula else ()
+    if settings.longest_sequence:
+        rows = longest.rows(
+            simulator,
+            partial(configuration, base),
+            ladder(base),
+            settings.slot_counts,
+            settings.slot_memories,
+            exact=exact,
+        )
+        return Estimate(name, facts, (), (), missing, rows)
     found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
     length = simulator.sequence_length
     choices = cards.fewest(facts, partial(configuration, base), ladder(base), length)
-    missing = hf_config.missing_packages() if is_formula else ()
     return Estimate(name, facts, found, choices, missing)
 
 
@@ -262,13 +274,15 @@ def lines(
     """
     rungs = ladder(base)
     pairs = list(itertools.product(slot_counts, rungs))
-    questions = [(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs]
+    questions = [
+        Question(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs
+    ]
     if exact:
         estimates = simulator.estimates(questions)
     else:
         estimates = [
             closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)
-            for config, micro_batch, slots in questions
+            for config, micro_batch, slots, _ in questions
         ]
     found = []
     for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
@@ -284,11 +298,19 @@ def lines(
     return found
 
 
-def configuration(base: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
-    """Return the user's configuration with another strategy, at its own micro steps."""
+def configuration(
+    base: Mapping[str, Any], strategy: Strategy, slots: int, shared: Parallelism | None = None
+) -> dict[str, Any]:
+    """Return the user's configuration with another strategy, at its own micro steps.
+
+    Args:
+        shared: how slots share samples; as in the user's if it is not given.
+    """
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
+    if shared is not None and shared != parallelism.of_config(base):
+        settings |= shared.settings
     gas = _gas(base, slots)
-    merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas * slots, 1, gas)))
+    merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas, 1, gas)))
     return {key: value for key, value in merged.items() if "batch_size" not in key}
 
 
@@ -297,5 +319,5 @@ def _gas(base: Mapping[str, Any], slots: int) -> int:
     if isinstance(gas, int):
         return gas
     if isinstance(total, int) and isinstance(micro, int):
-        return max(1, total // (micro * slots))
+        return max(1, total // (micro * slots // parallelism.of_config(base).sequence))
     return 1

@@ -11,7 +11,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.config_facts import HOW_TO_SIMULATE
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import SimulationUnavailable
+from dsat.memory.simulation_client import Question, SimulationUnavailable
 from dsat.report import format as fmt
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.trial import BatchTriple
@@ -80,7 +80,7 @@ def fit(settings: EstimateSettings) -> Fit:
         facts = simulator.facts(base)
         own = ds_config.for_use(base, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = {key: value for key, value in own.items() if "batch_size" not in key}
-        [estimate] = simulator.estimates([(own, batch.micro_batch, slots)])
+        [estimate] = simulator.estimates([Question(own, batch.micro_batch, slots)])
         if estimate.note:
             raise SimulationUnavailable(estimate.note)
     is_simulated = estimate.source == SIMULATED

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dsat.errors import UserInputError
@@ -13,9 +14,10 @@ from dsat.inputs.option import ANY, OWN
 from dsat.inputs.settings import DEFAULT_STAGES, Settings
 from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES
 from dsat.search import SEARCHES
-from dsat.space.knobs import KNOB_NAMES, KNOBS
+from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan, values_of
+from dsat.values import parallelism
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 
@@ -69,6 +71,7 @@ def plan_of(
         ramp=_begins_with_ramp(settings) and not (any_batch and is_time),
         method=settings.method,
         slots_per_trial=slots,
+        data_parallel=_data_parallel(base, slots, global_batch, tuned=decided["tune"]),
         base_config=base,
         own_batch=own_batch,
         search_options=settings.search_options,
@@ -107,6 +110,19 @@ def _global_batch(
     named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
     held = named and given is None and settings.max_train_batch_size is None
     return own.train_batch_size if held or given == OWN else None
+
+
+def _data_parallel(
+    base: Mapping[str, Any], slots: int, global_batch: int | None, *, tuned: Collection[str]
+) -> int:
+    """Return the field of `BatchRule`.
+
+    With a global batch, each data-parallel size that may be tried divides it, and the largest one.
+    """
+    largest = parallelism.of_config(base).data(slots)
+    if any(key in tuned for key in PARALLELISM):
+        largest = math.gcd(slots, global_batch or slots)
+    return largest if largest < slots else 0
 
 
 def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
@@ -174,7 +190,9 @@ def _knobs_of(
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):
         raise UserInputError(f"the installed DeepSpeed has no {', '.join(absent)}", where="--tune")
-    tune = KNOB_NAMES if ALL in settings.tune else settings.tune
+    # Scripts must be written for parallelism.
+    everything = tuple(name for name in KNOB_NAMES if name not in PARALLELISM)
+    tune = everything if ALL in settings.tune else settings.tune
     fix = KNOB_NAMES if ALL in settings.fix else settings.fix
     both = sorted(set(tune) & set(fix))
     if both:
@@ -195,16 +213,22 @@ def check_micro_batches(plan: Plan) -> None:
         return
     if plan.train_batch_size is not None and not plan.micro_batches:
         raise UserInputError(
-            f"{plan.train_batch_size} cannot be reached with {plan.slots_per_trial} slots and "
+            f"{plan.train_batch_size} cannot be reached with {_groups(plan)} and "
             f"micro batches that are multiples of {plan.divisible_by}",
             where="--train-batch-size",
-            hint=f"Choose a multiple of {plan.slots_per_trial * plan.divisible_by}.",
+            hint=f"Choose a multiple of {plan.most_groups * plan.divisible_by}.",
         )
     raise UserInputError(
         "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
-        f"micro batch and the global batch exclude each other on {plan.slots_per_trial} slots",
+        f"micro batch and the global batch exclude each other on {_groups(plan)}",
         where=_MICRO_BATCH,
     )
+
+
+def _groups(plan: Plan) -> str:
+    if not plan.data_parallel:
+        return f"{plan.slots_per_trial} slots"
+    return f"a data-parallel size of {plan.data_parallel}"
 
 
 def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:

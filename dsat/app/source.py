@@ -21,6 +21,7 @@ from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.target import Target
+from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
@@ -292,15 +293,16 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
     experiment = replace(
         experiment,
         arg_mappings=source.experiment.arg_mappings,
-        ds_config={**experiment.ds_config, **_filled_batch(experiment.ds_config, first.config)},
+        ds_config={**experiment.ds_config, **_filled_in(experiment.ds_config, first.config)},
     )
     return replace(source, experiment=experiment, program=program, unknown="")
 
 
-def _filled_batch(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the batch sizes that a file leaves to its script, as the script filled them in."""
+def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the sizes that a file leaves to its script, as the script filled them in."""
     _, *sizes = ds_config.BATCH_KEYS  # the global one follows
-    found = {key: (passed or {}).get(key) for key in sizes if own.get(key) == ds_config.AUTO}
+    left = [key for key in sizes if own.get(key) == ds_config.AUTO]
+    found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
     return {key: value for key, value in found.items() if isinstance(value, int)}
 
 

@@ -257,17 +257,18 @@ def _variables(ready: Prepared, run: Run, best: Mapping[str, Any]) -> dict[str, 
     """
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     tuned = {} if run.best is None else switches.variables(run.best.script_args)
+    given = {**os.environ, **ready.experiment.env, **program.env}
+    words = accelerate_env.for_parallelism(given, best, slots)
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(os.environ)
-        return {**tuned, **(ALLOCATOR_SETTINGS if unset else {})}
+        return {**words, **tuned, **(ALLOCATOR_SETTINGS if unset else {})}
     own = _assignments(program) if runs_own_command(program, slots) else program.env
-    words = {}
     for name, value in {**ready.experiment.env, **own}.items():
         shown = f"{name}={value}"
         origin = "your command" if name in own else "environment_variables"
         is_open = without_secrets(shown) == shown
-        words[name] = shlex.quote(value) if is_open else f'"${{{name}:?as in {origin}}}"'
+        shell = shlex.quote(value) if is_open else f'"${{{name}:?as in {origin}}}"'
+        words.setdefault(name, shell)
     if not machine.is_cpu:  # on a CPU see `conditions`
-        given = {**os.environ, **ready.experiment.env, **program.env}
         words |= settings_of_ranks(machine, program, best, slots, given)
     return words | tuned

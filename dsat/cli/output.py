@@ -83,7 +83,7 @@ def print_plan(ready: Prepared) -> None:
     own = plan.own_batch
     print(
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
-        f"accumulation {own.gas} x {plan.slots_per_trial} slots"
+        f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
     )
     shown_command = printable(shlex.join(words_without_secrets(command)))
     print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shown_command}")

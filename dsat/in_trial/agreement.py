@@ -32,7 +32,7 @@ class Ranks:
     """All ranks of an engine; each call is collective and returns the same on every rank.
 
     Args:
-        engine: a DeepSpeed engine, whose data-parallel group is used: all its ranks are in it.
+        engine: a DeepSpeed engine, whose data-parallel group is used if all ranks are in it.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -66,5 +66,8 @@ class Ranks:
             return values, 1
         # float32 holds bytes and milliseconds to seven digits, and every device has it.
         tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
-        dist.all_reduce(tensor, op=how, group=getattr(self._engine, "data_parallel_group", None))
+        group = getattr(self._engine, "data_parallel_group", None)
+        if dist.get_world_size(group) < dist.get_world_size():  # others share this one's samples
+            group = None
+        dist.all_reduce(tensor, op=how, group=group)
         return [float(value) for value in tensor.tolist()], dist.get_world_size()

@@ -125,13 +125,14 @@ class BatchCounter:
         )
 
     def lengths(
-        self, module: Any, maximum: Callable[[list[float]], list[float]]
+        self, module: Any, maximum: Callable[[list[float]], list[float]], *, parts: int = 1
     ) -> SequenceLengths | None:
         """Return the lengths of sequences so far; a collective call.
 
         Args:
             module: the model.
             maximum: the elementwise maximum over ranks.
+            parts: slots that have a part of each sequence.
         """
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
@@ -139,7 +140,9 @@ class BatchCounter:
         shortest, longest, most = maximum(own)
         if not longest:
             return None
-        return SequenceLengths(round(-shortest), round(longest), round(most) or None)
+        return SequenceLengths(
+            round(-shortest) * parts, round(longest) * parts, round(most) or None
+        )
 
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}

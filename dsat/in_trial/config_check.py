@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib.util
 import json
 import logging
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 from dsat.inputs.ds_config import AUTO, did_you_mean
 from dsat.values.files import write_atomically
+from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 
 _BATCH: Mapping[str, Any] = {"train_batch_size": 1}
 _BY_HAND = ("value_error", "assertion_error")  # pydantic's types of validators written by hand
@@ -124,7 +126,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
             found.problem = _slip(section, [key], "", version)
         if found.problem is not None:
             return found
-        if error is None and key not in section.defaults:
+        if error is None and key not in (*section.defaults, SEQUENCE_SIZE):
             found.ignored.append(key)
             found.hints[key] = did_you_mean(key, section.defaults)
     if whole:
@@ -145,6 +147,8 @@ def default(path: str) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     top, _, rest = path.partition(".")
+    if path in (TENSOR_SIZE, SEQUENCE_SIZE):
+        return _of_parallelism(path)
     if top == "zero_optimization":
         *sections, key = rest.split(".")
         found = _field(_model_at(DeepSpeedZeroConfig, sections), key).get_default()
@@ -153,6 +157,14 @@ def default(path: str) -> Any:
         found = whole[top].defaults[rest] if rest else whole.defaults[top]
     found = found.value if isinstance(found, enum.Enum) else found
     return found if isinstance(found, (bool, int, float, str)) else None
+
+
+def _of_parallelism(path: str) -> int:
+    """Return the size of what DeepSpeed does not divide: 1, where it can divide at all."""
+    package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
+    if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:
+        raise KeyError(path)
+    return 1
 
 
 def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:

@@ -137,7 +137,7 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
         if isinstance(wanted, Mapping) and isinstance(value, Mapping):
             if not agrees(value, wanted):
                 return False
-        elif value != wanted:
+        elif wanted not in (None, value):
             return False
     return True
 

@@ -7,6 +7,14 @@ from typing import Any
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.agreement import rank_and_size
+from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE, Parallelism
+
+ULYSSES = (
+    "A script takes it from the DeepSpeed configuration: UlyssesSPAttentionHF."
+    f'register_with_transformers(..., sequence_parallel_size=config.get("{SEQUENCE_SIZE}", 1)), '
+    "whose result is passed as mpu, and UlyssesSPDataLoaderAdapter around its data loader; the "
+    "Trainer (accelerate 1.12 or newer) needs position_ids in its batches only"
+)
 
 
 def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
@@ -17,8 +25,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
         slots: of the trial; 0 if that is not known yet.
 
     Raises:
-        InvalidTrial: there is another number of ranks than slots, or the training is not data
-            parallel.
+        InvalidTrial: there is another number of ranks than slots, or the script divides them in
+            ways that no setting of DeepSpeed names.
     """
     _, ranks = rank_and_size()
     if slots and ranks != slots:
@@ -32,16 +40,18 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
             "deepspeed.initialize was given a PipelineModule: pipeline parallel models cannot be "
             "tuned. Train the model without PipelineModule"
         )
-    name, sharing = _ranks_of_a_sample(arguments)
-    if sharing > 1:
+    mpu: Any = arguments.get("mpu")
+    if hasattr(mpu, "get_data_parallel_world_size") and mpu.get_data_parallel_world_size() < ranks:
         raise InvalidTrial(
-            f"{sharing} slots share each sample by the {name} that the script passes to "
-            "deepspeed.initialize, and dsat tunes data-parallel training only. Leave it out to "
-            "tune the rest; memory and speed are then those without it"
+            "the script passes an mpu of its own to deepspeed.initialize, whose ranks share "
+            "samples. dsat tunes DeepSpeed's own parallelism: tensor_parallel.autotp_size in the "
+            "DeepSpeed configuration (AutoTP), and Ulysses sequence parallelism"
         )
 
 
-def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None:
+def check_engine(
+    engine: Any, *, micro_batch: int, gas: int, stage: int, parallelism: Parallelism
+) -> None:
     """Check the settings of an engine.
 
     Raises:
@@ -59,20 +69,20 @@ def check_engine(engine: Any, *, micro_batch: int, gas: int, stage: int) -> None
                 f"{expected}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
                 "deepspeed.initialize(config=...)"
             )
-    own, (_, ranks) = getattr(engine, "dp_world_size", None), rank_and_size()
-    if isinstance(own, int) and own < ranks:
+    own = of_engine(engine)
+    if own.tensor != parallelism.tensor:
         raise InvalidTrial(
-            f"{ranks // own} slots share each sample (deepspeed.tp_model_init?), and dsat tunes "
-            "data-parallel training only"
+            f"{TENSOR_SIZE} is {own.tensor} in the script's engine, not {parallelism.tensor}. "
+            "Leave it to the DeepSpeed configuration, and call no deepspeed.tp_model_init"
+        )
+    if own.sequence != parallelism.sequence:
+        raise InvalidTrial(
+            f"{SEQUENCE_SIZE} is {own.sequence} in the script's engine, not "
+            f"{parallelism.sequence}. {ULYSSES}"
         )
 
 
-def _ranks_of_a_sample(arguments: Mapping[str, Any]) -> tuple[str, int]:
-    """The argument by which several ranks work on the same sample, and their number."""
-    mpu: Any = arguments.get("mpu")
-    mesh = arguments.get("mesh_param")  # data parallel, sequence parallel
-    if hasattr(mpu, "get_data_parallel_world_size"):
-        return "mpu", rank_and_size()[1] // mpu.get_data_parallel_world_size()
-    if hasattr(mpu, "get_sequence_parallel_world_size"):
-        return "mpu", mpu.get_sequence_parallel_world_size()
-    return "mesh_param", mesh[1] if mesh else 1
+def of_engine(engine: Any) -> Parallelism:
+    """The parallelism of a DeepSpeed engine (`_configure_distributed_model`, 0.19.8)."""
+    sizes = (getattr(engine, name, 1) for name in ("mp_world_size", "sequence_parallel_size"))
+    return Parallelism(*(size if isinstance(size, int) else 1 for size in sizes))

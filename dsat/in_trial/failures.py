@@ -69,6 +69,13 @@ OF_DSAT = "an error inside dsat, not of your script"
 _ASYNCHRONOUS = ("cuda error", "hip error")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
+# What to do about errors of DeepSpeed, by a part of their messages.
+_ADVICE = {
+    "Data inconsistency within the TP group": (
+        "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
+        "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
+    ),
+}
 _DSAT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
@@ -127,6 +134,7 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+    said += next((f" {advice}" for text, advice in _ADVICE.items() if text in lines[0]), "")
     return f"{OF_DSAT}: {said}" if _is_of_dsat(error) else said
 
 

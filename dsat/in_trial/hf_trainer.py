@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ OTHER_BATCH = (
     "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
     "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
     "and gradient_accumulation_steps as there"
+)
+OTHER_PARALLELISM = (
+    "the script's own ParallelismConfig has another sp_size than the trial, so dsat replaced it: "
+    "to train with best_ds_config.json, set it to the sequence_parallel_size there"
 )
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
@@ -43,6 +47,7 @@ class TrainerSettings:
         switches: sets the trial's switches of the script; None leaves them to it.
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
+        sequence_parallel: slots that share each sequence.
     """
 
     config_path: Path | None
@@ -50,6 +55,7 @@ class TrainerSettings:
     gas: int
     switches: ScriptSwitches | None = None
     max_steps: int | None = None
+    sequence_parallel: int = 1
 
 
 def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
@@ -101,7 +107,7 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     args.gradient_accumulation_steps = settings.gas
     if settings.max_steps is not None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
-    return warnings
+    return warnings + _share_sequences(args, settings.sequence_parallel)
 
 
 def _read_config(given: Any) -> Mapping[str, Any]:
@@ -136,6 +142,18 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
     scheduler = config.get("scheduler") or {}
     total = (scheduler.get("params") or {}).get("total_num_steps")
     return total if isinstance(total, int) else None
+
+
+def _share_sequences(args: Any, slots: int) -> list[str]:
+    """Change the size in the script's own `ParallelismConfig`; without one, variables give it."""
+    own = getattr(args, "parallelism_config", None)
+    if own is None or own.sp_size == slots:
+        return []
+    groups = int(os.environ.get("WORLD_SIZE", "1")) // slots
+    args.parallelism_config = replace(
+        own, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
+    )
+    return [OTHER_PARALLELISM]
 
 
 def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:

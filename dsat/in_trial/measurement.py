@@ -301,13 +301,15 @@ class Measurement:
 
     def _metrics(self, steps: Sequence[AgreedStep], times: StepTimes) -> Metrics:
         """Return the metrics of steps, accidents left out."""
-        slots = self._spec.slots
+        spec = self._spec
         kept = [step for i, step in enumerate(steps) if i not in times.accidents]
         count, taken_s = len(kept), times.mean * len(kept) / 1e3
-        throughput = sum(step.samples for step in kept) * slots / taken_s
-        tokens_per_second = sum(step.tokens for step in kept) * slots / taken_s
+        throughput = sum(step.samples for step in kept) * spec.groups / taken_s
+        # The slots of a tensor-parallel group see the same tokens, those of a sequence others.
+        readers = spec.slots / spec.parallelism.tensor
+        tokens_per_second = sum(step.tokens for step in kept) * readers / taken_s
         profiler = self._recorder.profiler
-        flops = profiler.flops_per_sample if profiler else self._spec.flops_per_sample
+        flops = profiler.flops_per_sample if profiler else spec.flops_per_sample
         phases = {
             phase: sum(step.ms[1 + k] for step in kept) / count for k, phase in enumerate(PHASES)
         }
@@ -315,7 +317,7 @@ class Measurement:
             throughput=throughput,
             latency=times.mean,
             **phases,
-            FLOPS_per_gpu=None if flops is None else flops * throughput / slots,
+            FLOPS_per_gpu=None if flops is None else flops * throughput / spec.slots,
             num_steps=count,
             ci95=times.ci95 if math.isfinite(times.ci95) else 1.0,
             accidents=len(times.accidents),
@@ -329,7 +331,7 @@ class Measurement:
     ) -> Outcome:
         slowed = self._recorder.throttling.warning(self._ranks.maximum)
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
-        observed = self._recorder.observed(self._ranks, self._spec.micro_batch)
+        observed = self._recorder.observed(self._ranks, self._spec)
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
             switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
             observed["profile"] = replace(observed["profile"], switches=switches)

@@ -168,7 +168,13 @@ class Meter:
             InvalidTrial: it does not use the trial's configuration.
         """
         spec = self.spec.of_engine(engine)
-        check_engine(engine, micro_batch=spec.micro_batch, gas=spec.gas, stage=spec.stage)
+        check_engine(
+            engine,
+            micro_batch=spec.micro_batch,
+            gas=spec.gas,
+            stage=spec.stage,
+            parallelism=spec.parallelism,
+        )
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))

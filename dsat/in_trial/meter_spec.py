@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dsat.in_trial.conformance import of_engine
 from dsat.values.codec import Recorded
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
@@ -19,7 +21,8 @@ class MeterSpec(Recorded):
 
     Attributes:
         options: what holds for all trials of the run.
-        micro_batch, gas, stage, slots: what the engine must turn out to use; 0 for what it does.
+        micro_batch, gas, stage, slots, parallelism: what the engine must turn out to use; micro
+            batch 0 for what it does.
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         measures: the figures are for comparing; False where the profile alone is wanted.
@@ -33,6 +36,7 @@ class MeterSpec(Recorded):
     gas: int
     stage: int
     slots: int
+    parallelism: Parallelism = DATA_ONLY
     host_slots: int = 1
     profile: bool = False
     measures: bool = True
@@ -58,6 +62,7 @@ class MeterSpec(Recorded):
             gas=trial.batch.gas,
             stage=trial.stage,
             slots=slots,
+            parallelism=trial.batch.parallelism,
             host_slots=host_slots,
             profile=trial.profiles,
             measures=measures,
@@ -80,7 +85,13 @@ class MeterSpec(Recorded):
             gas=engine.gradient_accumulation_steps(),
             stage=engine.zero_optimization_stage(),
             slots=int(engine.world_size),
+            parallelism=of_engine(engine),
         )
+
+    @property
+    def groups(self) -> int:
+        """Data-parallel groups of slots: each has samples of its own."""
+        return self.parallelism.data(self.slots)
 
     @property
     def longest(self) -> int:

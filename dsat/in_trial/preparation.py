@@ -140,6 +140,7 @@ def _trainer_settings(
         gas=trial.batch.gas,
         switches=switches,
         max_steps=None if meter is None else meter.spec.longest,
+        sequence_parallel=trial.batch.parallelism.sequence,
     )
 
 

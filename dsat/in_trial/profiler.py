@@ -29,6 +29,7 @@ class ModelProfiler:
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
         self._micro_batch = spec.micro_batch
+        self._parallelism = spec.parallelism
         self._host_slots = spec.host_slots
         self._slot_memory_bytes = spec.options.slot_memory_bytes
         self._flops = _count_flops()
@@ -58,7 +59,8 @@ class ModelProfiler:
         """End the counting after so many micro steps: more than one if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
-            self.flops_per_sample = self._flops.get_total_flops() / (self._micro_batch * count)
+            of_slot = self._flops.get_total_flops() / (self._micro_batch * count)
+            self.flops_per_sample = of_slot * self._parallelism.shared
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +74,7 @@ class ModelProfiler:
 
     def result(self, accelerator: Any) -> ModelProfile:
         parameters = list(self._engine.module.parameters())
-        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
+        sizes = [self._whole_size(parameter) for parameter in parameters]
         trainable = [n for p, n in zip(parameters, sizes, strict=True) if p.requires_grad]
         return ModelProfile(
             num_params=sum(sizes),
@@ -86,7 +88,15 @@ class ModelProfiler:
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
             device_name=_device_name(accelerator),
+            parallelism=self._parallelism,
+            attention_heads=attention_heads(self._engine.module),
         )
+
+    def _whole_size(self, parameter: Any) -> int:
+        """Elements of a parameter that ZeRO and AutoTP have divided (module_inject/layers.py)."""
+        size = int(getattr(parameter, "ds_numel", parameter.numel()))
+        is_divided = getattr(parameter, "tensor_model_parallel", False)
+        return size * self._parallelism.tensor if is_divided else size
 
     def _slot_memory(self, accelerator: Any) -> int:
         if accelerator.is_synchronized_device():
@@ -119,6 +129,15 @@ def _device_name(accelerator: Any) -> str:
     module = getattr(torch, accelerator.device_name(), None)
     name = getattr(module, "get_device_name", None)
     return str(name()) if callable(name) else ""
+
+
+def attention_heads(module: Any) -> int | None:
+    """Attention heads by the model's configuration, as Hugging Face's models have one."""
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
 def _host_memory(accelerator: Any) -> int:

@@ -19,6 +19,7 @@ from dsat.in_trial import config_injection
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.rank_files import RECORDS_FOLDER
 from dsat.values.files import write_atomically
+from dsat.values.parallelism import SEQUENCE_SIZE
 
 RECORD_PREFIX = "rank-"
 SEVERAL_NODES_FILE = "nodes.json"
@@ -40,7 +41,8 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         passed = config_injection.passed_config(arguments)
         if written or passed is None or not config_injection.trains(arguments, passed):
             return
-        content = _of_process(folder, start, _without_filled_batch(passed.content))
+        config = {**_without_filled_batch(passed.content), **_shared_sequences(arguments)}
+        content = _of_process(folder, start, config)
         path = records / f"{RECORD_PREFIX}{os.getpid()}.json"
         written.append(path)
         write_atomically(path, json.dumps(content))
@@ -120,6 +122,15 @@ def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in config.items() if key != "train_batch_size"}
         frame = frame.f_back
     return config
+
+
+def _shared_sequences(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The setting for what other arguments say: accelerate and Ulysses pass groups of ranks."""
+    mpu: Any = arguments.get("mpu")
+    mesh = arguments.get("mesh_param")  # data, sequence parallel
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        return {SEQUENCE_SIZE: int(mpu.get_sequence_parallel_world_size())}
+    return {SEQUENCE_SIZE: int(mesh[1])} if mesh else {}
 
 
 def _finite(value: Any) -> Any:

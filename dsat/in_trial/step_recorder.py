@@ -199,17 +199,19 @@ class StepRecorder:
         self._engine.module.register_forward_hook(lambda *_: self._end_forward())
         self._calls_engine = False
 
-    def observed(self, ranks: Ranks, micro_batch: int) -> dict[str, Any]:
+    def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
         """Return fields of an `Outcome`: what was observed beside the times; a collective call."""
         self.memory.note_measured_steps()
         # A loader of single samples may be one whose script puts batches together itself.
-        samples = loaders.samples_of_epoch(micro_batch) if micro_batch > 1 else 0
+        samples = loaders.samples_of_epoch(spec.micro_batch) if spec.micro_batch > 1 else 0
         [fewest] = ranks.maximum([-float(samples)])
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": self._profile(),
             "training": self.losses.curve(),
-            "sequences": self.counter.lengths(self._engine.module, ranks.maximum),
+            "sequences": self.counter.lengths(
+                self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
+            ),
             "most_samples": -int(fewest) or None,
         }
 

@@ -11,6 +11,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from dsat.values import parallelism
+
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -18,6 +20,9 @@ _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
 _ZERO3_INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 _IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"
+
+_PARALLEL = "PARALLELISM_CONFIG_"
+_USES_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def config_file(env: Mapping[str, str]) -> str | None:
@@ -53,3 +58,28 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
     if isinstance(gas, int):
         found[_GAS] = str(gas)
     return found
+
+
+def for_parallelism(
+    env: Mapping[str, str], config: Mapping[str, Any], slots: int
+) -> dict[str, str]:
+    """Return variables by which accelerate 1.12 and newer share each sequence among slots.
+
+    A Trainer whose arguments have a `parallelism_config` does not look at them.
+
+    Args:
+        env: what is set for the script.
+        config: the DeepSpeed configuration.
+        slots: of a trial.
+    """
+    shared = parallelism.of_config(config)
+    if shared.sequence == 1:
+        return {_USES_PARALLELISM: "false"} if _USES_PARALLELISM in env else {}
+    sizes = {"SP_SIZE": shared.sequence, "DP_SHARD_SIZE": shared.data(slots)}
+    attention = {f"{_PARALLEL}SP_ATTN_IMPLEMENTATION": "sdpa"}  # accelerate names no default
+    return {
+        **{name: env.get(name, default) for name, default in attention.items()},
+        _USES_PARALLELISM: "true",
+        f"{_PARALLEL}SP_BACKEND": "deepspeed",
+        **{f"{_PARALLEL}{name}": str(size) for name, size in sizes.items()},
+    }

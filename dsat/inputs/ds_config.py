@@ -15,6 +15,8 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import document
+from dsat.values import parallelism
+from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 
 # Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
@@ -160,16 +162,15 @@ def at(config: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _check_comparable(config: Mapping[str, Any], *, where: str) -> None:
-    """Raise UserInputError if slots share samples, or DeepSpeed decides on the steps."""
-    for key in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
-        size = at(config, key)
-        if isinstance(size, int) and size > 1:
-            raise UserInputError(
-                f"{size} slots would share each sample, and dsat tunes data-parallel training only",
-                where=f"{where}: {key}",
-                hint="Take it out to tune the rest; memory and speed are then those without it.",
-            )
+def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
+    """Raise UserInputError if slots cannot be divided, or DeepSpeed decides on the steps."""
+    shared = parallelism.of_config(config)
+    if slots % shared.shared:
+        raise UserInputError(
+            f"{shared.label} needs a multiple of {shared.shared} slots, and a trial has {slots}",
+            where=where,
+            hint="Change the sizes in the configuration, or the slots of a trial.",
+        )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
     if at(config, "zero_optimization.zenflow") not in (None, AUTO):
         raise UserInputError(
@@ -180,19 +181,21 @@ def _check_comparable(config: Mapping[str, Any], *, where: str) -> None:
         )
 
 
-def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) -> BatchTriple:
+def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
     """Derive the batch sizes (`DeepSpeedConfig._set_batch_related_parameters`).
 
     Args:
         config: a DeepSpeed configuration; null and "auto" count as not given.
-        data_parallel: number of data-parallel slots.
+        slots: of a trial.
         where: the file to name in errors.
 
     Raises:
         UserInputError: none is given, one is no positive integer, or they contradict each other; or
-            slots share samples, or ZenFlow decides.
+            slots cannot be divided as the configuration says, or ZenFlow decides.
     """
-    _check_comparable(config, where=where)
+    _check_comparable(config, slots, where=where)
+    shared = parallelism.of_config(config)
+    counted = slots // shared.sequence  # by DeepSpeed, which knows nothing of AutoTP here
     given = {
         key: whole_number(config[key], f"{where}: {key}")
         for key in BATCH_KEYS
@@ -213,19 +216,20 @@ def resolve_batch(config: Mapping[str, Any], data_parallel: int, *, where: str) 
             hint=hint,
         )
     if micro is None:
-        micro = (total or 0) // ((gas or 1) * data_parallel)
+        micro = (total or 0) // ((gas or 1) * counted)
     if gas is None:
-        gas = 1 if total is None else total // max(1, micro * data_parallel)
-    total = total or micro * gas * data_parallel
-    if total != micro * gas * data_parallel or min(total, micro, gas) < 1:
+        gas = 1 if total is None else total // max(1, micro * counted)
+    total = total or micro * gas * counted
+    if total != micro * gas * counted or min(total, micro, gas) < 1:
         said = ", ".join(f"{key} {value}" for key, value in given.items())
+        by = f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""
         raise UserInputError(
-            f"{said} contradict each other on {data_parallel} slots: train_batch_size must be "
-            "train_micro_batch_size_per_gpu x gradient_accumulation_steps x slots",
+            f"{said} contradict each other on {slots} slots: train_batch_size must be "
+            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x slots{by}",
             where=where,
             hint="Correct one of them or leave it out.",
         )
-    return BatchTriple(total, micro, gas)
+    return BatchTriple(total // shared.tensor, micro, gas, shared)
 
 
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -267,6 +271,8 @@ def for_use(
     found = merge(config, overrides or {})
     found.pop("autotuning", None)
     found["zero_optimization"] = found.get("zero_optimization") or {"stage": 0}
+    if found.get(BATCH_KEYS[0], AUTO) is None:
+        del found[BATCH_KEYS[0]]
     return found
 
 

@@ -67,6 +67,7 @@ class EstimateSettings(ModelSettings):
         slot_memories: memory of a slot, in bytes; one column of the table for each.
         slot_counts: numbers of data-parallel slots; a table for each.
         exact: simulate every line of the tables.
+        longest_sequence: in place of the tables, the longest sequence with each strategy.
         fits: number and memory, in bytes, of the cards that the configuration is held against; None
             for tables of all strategies.
     """
@@ -91,6 +92,11 @@ class EstimateSettings(ModelSettings):
         "--exact",
         help="simulate every line of the table, not the model alone: seconds for each; exit status "
         "1 if one of them cannot be simulated",
+    )
+    longest_sequence: bool = option(
+        "--longest-sequence",
+        help="in place of the tables: the longest sequence of which one sample fits, where "
+        "sequences (sp) or layers (tp) may be divided among up to 8 slots",
     )
     fits: tuple[int, int] | None = option(
         "--fits",

@@ -10,7 +10,12 @@ from typing import Any
 from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import SimulationHost, SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import (
+    Question,
+    SimulationHost,
+    SimulationUnavailable,
+    Simulator,
+)
 from dsat.space.plan import Plan
 from dsat.space.space import levers
 from dsat.values.outcome import ModelProfile
@@ -95,11 +100,12 @@ def variant_of(
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes, on_device=on_device)
     largest = [model.largest(model.shape(config, script_args)) for config in configs]
     sizes = [max(1, int(min(_LARGEST_SIMULATED, size))) for size in largest]
-    questions = [(config, size, slots) for config, size in zip(configs, sizes, strict=True)]
+    questions = [Question(*each, slots) for each in zip(configs, sizes, strict=True)]
     anchors = []
-    for (config, size, _), estimate in zip(questions, simulator.estimates(questions), strict=True):
+    for asked, estimate in zip(questions, simulator.estimates(questions), strict=True):
+        config = asked.config
         if estimate.source == SIMULATED:
-            anchors.append(Anchor(dict(config), size, estimate))
+            anchors.append(Anchor(dict(config), asked.micro_batch, estimate))
         else:
             say(f"{of_config(config).label}: predicted by formula: {estimate.note}")
     return Variant(dict(script_args), facts, tuple(anchors))

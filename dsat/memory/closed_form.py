@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
+from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
+from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 _DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
@@ -31,7 +33,7 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a model, for the closed form.
+    """Sizes of a model, and of whole samples on a slot, for the closed form.
 
     Attributes:
         num_params, trainable_params: elements.
@@ -69,8 +71,9 @@ class ModelFacts:
         Beside that are an operator's input and output, or the gradients of both: where most is
         kept, those of the largest activation, as a rule the logits.
         """
-        slope = profile.activation_bytes_per_sample
-        slope += 2 * profile.largest_activation_bytes_per_sample
+        of_slot = profile.activation_bytes_per_sample
+        of_slot += 2 * profile.largest_activation_bytes_per_sample
+        slope = of_slot / _activations_kept(profile.parallelism)
         return cls(
             num_params=profile.num_params,
             trainable_params=profile.trainable_params,
@@ -80,6 +83,27 @@ class ModelFacts:
             first_gradient_bytes_per_sample=slope,
             param_bytes=profile.param_bytes,
         )
+
+    def divided(self, shared: Parallelism) -> ModelFacts:
+        """Return the part of a slot where several share layers and sequences."""
+        sizes = ("num_params", "trainable_params", "largest_param")
+        activations = [f.name for f in fields(self) if f.name.endswith("_per_sample")]
+        kept = _activations_kept(shared)
+        return replace(
+            self,
+            **{name: getattr(self, name) // shared.tensor for name in sizes},
+            **{name: getattr(self, name) * kept for name in activations},
+        )
+
+
+def _activations_kept(shared: Parallelism) -> float:
+    """Part of a sample's activations that a slot has.
+
+    Of the 34 bytes that a transformer's layer keeps for each element of its hidden state, tensor
+    parallelism divides 24 (Korthikanti et al., Reducing Activation Recomputation in Large
+    Transformer Models, 2022, equation 2).
+    """
+    return (10 + 24 / shared.tensor) / 34 / shared.sequence
 
 
 @dataclass(frozen=True)
@@ -132,6 +156,8 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Setup:
+    """A configuration: `facts` are a slot's, `slots` those among which ZeRO divides its state."""
+
     facts: ModelFacts
     slots: int
     model_bytes: int
@@ -176,7 +202,7 @@ def estimate(
     micro_batch: int,
     note: str = "",
 ) -> MemoryEstimate:
-    """Memory of a whole DeepSpeed configuration on a number of data-parallel ranks.
+    """Memory of a whole DeepSpeed configuration on a number of slots.
 
     Args:
         micro_batch: samples per rank and micro step.
@@ -202,6 +228,7 @@ def lines(
 ) -> dict[str, tuple[Line, ...]]:
     """Memory on the device for every micro batch: a phase's peak is its `highest`."""
     setup = _setup(facts, config, slots)
+    facts = setup.facts
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
@@ -250,9 +277,10 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     optimizer = (config.get("optimizer") or {}).get("params") or {}
     overlap = zero.get("overlap_comm")
     low_master, low_moments = _low_precision_state(config)
+    shared = parallelism.of_config(config)
     return _Setup(
-        facts=facts,
-        slots=slots,
+        facts=facts.divided(shared),
+        slots=max(1, slots // shared.tensor),  # ZeRO divides among those of other layers' parts
         model_bytes=size,
         accumulation_bytes=_BYTES.get(str(wanted), size),
         master_bytes=2 if low_master else 4,

@@ -16,6 +16,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.simulation_client import Question
 
 # model_type: words on what is particular about it. All have gated layers and RMSNorm.
 _BIAS, _NORMALISED, _FUSED = "bias", "normalised", "fused"
@@ -147,18 +148,21 @@ class Formula:
 
     Attributes:
         sequence_length: tokens of a sample.
+        attention_heads: of the model; 0 if its configuration does not say.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
         longest = config.get("max_position_embeddings") or _USUAL_SEQUENCE
         self.sequence_length: int | None = settings.seq_length or min(_USUAL_SEQUENCE, longest)
+        self.attention_heads = int(config.get("num_attention_heads") or 0)
         self._adapters = _adapters(self._model, settings.lora, where)
 
-    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
-        """Return the facts of the model."""
+    def facts(self, config: Mapping[str, Any], *, unit_tokens: int | None = None) -> ModelFacts:
+        """Return the facts of the model; see `Simulator.facts`."""
         model, lora = self._model, self._settings.lora
-        size, tokens = _BYTES[self._settings.dtype], self.sequence_length or 0
+        size = _BYTES[self._settings.dtype]
+        tokens = unit_tokens or self.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
         recompute = self._settings.activation_checkpointing == "on"
         passes = _Passes(model, size, tokens, lora, recompute=recompute)
@@ -177,13 +181,11 @@ class Formula:
             param_bytes=size,
         )
 
-    def estimates(
-        self, questions: Sequence[tuple[Mapping[str, Any], int, int]]
-    ) -> list[MemoryEstimate]:
+    def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate]:
         """Return the memory of configurations; see `Simulator.estimates`."""
         return [
             closed_form.estimate(self.facts(config), config, slots=slots, micro_batch=micro_batch)
-            for config, micro_batch, slots in questions
+            for config, micro_batch, slots, _ in questions
         ]
 
 

@@ -112,7 +112,9 @@ class Forecast:
         return found
 
     def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
-        overrides = overrides_for(settings, BatchTriple(gas * self._plan.slots_per_trial, 1, gas))
+        shared = self._plan.parallelism(settings)
+        batch = BatchTriple.on(self._plan.slots_per_trial, shared, micro_batch=1, gas=gas)
+        overrides = overrides_for(settings, batch)
         return self._shape(overrides, self._space.script_args(settings))
 
     def _shape(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:

@@ -18,6 +18,7 @@ from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate, observe
 from dsat.memory.closed_form import Line, ModelFacts
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
+from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
@@ -52,7 +53,7 @@ class Variant:
 
     Attributes:
         facts: for the closed form.
-        anchors: one simulated configuration of each strategy, where there is one.
+        anchors: one simulated configuration of each strategy and parallelism, where there is one.
     """
 
     script_args: Mapping[str, Any]
@@ -120,7 +121,7 @@ _HOST = "host"
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Bytes by which simulations are above the closed form, by strategy and phase (or `_HOST`)."""
+    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
     found: dict[str, dict[str, float]] = {}
     for anchor in variant.anchors:
         formula = closed_form.lines(variant.facts, anchor.config, slots=slots)
@@ -131,8 +132,13 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
         }
         by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=slots))
         more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
-        found.setdefault(of_config(anchor.config).name, more)
+        found.setdefault(_group(anchor.config), more)
     return found
+
+
+def _group(config: Mapping[str, Any]) -> str:
+    """Name of the configurations that a simulated one stands for."""
+    return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
 class MemoryModel:
@@ -140,7 +146,7 @@ class MemoryModel:
 
     Args:
         basis: what was simulated, or profiled.
-        slots: data-parallel slots.
+        slots: of a trial.
         limit_bytes: what a slot may use.
         counts_context: that limit is the whole device's, with the context and the libraries.
         host_limit_bytes: what a rank may use of the host; 0 if that is not known.
@@ -176,7 +182,7 @@ class MemoryModel:
         strategy = of_config(config).name
         phases = closed_form.lines(facts, config, slots=self._slots)
         host_bytes = sum(closed_form.host(facts, config, slots=self._slots))
-        more = corrections.get(strategy)
+        more = corrections.get(_group(config))
         if more is not None:
             phases = {
                 name: tuple(replace(line, fixed=line.fixed + more[name]) for line in lines)

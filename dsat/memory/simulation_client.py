@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -27,7 +27,21 @@ _OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 _LARGEST_MESSAGE_BYTES = 2**20
 
-Question = tuple[Mapping[str, Any], int, int]
+
+class Question(NamedTuple):
+    """A configuration to simulate.
+
+    Attributes:
+        config: the whole DeepSpeed configuration, in which "auto" is the script's to decide.
+        micro_batch: whatever the configuration says.
+        slots: ranks.
+        sequence_length: tokens of a sample; None for those that the script's has.
+    """
+
+    config: Mapping[str, Any]
+    micro_batch: int
+    slots: int
+    sequence_length: int | None = None
 
 
 class SimulationHost(Protocol):
@@ -66,9 +80,11 @@ class Simulator:
     Attributes:
         sequence_length: tokens of a sample of the script's first batch, if samples are sequences
             of tokens.
+        attention_heads: of its model; 0 if they are not known.
     """
 
     sequence_length: int | None
+    attention_heads: int
     _socket: socket.socket
 
     def __init__(
@@ -99,6 +115,7 @@ class Simulator:
             self._engine.stop_simulation_server()
             raise
         self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
+        self.attention_heads = script.get("attention_heads") or 0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,15 +126,10 @@ class Simulator:
         self, config: Mapping[str, Any], *, micro_batch: int, slots: int
     ) -> MemoryEstimate:
         """Memory of one configuration; see `estimates`."""
-        return self.estimates([(config, micro_batch, slots)])[0]
+        return self.estimates([Question(config, micro_batch, slots)])[0]
 
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate]:
         """Memory of configurations, simulated side by side.
-
-        Args:
-            questions: of each the whole DeepSpeed configuration, in which "auto" is the script's
-                to decide; its micro batch, whatever the configuration says; and the number of
-                data-parallel ranks.
 
         Returns:
             The simulation's answer or, once the facts are known, the closed form's with a note
@@ -127,26 +139,28 @@ class Simulator:
             SimulationUnavailable: there is no simulation, and no facts for the closed form.
         """
         try:
-            answers = self._ask([self._request(*question) for question in questions])
+            answers = self._ask([self._request(question) for question in questions])
         except SimulationUnavailable as error:
             answers = [{"failed": str(error)}] * len(questions)
         found = []
-        for answer, (config, micro_batch, slots) in zip(answers, questions, strict=True):
+        for answer, question in zip(answers, questions, strict=True):
             if "failed" not in answer:
                 found.append(MemoryEstimate.from_json(answer["estimate"]))
-            elif self._facts is None:
-                raise SimulationUnavailable(answer["failed"])
             else:
-                found.append(
-                    closed_form.estimate(
-                        self._facts,
-                        config,
-                        slots=slots,
-                        micro_batch=micro_batch,
-                        note=answer["failed"],
-                    )
-                )
+                found.append(self._by_formula(question, answer["failed"]))
         return found
+
+    def _by_formula(self, question: Question, why: str) -> MemoryEstimate:
+        """Return the closed form's answer; SimulationUnavailable if there are no facts for it."""
+        if self._facts is None:
+            raise SimulationUnavailable(why)
+        return closed_form.estimate(
+            self._facts,
+            question.config,
+            slots=question.slots,
+            micro_batch=question.micro_batch,
+            note=why,
+        )
 
     def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
         """Memory and trace of configurations, simulated side by side.
@@ -160,7 +174,7 @@ class Simulator:
         Raises:
             SimulationUnavailable: the script cannot be asked.
         """
-        answers = self._ask([self._request(*question, traced=True) for question in questions])
+        answers = self._ask([self._request(question, traced=True) for question in questions])
         return [
             answer["failed"]
             if "failed" in answer
@@ -172,7 +186,11 @@ class Simulator:
         ]
 
     def facts(
-        self, config: Mapping[str, Any], other_switches: Mapping[str, Any] | None = None
+        self,
+        config: Mapping[str, Any],
+        other_switches: Mapping[str, Any] | None = None,
+        *,
+        unit_tokens: int | None = None,
     ) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
@@ -181,12 +199,15 @@ class Simulator:
         Args:
             config: decides the types and whatever else activations depend on.
             other_switches: facts of the model with these only, in place of the simulator's own.
+            unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
+                the facts is so many of its tokens.
 
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        found = self._facts_of(self._passes(config, other_switches=other_switches))
-        if other_switches is None:
+        answers = self._passes(config, other_switches=other_switches, unit_tokens=unit_tokens)
+        found = self._facts_of(answers)
+        if other_switches is None and unit_tokens is None:
             self._facts = found
         return found
 
@@ -203,13 +224,15 @@ class Simulator:
         *,
         traced: bool = False,
         other_switches: Mapping[str, Any] | None = None,
+        unit_tokens: int | None = None,
     ) -> list[dict[str, Any]]:
         """Return what the model's own passes need, at two micro batches."""
         kept = {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
-        requests = [
-            self._request(kept, size, 1, activations_only=True, traced=traced)
-            for size in _MICRO_BATCHES_FOR_SLOPES
-        ]
+        sizes = _MICRO_BATCHES_FOR_SLOPES
+        questions = [Question(kept, size, 1) for size in sizes]
+        if unit_tokens is not None:
+            questions = [Question(kept, 1, 1, size * unit_tokens) for size in sizes]
+        requests = [self._request(q, activations_only=True, traced=traced) for q in questions]
         if other_switches is not None:
             requests = [{**request, "switches": dict(other_switches)} for request in requests]
         answers = self._ask(requests)
@@ -237,21 +260,14 @@ class Simulator:
     # -- the script
 
     def _request(
-        self,
-        config: Mapping[str, Any],
-        micro_batch: int,
-        slots: int,
-        *,
-        activations_only: bool = False,
-        traced: bool = False,
+        self, question: Question, *, activations_only: bool = False, traced: bool = False
     ) -> dict[str, Any]:
         return {
+            **question._asdict(),
             "activations_only": activations_only,
             "traced": traced,
             "switches": self._model_switches,
-            "config": as_simulated(config),
-            "micro_batch": micro_batch,
-            "slots": slots,
+            "config": as_simulated(question.config),
             "as_cpu": self._as_cpu,
             "workspace_bytes": self._workspace_bytes,
             "timeout_s": self._timeout_s,

@@ -53,16 +53,17 @@ def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _parts(run: Run, trial: Trial) -> dict[str, float]:
     """Bytes on one slot."""
     assert run.plan is not None and run.profile is not None
-    profile, slots = run.profile, run.plan.slots_per_trial
+    profile, tensor = run.profile, trial.batch.parallelism.tensor
+    slots = run.plan.slots_per_trial  # AutoTP divides among its slots what ZeRO leaves whole
     config = run.plan.config(trial.overrides)
     zero, strategy = config.get("zero_optimization") or {}, of_config(config)
     size, stage = model_bytes(config, profile.param_bytes), strategy.stage
     trained = profile.trainable_params
-    state = (12 if size == 2 else 8) * trained / (slots if stage >= 1 else 1)
+    state = (12 if size == 2 else 8) * trained / (slots if stage >= 1 else tensor)
     bucket = zero.get("reduce_bucket_size")
     bucket = bucket if isinstance(bucket, int) else _DEFAULT_BUCKET
-    gradients = size * trained / (slots if stage >= 2 else 1)
-    parameters = size * profile.num_params / (slots if stage == 3 else 1)
+    gradients = size * trained / (slots if stage >= 2 else tensor)
+    parameters = size * profile.num_params / (slots if stage == 3 else tensor)
     return {
         "parameters": 0.0 if strategy.offload_param != NONE else parameters,
         "optimizer": 0.0 if strategy.offload_optimizer != NONE else state,

@@ -84,10 +84,11 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
     """
     assert run.plan is not None
     view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
+    groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
     lines = [
         f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO stage {stage}",
-        f"micro batch {batch.micro_batch} x accumulation {batch.gas} x {slots} slots = global "
+        f"micro batch {batch.micro_batch} x accumulation {batch.gas} x {groups} = global "
         f"batch {batch.train_batch_size}",
         f"result: {view.result}",
     ]

@@ -12,7 +12,7 @@ from dsat.search.candidates import Settings
 from dsat.search.feasibility import Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points, SpeedModel
-from dsat.search.step_time import TERMS, Job
+from dsat.search.step_time import GROUPS, TERMS, Job
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
@@ -116,7 +116,8 @@ class Predictions:
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
-        work: Array = np.log(points.micro_batch * points.gas)
+        groups = points.work[:, GROUPS]
+        work: Array = np.log(points.micro_batch * points.gas * groups)
         return np.zeros(len(work)) if self._objective.smaller_is_better else work
 
     def seconds(self, log_s: Array) -> Array | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search.normal import Array
 from dsat.space.knobs import HPZ, defaults
 from dsat.values.outcome import ModelProfile
+from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
 
@@ -93,7 +94,8 @@ class Job:
         params, trainable: numbers of parameters.
         param_bytes: of one in the forward pass.
         flops_per_sample: of a forward and a backward pass.
-        slots: data-parallel slots.
+        slots: of a trial.
+        parallelism: by the user's own configuration.
         slots_per_host: if they are on several hosts; 0 if they are on one.
         hardware: of each slot, as far as it is known.
     """
@@ -104,6 +106,7 @@ class Job:
     flops_per_sample: float
     slots: int
     slots_per_host: int = 0
+    parallelism: Parallelism = DATA_ONLY
     hardware: Hardware = Hardware()
 
     @classmethod
@@ -116,6 +119,7 @@ class Job:
             flops_per_sample=max(1.0, profile.flops_per_sample),
             slots=slots,
             slots_per_host=slots_per_host,
+            parallelism=profile.parallelism,
             hardware=_hardware_of(profile),
         )
 
@@ -155,11 +159,12 @@ COLUMNS = (
     "transferred",  # bytes between slot and host, of a micro step
     "transferred_last",  # the same of the boundary
     "host_optimizer",  # bytes of the host's memory
+    "data_parallel",  # groups of slots that have samples of their own
 )
 (
     _FLOPS, _FORWARD, _WEIGHTS, _COPIES, _LAUNCHES, _HOOKS, _REDUCED, _REDUCED_LAST, _REDUCTIONS,
     _OVERLAPS, _WAITED, _GATHERED, _GATHERS, _BOUNDARY, _BOUNDARIES, _OPTIMIZER, _GROUPS,
-    _TRANSFERRED, _TRANSFERRED_LAST, _HOST_OPTIMIZER,
+    _TRANSFERRED, _TRANSFERRED_LAST, _HOST_OPTIMIZER, GROUPS,
 ) = range(len(COLUMNS))  # fmt: skip
 
 # Names of the learned terms; mean and standard deviation of the prior of the logarithm of a factor.
@@ -193,7 +198,9 @@ GROUP_LAUNCHES = 0.04  # of a micro step's launches
 
 
 def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
-    """Count what a configuration does, (number of columns,).
+    """Count what a slot does with a configuration, (number of columns,).
+
+    What tensor and sequence parallelism pass among slots is not counted: it is learned from trials.
 
     DeepSpeed 0.19.8: stages 0 and 1 reduce at the boundary, stage 2 in every micro step, stage 3
     gathers twice and reduces in every micro step, stages 1 and 2 gather once a step
@@ -206,7 +213,16 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
             defaults.
     """
     found = np.zeros(len(COLUMNS))
+    shared = of_settings(settings, job.parallelism)
+    job = replace(  # of a slot, whose layers AutoTP divides; ZeRO divides them among the others
+        job,
+        params=job.params / shared.tensor,
+        trainable=job.trainable / shared.tensor,
+        flops_per_sample=job.flops_per_sample / shared.shared,
+        slots=job.slots // shared.tensor,
+    )
     stage, n = strategy.stage, job.slots
+    found[GROUPS] = shared.data(n * shared.tensor)
     given = {key: value for key, value in settings.items() if value != AUTO}
     get = {**defaults(stage), **given}.get
     gradient_bytes = float(job.param_bytes * job.trainable)

@@ -16,7 +16,8 @@ class BatchRule:
     """The user's constraints on batch sizes.
 
     Attributes:
-        slots_per_trial: data-parallel slots of every trial.
+        slots_per_trial: slots of every trial.
+        data_parallel: the largest data-parallel size of a trial; 0 for all of its slots.
         own_batch: the batch sizes of the user's own configuration.
         train_batch_size: if given, the exact global batch of every configuration.
         divisible_by: micro batches are multiples of this.
@@ -33,13 +34,19 @@ class BatchRule:
     min_micro_batch: int = 1
     max_micro_batch: int | None = None
     max_train_batch_size: int | None = None
+    data_parallel: int = 0
+
+    @property
+    def most_groups(self) -> int:
+        """The largest number of samples that a micro step of single samples has."""
+        return self.data_parallel or self.slots_per_trial
 
     @property
     def allowed_micro_batches(self) -> Sequence[int]:
         """All micro batches that may be tried, ascending; none if the constraints are contrary."""
         smallest, largest = self.min_micro_batch, self.max_micro_batch or LARGEST_MICRO_BATCH
         if self.max_train_batch_size is not None:
-            largest = min(largest, self.max_train_batch_size // self.slots_per_trial)
+            largest = min(largest, self.max_train_batch_size // self.most_groups)
         if self.train_batch_size is None and not self.micro_batches:
             first = -(-smallest // self.divisible_by) * self.divisible_by
             return range(first, largest + 1, self.divisible_by)
@@ -64,7 +71,7 @@ class BatchRule:
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
         """Return the micro batches of which whole numbers make a global batch."""
-        per_slot, rest = divmod(train_batch_size, self.slots_per_trial)
+        per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]
         return {*small, *(per_slot // d for d in small)}

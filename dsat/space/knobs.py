@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.inputs.switches import SWITCHES
-from dsat.space.overrides import SEQUENTIAL, TOP_SECTIONS
+from dsat.space.overrides import SEQUENTIAL, TOP_LEVEL, TOP_SECTIONS
+from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 from dsat.values.zero_strategy import CPU, NONE, Strategy
 
 
@@ -20,6 +22,7 @@ class Situation:
         on_device: slots have memory of their own, and queues of kernels to be kept filled.
         bf16: the model is trained in bf16.
         slots_per_host: of a trial over several hosts; 0 if it is on one.
+        heads: of the model's attention; 0 if they are not known.
     """
 
     strategy: Strategy
@@ -28,6 +31,7 @@ class Situation:
     on_device: bool = False
     bf16: bool = False
     slots_per_host: int = 0
+    heads: int = 0
 
     @property
     def optimizer_offloaded(self) -> bool:
@@ -103,7 +107,7 @@ class Knob:
     @property
     def path(self) -> str:
         """The keys that lead to it from the top of a configuration, with dots between them."""
-        is_top = self.key.partition(".")[0] in TOP_SECTIONS
+        is_top = self.key.partition(".")[0] in (*TOP_SECTIONS, *TOP_LEVEL)
         return self.key if is_top else f"zero_optimization.{self.key}"
 
     @property
@@ -115,6 +119,9 @@ class Knob:
         """Return the values that a trial can have."""
         if not self.divides_slots:
             return self.values
+        if self.key in PARALLELISM:  # which passes activations: inside of a host
+            most = math.gcd(situation.slots_per_host or situation.slots, situation.heads)
+            return tuple(v for v in self.values if most % v == 0)
         of_host = situation.slots_per_host
         values = (self.values[0], of_host) if of_host else self.values
         return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
@@ -122,6 +129,7 @@ class Knob:
 
 _ON_REQUEST: Mapping[str, Any] = {"unasked": _never, "is_later": True}
 HPZ = "zero_hpz_partition_size"
+PARALLELISM = (TENSOR_SIZE, SEQUENCE_SIZE)
 _SWITCH_ON, _SWITCH_OFF = (False, True), (True, False)  # the default first
 # deepspeed/compile/config.py: it offloads either of them, and in stage 3 only.
 _DEEPCOMPILE = tuple(
@@ -282,6 +290,21 @@ KNOBS = (
         unasked=lambda s: s.slots_per_host > 0,
         divides_slots=True,
         is_later=True,
+    ),
+    *(
+        Knob(
+            key,
+            tuple(2**n for n in range(11)),
+            (0, 1, 2, 3),
+            reason,
+            when=_several_slots,
+            divides_slots=True,
+            **_ON_REQUEST,
+        )
+        for key, reason in (
+            (TENSOR_SIZE, "slots that divide each layer save memory, and pass its activations"),
+            (SEQUENCE_SIZE, "slots that divide each sequence make longer ones fit"),
+        )
     ),
     # What follows changes what is computed, or depends on what the script does: see `unasked`.
     Knob(

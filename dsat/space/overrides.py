@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.inputs.switches import is_switch
+from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
 # Settings of a proposal that are no keys of `zero_optimization`.
-_TOP_LEVEL = ("zero_force_ds_cpu_optimizer",)
+TOP_LEVEL = ("zero_force_ds_cpu_optimizer", SEQUENCE_SIZE)
 # Sections beside `zero_optimization` that settings of a proposal lead into.
-TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile")
+TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile", "tensor_parallel")
 
 
 def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
     zero: dict[str, Any] = {}
     overrides: dict[str, Any] = batch.config()
     for key, value in settings.items():
-        if key in _TOP_LEVEL:
+        if key in TOP_LEVEL:
             overrides[key] = value
         elif key != GAS and not is_switch(key):
             section, _, inner = key.partition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,15 @@ from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.inputs.switches import SWITCHES
-from dsat.space.knobs import BUCKETS, KNOBS, Knob, Situation
+from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
 from dsat.space.overrides import GAS, script_args_for, strategy_settings
+from dsat.values import parallelism
 from dsat.values.outcome import ScriptSwitch
+from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
+
+_BOTH_SIZES = "parallelism"  # one knob of two, since slots are divided by both together
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,20 @@ class Branch:
         counts = [len(values) for _, values in self.knobs]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
+    def of_each_parallelism(self) -> list[dict[str, Any]]:
+        """Return settings of each way to divide slots; their other knobs have their first value."""
+        sizes = (*PARALLELISM, _BOTH_SIZES)
+        for (key, values), stride in zip(self.knobs, self.strides, strict=True):
+            if key in sizes:
+                return [self.settings(stride * digit) for digit in range(len(values))]
+        return [self.settings(0)]
+
     def settings(self, index: int) -> dict[str, Any]:
         """Return the settings number `index`; number 0 has the first value of every knob."""
         chosen = {"stage": self.strategy.stage, **self.base}
         for key, values in self.knobs:
             index, digit = divmod(index, len(values))
-            chosen[key] = values[digit]
+            chosen |= values[digit] if key == _BOTH_SIZES else {key: values[digit]}
         return chosen
 
 
@@ -82,6 +95,10 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     priors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
+        """How slots share samples with some settings, or by the user's own configuration."""
+        return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
+
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings of `zero_optimization` that are not searched.
@@ -104,13 +121,14 @@ class Space:
     Attributes:
         strategies: the strategies to search.
         micro_batches: allowed micro batches, ascending.
-        slots: data-parallel slots of a trial.
+        slots: of a trial.
         gas: gradient accumulation steps, unless a global batch decides them.
         train_batch_size: if given, gas makes every batch exactly this.
         max_train_batch_size: if given, gas makes every batch as large as this lets it be.
         freedom: what of the settings may be chosen.
         num_params: sizes that the model could never fill are left out.
         found_switches: switches that the script turned out to have, with their values.
+        heads: of the model's attention; 0 if they are not known.
         roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
             of a branch have no larger one, whatever DeepSpeed's default.
     """
@@ -123,6 +141,7 @@ class Space:
     max_train_batch_size: int | None = None
     freedom: Freedom = Freedom()
     num_params: int | None = None
+    heads: int = 0
     roomy_bucket: int | None = None
     found_switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
 
@@ -144,14 +163,15 @@ class Space:
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         """Return the batch sizes of a micro batch, with settings that may name gas."""
-        step = micro_batch * self.slots
+        shared = self.freedom.parallelism(settings)
+        step = micro_batch * shared.data(self.slots)
         if self.train_batch_size is not None:
             gas = self.train_batch_size // step
         elif self.max_train_batch_size is not None:
             gas = max(1, self.max_train_batch_size // step)
         else:
             gas = int((settings or {}).get(GAS, self.gas))
-        return BatchTriple(step * gas, micro_batch, gas)
+        return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
     def describe(self) -> list[str]:
         """Return one line per branch with the knobs that are searched in it."""
@@ -190,6 +210,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         on_device=freedom.offload_helps,
         bf16=(config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True,
         slots_per_host=freedom.slots_per_host,
+        heads=space.heads,
     )
     # The most promising first: a search compares the changes that come first.
     knobs = [(n, v) for n, v in space.levers.items() if _matters(n, situation, freedom)]
@@ -202,6 +223,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
             values = _with_first(_own_value(knob, config), values)
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
+    knobs = _of_parallelism(knobs, space)
     names = {knob.key for knob in KNOBS}
     for key, listed in freedom.choices.items():
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
@@ -229,6 +251,35 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
         return True
     offloads = situation.optimizer_offloaded or situation.parameters_offloaded
     return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
+
+
+def _of_parallelism(
+    knobs: Sequence[tuple[str, tuple[Any, ...]]], space: Space
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the knobs with sizes that leave whole samples to whole groups of slots.
+
+    Two of them become one. Both above 1 are left out: AutoTP replaces the groups that Ulysses
+    passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8).
+    """
+    sizes = {key: values for key, values in knobs if key in PARALLELISM}
+    if not sizes:
+        return list(knobs)
+    options = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
+    options = [each for each in options if _divides(each, space)]
+    found = [(key, values) for key, values in knobs if key not in sizes]
+    if len(sizes) > 1:
+        return [*found, (_BOTH_SIZES, tuple(options))]
+    [key] = sizes
+    return [*found, (key, tuple(each[key] for each in options))]
+
+
+def _divides(sizes: Mapping[str, int], space: Space) -> bool:
+    own = space.freedom.parallelism()
+    shared = space.freedom.parallelism(sizes)
+    if shared == own:
+        return True
+    total = space.train_batch_size or space.slots
+    return min(shared.tensor, shared.sequence) == 1 and total % shared.data(space.slots) == 0
 
 
 def _is_searched(knob: Knob, situation: Situation, freedom: Freedom) -> bool:

@@ -145,13 +145,13 @@ class Decisions:
         return self.run.memory_basis
 
     def reference_configs(self) -> list[dict[str, Any]]:
-        """Return the first configuration of each searched strategy."""
+        """Return the first configuration of each searched strategy and parallelism."""
         space, configs = self._profile.space, []
         for branch in space.branches:
-            settings = branch.settings(0)
-            batch = space.batch(space.micro_batches[0], settings)
-            overrides = overrides_for(settings, batch)
-            configs.append(self.plan.config(overrides))
+            for settings in branch.of_each_parallelism():
+                batch = space.batch(space.micro_batches[0], settings)
+                overrides = overrides_for(settings, batch)
+                configs.append(self.plan.config(overrides))
         return configs
 
     def _update_phases(self) -> None:

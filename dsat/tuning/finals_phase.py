@@ -124,13 +124,15 @@ class FinalsPhase(Phase):
         if found:
             best = max(found, key=lambda trial: run.contestant(trial).log_value)
             return dict(best.overrides), best.batch, dict(best.script_args)
-        per_slot = own.train_batch_size // plan.slots_per_trial
-        sizes, most = plan.allowed_micro_batches, min(per_slot, pick.batch.micro_batch)
+        slots, shared = plan.slots_per_trial, pick.batch.parallelism
+        per_group, rest = divmod(own.train_batch_size, shared.data(slots))
+        sizes, most = plan.allowed_micro_batches, min(per_group, pick.batch.micro_batch)
         smaller = sizes[: bisect.bisect_right(sizes, most)]
-        micro_batch = max((size for size in smaller if per_slot % size == 0), default=None)
-        if micro_batch is None:
+        micro_batch = max((size for size in smaller if per_group % size == 0), default=None)
+        if micro_batch is None or rest:
             return None
-        batch = BatchTriple(own.train_batch_size, micro_batch, per_slot // micro_batch)
+        gas = per_group // micro_batch
+        batch = BatchTriple.on(slots, shared, micro_batch=micro_batch, gas=gas)
         overrides = {**pick.overrides, **batch.config()}
         script_args = dict(pick.script_args)
         assert run.baseline is not None

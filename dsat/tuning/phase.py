@@ -10,8 +10,10 @@ from dsat.inputs import ds_config
 from dsat.space.knobs import defaults
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
+from dsat.values import parallelism
 from dsat.values.objective import KNOWN_TO_CI95
 from dsat.values.outcome import Outcome
+from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
@@ -102,6 +104,10 @@ class TrialFactory:
         base, config = self._plan.base_config, self._plan.config(overrides)
         if "autotuning" in base:  # the names of earlier runs were made with it
             config["autotuning"] = base["autotuning"]
+        shared = parallelism.of_config(config)
+        for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
+            if size == 1:
+                config.pop(key, None)
         zero = config["zero_optimization"]
         # As DeepSpeed understands what is absent.
         stage = zero.get("stage", 0)

@@ -31,6 +31,7 @@ class ProfilePhase(Phase):
         self._plan = plan
         self._trials = trials
         self._ladder = strategies.rungs(plan)
+        self._divisions = strategies.divisions(plan)  # tried one by one where no rung fits
         self._heard: str | None = None  # what the last error said
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
@@ -119,6 +120,11 @@ class ProfilePhase(Phase):
             self._tried.clear()
             self._next_micro_batch = smallest
             return
+        if outcome.kind.is_out_of_memory and len(self._divisions) > 1:
+            self._divisions.pop(0)
+            self._tried.clear()
+            self._next_micro_batch = smallest
+            return
         self.failure = outcome.said_of(name_of_trial(trial))
 
     def _is_refused(self, outcome: Outcome) -> bool:
@@ -137,7 +143,8 @@ class ProfilePhase(Phase):
 
     def _trial(self, micro_batch: int) -> Trial:
         plan = self._plan
-        batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
+        shared = self._divisions[0]
+        batch = BatchTriple.on(plan.slots_per_trial, shared, micro_batch=micro_batch)
         overrides = self._overrides(micro_batch)
         return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
 
@@ -147,7 +154,7 @@ class ProfilePhase(Phase):
             strategy = self._ladder[self._rung]
         else:
             strategy = self._sharded[0] if self._sharded else of_config(self._plan.base_config)
-        return strategies.profile_overrides(self._plan, strategy, micro_batch)
+        return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 
 
 def name_of_trial(trial: Trial) -> str:

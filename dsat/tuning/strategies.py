@@ -19,6 +19,7 @@ from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, ScriptSwitch
+from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
 
@@ -72,16 +73,32 @@ def rungs(plan: Plan) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-def profile_overrides(plan: Plan, strategy: Strategy, micro_batch: int) -> dict[str, Any]:
-    """Return the overrides of the profile trial with a strategy."""
-    base = plan.base_config
+def divisions(plan: Plan) -> list[Parallelism]:
+    """Return the ways to divide slots that may be tried, the user's own and the least first."""
+    space = make_space(plan, only=(of_config(plan.base_config),))
+    found = [plan.parallelism(each) for each in space.branches[0].of_each_parallelism()]
+    return sorted(found, key=lambda each: (each != plan.parallelism(), each.shared))
+
+
+def profile_overrides(
+    plan: Plan, strategy: Strategy, micro_batch: int, shared: Parallelism | None = None
+) -> dict[str, Any]:
+    """Return the overrides of the profile trial with a strategy.
+
+    Args:
+        shared: how slots share samples; as in the user's own configuration if it is not given.
+    """
+    base, own = plan.base_config, plan.parallelism()
+    shared = shared or own
     settings = strategy_settings(strategy, base, plan.nvme_path)
     if strategy != of_config(base):
         settings["stage"] = strategy.stage
     if strategy.stage > 0:
         # Default buckets take gigabytes whatever the model: small ones let more models fit.
         settings |= smallest_buckets(fixed=plan.fixed, stage=strategy.stage)
-    batch = BatchTriple(micro_batch * plan.slots_per_trial, micro_batch, 1)
+    if shared != own:
+        settings |= shared.settings
+    batch = BatchTriple.on(plan.slots_per_trial, shared, micro_batch=micro_batch)
     return overrides_for(settings, batch)
 
 
@@ -115,6 +132,7 @@ def make_space(
         max_train_batch_size=plan.max_train_batch_size,
         freedom=plan,
         num_params=None if profile is None else profile.num_params,
+        heads=0 if profile is None else profile.attention_heads or 0,
         roomy_bucket=None if profile is None else _roomy_bucket(profile),
         found_switches={} if profile is None else _comparable(plan, profile),
     )

@@ -67,7 +67,8 @@ class TrialCosts:
         self._steps = [*self._steps, steps][-_MOST_KEPT:]
         strategy = of_config(self._plan.config(trial.overrides))
         if self._speed is not None and strategy in self._strategies:
-            settings = trial.overrides.get("zero_optimization", {})
+            zero = trial.overrides.get("zero_optimization", {})
+            settings = {**zero, **trial.batch.parallelism.settings}
             points = self._points(strategy, settings, trial.batch)
             with_one_thread = in_one_thread(self._speed.update)
             with_one_thread(points, math.log(step_s), outcome.metrics.standard_error)

@@ -10,6 +10,7 @@ from typing import Any
 from dsat.values import student
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.text import MOST_OF_A_LOG, printable
 
 
@@ -157,7 +158,8 @@ class ModelProfile(Recorded):
     Attributes:
         num_params, trainable_params: of the whole model, whatever the partitioning.
         param_bytes: bytes of one parameter in the forward pass (2 for bf16 and fp16).
-        activation_bytes_per_sample: kept for the backward pass by each sample of a micro batch.
+        activation_bytes_per_sample: kept on a slot for the backward pass by each sample of a micro
+            batch.
         flops_per_sample: forward and backward, without recomputation.
         slot_memory_bytes: what a slot may use.
         largest_activation_bytes_per_sample: of the largest one of those; 0 if that is not known.
@@ -169,6 +171,8 @@ class ModelProfile(Recorded):
         fed_instead: `micro_batch` of this trial and `rows` that all of the model's inputs had
             instead; empty if they had as many as expected, or differed.
         switches: of the script, by name.
+        parallelism: with which it was measured.
+        attention_heads: None if the model's configuration does not say.
     """
 
     num_params: int
@@ -183,6 +187,8 @@ class ModelProfile(Recorded):
     device_name: str = ""
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
     largest_activation_bytes_per_sample: int = 0
+    parallelism: Parallelism = DATA_ONLY
+    attention_heads: int | None = None
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.values.codec import Recorded
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 
 
 class TrialKind(str, enum.Enum):
@@ -21,20 +22,40 @@ class TrialKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """DeepSpeed's batch sizes; `train_batch_size` = micro batch x gas x data-parallel slots."""
+    """Batch sizes of a trial.
+
+    Attributes:
+        train_batch_size: samples of an optimizer step: micro batch x gas x data-parallel size.
+        micro_batch: samples per data-parallel group of slots and micro step.
+        gas: gradient accumulation steps.
+        parallelism: how the trial's slots share samples.
+    """
 
     train_batch_size: int
     micro_batch: int
     gas: int
+    parallelism: Parallelism = DATA_ONLY
 
     def __post_init__(self) -> None:
         if min(self.train_batch_size, self.micro_batch, self.gas) < 1:
             raise ValueError("a batch size is less than 1")
 
-    def config(self) -> dict[str, int]:
-        """The triple under DeepSpeed's keys."""
+    @classmethod
+    def on(
+        cls, slots: int, parallelism: Parallelism, *, micro_batch: int, gas: int = 1
+    ) -> BatchTriple:
+        """Return the batch sizes of a micro batch on a number of slots."""
+        return cls(micro_batch * gas * parallelism.data(slots), micro_batch, gas, parallelism)
+
+    def config(self) -> dict[str, int | None]:
+        """The batch sizes under DeepSpeed's keys.
+
+        The global one is left out where slots share samples: there DeepSpeed (0.19.8) checks it by
+        other sizes in its engine and in stage 3, and the Trainer by one more.
+        """
+        is_plain = self.parallelism == DATA_ONLY
         return {
-            "train_batch_size": self.train_batch_size,
+            "train_batch_size": self.train_batch_size if is_plain else None,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.gas,
         }

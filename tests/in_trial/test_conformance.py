@@ -1,7 +1,8 @@
-"""Ranks that share samples, pipelines and other numbers of ranks are refused by name."""
+"""Parallelism of a script's own, pipelines and other numbers of ranks are refused by name."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.conformance import check_arguments, check_engine
+from dsat.values.parallelism import Parallelism
 
 
 class PipelineModule:
@@ -30,9 +32,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "slots", "problem"),
     [
-        ({"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)}, 4, "2 slots .* mpu"),
-        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, 4, "4 slots .* mpu"),
-        ({"mesh_param": (2, 2)}, 4, "2 slots share each sample by the mesh_param"),
+        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, 4, "an mpu of its own"),
         ({"model": Mine()}, 4, "was given a PipelineModule"),
         ({}, 8, r"4 ranks on 8 slots: .*resources\.slots_per_trial"),
     ],
@@ -48,8 +48,8 @@ def test_refused(arguments: dict[str, Any], slots: int, problem: str) -> None:
         {"model": torch.nn.Linear(1, 1)},
         {"mpu": None, "mesh_param": None},
         {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 4)},
-        {"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 1)},
-        {"mesh_param": (4, 1)},
+        {"mpu": SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)},
+        {"mesh_param": (2, 2)},
     ],
 )
 @pytest.mark.parametrize("slots", [0, 4])
@@ -57,16 +57,20 @@ def test_accepted(arguments: dict[str, Any], slots: int) -> None:
     check_arguments(arguments, slots)
 
 
-@pytest.mark.parametrize("ranks", [4, None, 2])
-def test_an_engine_with_fewer_data_parallel_ranks_is_refused(ranks: int | None) -> None:
+@pytest.mark.parametrize(
+    ("expected", "problem"),
+    [
+        (Parallelism(2, 1), ""),
+        (Parallelism(1, 1), r"autotp_size is 2 in the script's engine, not 1"),
+        (Parallelism(2, 2), r"sequence_parallel_size is 1 in .*, not 2\. A script takes it from"),
+    ],
+)
+def test_an_engine_with_other_parallelism_is_refused(expected: Parallelism, problem: str) -> None:
     engine = SimpleNamespace(
         train_micro_batch_size_per_gpu=lambda: 2,
         gradient_accumulation_steps=lambda: 1,
         zero_optimization_stage=lambda: 1,
-        dp_world_size=ranks,
+        mp_world_size=2,
     )
-    if ranks == 2:
-        with pytest.raises(InvalidTrial, match="2 slots share each sample"):
-            check_engine(engine, micro_batch=2, gas=1, stage=1)
-    else:
-        check_engine(engine, micro_batch=2, gas=1, stage=1)
+    with pytest.raises(InvalidTrial, match=problem) if problem else nullcontext():
+        check_engine(engine, micro_batch=2, gas=1, stage=1, parallelism=expected)

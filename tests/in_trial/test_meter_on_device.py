@@ -142,7 +142,7 @@ def test_the_meters_communicator_is_made_before_memory_is_full(
     clock, did = Clock(), list[str]()
     use_accelerator(monkeypatch, Device(clock))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: did.append("all-reduce"))
 

@@ -15,6 +15,7 @@ from dsat.inputs.ds_config import (
     parse,
     resolve_batch,
 )
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple
 
 NESTED: dict[str, Any] = {
@@ -102,16 +103,26 @@ def test_batch_sizes_are_derived_as_deepspeed_does(
 
 
 @pytest.mark.parametrize(
-    ("config", "where"),
+    ("config", "expected"),
     [
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        # DeepSpeed counts data-parallel groups under Ulysses, and all ranks under AutoTP.
+        ({"sequence_parallel_size": 2}, BatchTriple(8, 4, 1, Parallelism(sequence=2))),
+        ({"tensor_parallel": {"autotp_size": 2}}, BatchTriple(4, 2, 1, Parallelism(2))),
+        ({"tensor_parallel": {"autotp_size": 0}}, BatchTriple(8, 2, 1)),
     ],
 )
-def test_slots_that_share_samples_are_refused(config: dict[str, Any], where: str) -> None:
-    with pytest.raises(UserInputError, match="2 slots would share each sample") as caught:
-        resolve_batch({**config, "train_batch_size": 8}, 4, where="ds.json")
-    assert caught.value.where == f"ds.json: {where}"
+def test_slots_that_share_samples_do_not_multiply_them(
+    config: dict[str, Any], expected: BatchTriple
+) -> None:
+    found = resolve_batch({**config, "train_batch_size": 8}, 4, where="ds.json")
+    assert found == expected
+    shares = found.parallelism != DATA_ONLY
+    assert found.config()["train_batch_size"] == (None if shares else 8)
+
+
+def test_slots_must_be_divisible() -> None:
+    with pytest.raises(UserInputError, match="sequence parallel 3 needs a multiple of 3 slots"):
+        resolve_batch({"sequence_parallel_size": 3, "train_batch_size": 8}, 4, where="ds.json")
 
 
 def test_steps_that_deepspeed_divides_as_it_likes_are_refused() -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.space.batch_rule import BatchRule
-from dsat.space.knobs import KNOBS, SECTIONS, Situation, defaults
+from dsat.space.knobs import KNOBS, PARALLELISM, SECTIONS, Situation, defaults
 from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import ScriptSwitch
+from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plain
 
@@ -284,7 +285,7 @@ NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked(Situation(Strate
 def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
     freedom = {"config": config, "offload_helps": True, "defaults": INSTALLED}
-    never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size"}
+    never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size", *PARALLELISM}
     assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
     for strategy in (Strategy(3), Strategy(3, CPU)):
         assert not never & set(_knobs(strategy, 8, **freedom))
@@ -294,6 +295,45 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     assert _knobs(Strategy(2), tune=["bf16"], config=own)["bf16"][0] == states
     for strategy, wrong in ((Strategy(2), {}), (Strategy(2, NVME), config)):
         assert "bf16" not in _knobs(strategy, tune=["bf16"], config=wrong)
+
+
+def _sizes(
+    *tune: str, config: dict[str, Any] | None = None, total: int | None = None, per_host: int = 0
+) -> list[Parallelism]:
+    """Sizes that a search tries on 8 slots with 12 heads, one above 1 for tensor and sequence."""
+    freedom = Freedom(tune=tune, base_config=config or {}, slots_per_host=per_host)
+    space = Space(
+        strategies=plain(0),
+        micro_batches=[1],
+        slots=8,
+        train_batch_size=total,
+        freedom=freedom,
+        heads=12,
+    )
+    [branch] = space.branches
+    for index in range(branch.count):
+        batch = space.batch(1, branch.settings(index))
+        assert total in (None, batch.train_batch_size)
+    return [freedom.parallelism(branch.settings(n)) for n in range(branch.count)]
+
+
+def test_slots_are_divided_by_divisors_of_heads_slots_and_a_hosts_slots() -> None:
+    own = {"tensor_parallel": {"autotp_size": 2}}
+    assert _sizes() == [Parallelism()]
+    assert _sizes(config=own) == [Parallelism(2)]
+    assert _sizes(TENSOR_SIZE) == [Parallelism(n) for n in (1, 2, 4)]
+    assert _sizes(TENSOR_SIZE, config=own) == [Parallelism(n) for n in (2, 1, 4)]
+    assert _sizes(SEQUENCE_SIZE, per_host=2) == [Parallelism(1, n) for n in (1, 2)]
+    both = _sizes(TENSOR_SIZE, SEQUENCE_SIZE)
+    assert both[0] == Parallelism()
+    assert sorted(map(str, both[1:])) == sorted(
+        str(each) for n in (2, 4) for each in (Parallelism(n), Parallelism(1, n))
+    )
+
+
+def test_a_global_batch_leaves_out_sizes_whose_groups_do_not_divide_it() -> None:
+    own = {"sequence_parallel_size": 2}
+    assert _sizes(SEQUENCE_SIZE, config=own, total=4) == [Parallelism(1, n) for n in (2, 4)]
 
 
 def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
@@ -333,9 +373,11 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
         "bf16": "bfloat16_config",
         "activation_checkpointing": "activation_checkpointing_config",
         "compile": "compile_config",
+        "tensor_parallel": "tensor_parallel_config",
     }
     base = {"bf16": {"enabled": True}}
-    for knob, stage in [(one, stage) for one in KNOBS for stage in one.stages]:
+    knobs = [knob for knob in KNOBS if knob.key != SEQUENCE_SIZE]  # which only the engine reads
+    for knob, stage in [(one, stage) for one in knobs for stage in one.stages]:
         strategy = Strategy(stage, CPU if stage else NONE, CPU if stage == 3 else NONE)
         for value in knob.values:
             settings = {"stage": stage, **strategy_settings(strategy, base), knob.key: value}

@@ -10,7 +10,7 @@ import pytest
 
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
-from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, TrialKind
 from testing.helpers import (
     Event,
@@ -136,7 +136,7 @@ def test_a_profile_that_reported_nothing_ends_the_run() -> None:
 def test_a_model_whose_flops_were_not_counted(metric: str, flops: float, fails: bool) -> None:
     tuner, _ = tuner_of(plan_of(metric=metric))
     tuner.next_trials(1)
-    profile = ModelProfile(**{**weightless(15).to_json(), "flops_per_sample": flops})
+    profile = replace(weightless(15), flops_per_sample=flops)
     tuner.record(0, profiled(profile))
     assert tuner.failed == fails
     assert ("--metric throughput" in (tuner.stop_reason or "")) == fails

@@ -17,6 +17,7 @@ from dsat.in_trial import command_hook
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.rank_files import CHANGES_FILE, DONE_FILE, PORTS_FILE
 from dsat.in_trial.side_effects import trackers_off
+from dsat.inputs import accelerate_env
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.files import write_atomically
 from dsat.values.text import words_without_secrets
@@ -108,7 +109,7 @@ class CommandLaunch(Launch):
             env["OMP_NUM_THREADS"] = "1"
         elif self._machine.expandable_segments and not allocator_is_set(env):
             env.update(ALLOCATOR_SETTINGS)
-        return env
+        return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
 
     def _changes(self) -> dict[str, Any]:
         """Return the arguments and variables that replace those of the first run."""

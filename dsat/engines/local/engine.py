@@ -36,8 +36,10 @@ from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.values import slow
+from dsat.space.overrides import overrides_for
+from dsat.values import parallelism, slow
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.parallelism import DATA_ONLY
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _log = logging.getLogger(__name__)
@@ -160,13 +162,15 @@ class LocalEngine:
         """
         size = CAPTURED_MICRO_BATCH
         batch = BatchTriple(size, size, 1)
+        own = parallelism.of_config(self._preparation.experiment.base_config)
+        alone = {} if own == DATA_ONLY else DATA_ONLY.settings  # it is a single rank
         trial = Trial(
             SIMULATION_ID,
             TrialKind.SEARCH,
             "simulation",
             0,
             batch,
-            {**batch.config(), "zero_optimization": {"stage": 0}},
+            overrides_for({**alone, "stage": 0}, batch),
             script_args=script_args,
         )
         folder = self._preparation.run / "simulation"

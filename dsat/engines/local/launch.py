@@ -18,7 +18,7 @@ from dsat.engines.local.rank_settings import cores_of, settings_of_ranks
 from dsat.engines.local.running import FULL_RUN_ID, Start
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.rank_files import RankSpec
-from dsat.inputs import ds_config
+from dsat.inputs import accelerate_env, ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values.text import words_without_secrets
@@ -143,6 +143,7 @@ class Launch:
         env.update(share.host.machine.variables_of(share.slots or (0,)))
         ranks = self._ranks_per_host
         env.update(settings_of_ranks(self._machine, self.program, self.config, ranks, env))
+        env.update(accelerate_env.for_parallelism(env, self.config, self._ranks))
         if not self.is_forked:
             # An interpreter of another environment must not see what is installed beside dsat.
             packages = self.linked_packages() if self.program.interpreter else _PACKAGE.parent

@@ -11,6 +11,7 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
+from dsat.in_trial.profiler import attention_heads
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
@@ -120,6 +121,10 @@ class BorrowedModel:
         size = max((p.element_size() for p in parameters), default=4)
         return {**self._snapshot.sizes(), "param_bytes": size}
 
+    def attention_heads(self) -> int | None:
+        """Attention heads of the model, if its configuration says."""
+        return attention_heads(self._arguments["model"])
+
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
         """The second size of the batch's first matrix of integers: tokens of a sample."""
         for tensor in tensors_in([args, dict(kwargs)]):
@@ -146,11 +151,15 @@ class BorrowedModel:
             snapshot=self._snapshot,
             micro_batch=micro_batch,
             packed_length=packed_length,
+            sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))
-        of_candidate = ("micro_batch", "slots", "as_cpu", "workspace_bytes", "traced")
+        of_candidate = (
+            *("micro_batch", "slots", "as_cpu", "workspace_bytes", "traced"),
+            "sequence_length",
+        )
         candidate = Candidate(config, **{name: request[name] for name in of_candidate})
         run = (ActivationPass if request["activations_only"] else Simulation)(captured, candidate)
         outputs = run.forward(args, kwargs)

@@ -133,7 +133,13 @@ class SimulationServer:
         self._fakes = None
         self._connection.connect(str(self._address))
         model.keep_integers(args, kwargs)
-        self._send({"sizes": model.sizes(), "sequence_length": model.sequence_length(args, kwargs)})
+        self._send(
+            {
+                "sizes": model.sizes(),
+                "sequence_length": model.sequence_length(args, kwargs),
+                "attention_heads": model.attention_heads(),
+            }
+        )
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(os.sched_getaffinity(0))
         while True:

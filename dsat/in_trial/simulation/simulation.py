@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.in_trial.simulation import fake_device, patches
+from dsat.in_trial.simulation import fake_device, patches, ulysses
 from dsat.in_trial.simulation.autocast import Autocast, outside_of_contexts
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.known_values import ValuesMode
@@ -35,6 +35,9 @@ from dsat.in_trial.simulation.storage_tracker import (
 )
 from dsat.in_trial.versions import transformers_masks
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
+from dsat.values import parallelism
+from dsat.values.parallelism import Parallelism
+from dsat.values.trial import BatchTriple
 
 _ON_HOST = (PINNED, HOST)
 
@@ -44,7 +47,8 @@ class Candidate:
     """Configuration to simulate, as `as_simulated` makes it.
 
     Attributes:
-        slots: data-parallel ranks.
+        slots: ranks.
+        sequence_length: tokens of a sample; None for those that the script's has.
         as_cpu: the ranks run on a CPU.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
         traced: kernels and collectives are recorded.
@@ -56,6 +60,12 @@ class Candidate:
     as_cpu: bool
     workspace_bytes: int
     traced: bool = False
+    sequence_length: int | None = None
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the ranks share samples."""
+        return parallelism.of_config(self.config)
 
     @property
     def gas(self) -> int:
@@ -74,6 +84,7 @@ class Captured:
         micro_batch: the samples in its first batch.
         dtype: of the parameters that the script saw when it made the batch.
         packed_length: of the one row that holds all samples; 0 if each has a row of its own.
+        sequence_length: tokens of a sample, if samples are sequences of tokens.
         on_host: copies of integers that it has on another device, by the `id` of each.
     """
 
@@ -83,19 +94,33 @@ class Captured:
     micro_batch: int
     dtype: torch.dtype
     packed_length: int = 0
+    sequence_length: int | None = None
     on_host: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
-    def shape_with(self, micro_batch: int, shape: Sequence[int]) -> list[int]:
-        """Return a shape of the batch with another micro batch."""
+    def shape_for(self, candidate: Candidate, shape: Sequence[int]) -> list[int]:
+        """Return a shape of the batch with a candidate's micro batch and part of a sequence."""
+        wanted = self._length_for(candidate)
         if self.packed_length:
-            grown = self.packed_length // self.micro_batch * micro_batch
+            grown = wanted * candidate.micro_batch
             return [grown if size == self.packed_length else size for size in shape]
         samples, rest = divmod(shape[0], self.micro_batch)
-        return [shape[0] if rest else samples * micro_batch, *shape[1:]]
+        first = shape[0] if rest else samples * candidate.micro_batch
+        # Of what has no samples, positions alone are tokens.
+        is_of_tokens = not rest or shape[0] == 1 or len(shape) == 1
+        sizes = [first, *shape[1:]]
+        place = min(1, len(shape) - 1)
+        if is_of_tokens and sizes[place] == self.sequence_length:
+            sizes[place] = wanted
+        return sizes
 
-    def with_samples(self, micro_batch: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the batch with another micro batch: its samples over and over again."""
-        shape = self.shape_with(micro_batch, tensor.shape)
+    def _length_for(self, candidate: Candidate) -> int:
+        """Tokens of a sample that each rank of the candidate has."""
+        own = self.packed_length // self.micro_batch or self.sequence_length or 0
+        return -(-(candidate.sequence_length or own) // candidate.parallelism.sequence)
+
+    def for_candidate(self, candidate: Candidate, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the batch in a candidate's shape: its values over and over again."""
+        shape = self.shape_for(candidate, tensor.shape)
         for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
             if own != wanted:
                 tensor = tensor.index_select(dim, torch.arange(wanted) % own)
@@ -162,8 +187,8 @@ class _FakeDevice:
             return known[1]
         if tensor.dim() == 0:
             return tensor
-        micro_batch = self._candidate.micro_batch
-        shape = self._captured.shape_with(micro_batch, tensor.shape)
+        captured, candidate = self._captured, self._candidate
+        shape = captured.shape_for(candidate, tensor.shape)
         dtype = tensor.dtype
         if dtype.is_floating_point and dtype == self._captured.dtype:
             dtype = self._dtype
@@ -171,7 +196,7 @@ class _FakeDevice:
         self._adopted[id(tensor)] = tensor, fake
         real = self._captured.on_host.get(id(tensor), tensor)
         if real.device.type == "cpu" and not (is_scripts(real) or dtype.is_floating_point):
-            self._values.know(fake, lambda: self._captured.with_samples(micro_batch, real))
+            self._values.know(fake, lambda: captured.for_candidate(candidate, real))
         return fake
 
 
@@ -202,9 +227,15 @@ class Simulation(_FakeDevice):
             "training_data": None,
         }
         del fakes
+        shared, micro_batch = self._candidate.parallelism, self._candidate.micro_batch
+        if shared.sequence > 1:
+            module = captured.snapshot.module
+            arguments["mpu"] = ulysses.groups(module, size=shared.sequence, micro_batch=micro_batch)
         gc.collect()
         self.tracker.begin("init")
         engine, *_ = captured.initialize(**arguments)
+        if shared.tensor > 1:  # it compares the ranks' batches
+            engine.first_dataloader_check.remove()
         engine.train()
         engine.set_gradient_accumulation_boundary = lambda is_boundary: None
         gc.collect()
@@ -212,11 +243,15 @@ class Simulation(_FakeDevice):
 
     def _config(self) -> dict[str, Any]:
         candidate = self._candidate
+        batch = BatchTriple.on(
+            candidate.slots,
+            candidate.parallelism,
+            micro_batch=candidate.micro_batch,
+            gas=candidate.gas,
+        )
         return {
             **copy.deepcopy(dict(candidate.config)),
-            "train_micro_batch_size_per_gpu": candidate.micro_batch,
-            "gradient_accumulation_steps": candidate.gas,
-            "train_batch_size": candidate.micro_batch * candidate.gas * candidate.slots,
+            **batch.config(),
             "steps_per_print": 10**9,
         }
 

@@ -1,0 +1,12 @@
+"""The same model in the Trainer, which asks accelerate for Ulysses by itself."""
+
+import tempfile
+
+import transformers
+from train import model, samples  # type: ignore[import-not-found]
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+transformers.logging.set_verbosity_error()
+(args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+args.output_dir = tempfile.mkdtemp()
+Trainer(model=model(2), args=args, train_dataset=samples(32)).train()

@@ -1,0 +1,65 @@
+"""The longest sequence by strategy, slots and their memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dsat.app import longest
+from dsat.app.estimate import configuration, ladder
+from dsat.app.longest import UNIT_TOKENS, Longest
+from dsat.errors import UserInputError
+from dsat.memory import CLOSED_FORM, SIMULATED
+from dsat.memory.simulation_client import Simulator
+from dsat.values.parallelism import Parallelism
+from dsat.values.zero_strategy import Strategy
+from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
+
+GIB = 2**30
+FACTS = facts_of(100 * MIB)  # 30 MiB for each 1,024 tokens
+BF16 = {"bf16": {"enabled": True}}
+
+
+def rows(host: FakeSimulationHost, *, slots: int, exact: bool = False) -> list[Longest]:
+    with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
+        return longest.rows(
+            simulator, partial(configuration, BF16), ladder(BF16), (slots,), (8 * GIB,), exact=exact
+        )
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sequences_grow_with_the_slots_that_divide_them(exact: bool) -> None:
+    alone, eight = (
+        {
+            row.strategy: row
+            for row in rows(
+                FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512),
+                slots=slots,
+                exact=exact,
+            )
+        }
+        for slots in (1, 8)
+    )
+    sharded = Strategy(3)
+    room = 8 * GIB / 1.05 - 18 * FACTS.num_params  # at least what stage 3 leaves on one slot
+    assert 0 < alone[sharded].tokens <= room / (20 * MIB) * UNIT_TOKENS
+    assert alone[sharded].parallelism == Parallelism()
+    # 12 heads are divided by 4 slots at most.
+    assert eight[sharded].parallelism == Parallelism(sequence=4)
+    assert eight[sharded].tokens > 4 * alone[sharded].tokens
+    assert eight[sharded].source == (SIMULATED if exact else CLOSED_FORM)
+
+
+def test_what_cannot_be_simulated_is_named() -> None:
+    host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)), sequence_length=512)
+    found = rows(host, slots=2, exact=True)
+    assert {row.strategy.stage for row in found if row.note} == {3}
+    text = longest.text(found)
+    assert any("no fake kernel" in line for line in text)
+    assert any("sp2" in line for line in text)
+
+
+def test_samples_must_be_sequences() -> None:
+    with pytest.raises(UserInputError, match="no integers"):
+        rows(FakeSimulationHost(FACTS, by_formula(FACTS)), slots=1)

@@ -1,0 +1,71 @@
+"""AutoTP and Ulysses on two real ranks: the same training, and each sample and token once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsat.space.overrides import overrides_for
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.local import Bench, bench_of
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 32
+TENSOR, SEQUENCE = Parallelism(tensor=2), Parallelism(sequence=2)
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("parallel")
+    with bench_of("parallel", folder, slots_per_trial=2, imported=True, max_steps=5) as found:
+        yield found
+
+
+def trained(bench: Bench, shared: Parallelism, stage: int, micro_batch: int = 2) -> Outcome:
+    """Train with a global batch of four samples."""
+    gas = 4 // (micro_batch * shared.data(2))
+    batch = BatchTriple.on(2, shared, micro_batch=micro_batch, gas=gas)
+    overrides = overrides_for({"stage": stage, **shared.settings}, batch)
+    number = next(_numbers)
+    trial = Trial(number, TrialKind.SEARCH, f"{number}", stage, batch, overrides)
+    outcome = bench.run(trial)
+    assert outcome.ok, (outcome, bench.log(trial))
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Bench) -> Outcome:
+    return trained(bench, DATA_ONLY, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("shared", [TENSOR, SEQUENCE])
+def test_losses_and_counts_are_those_of_data_parallelism(
+    bench: Bench, alone: Outcome, shared: Parallelism, stage: int
+) -> None:
+    outcome = trained(bench, shared, stage)
+    assert outcome.training is not None and alone.training is not None
+    assert outcome.training.losses == pytest.approx(alone.training.losses, rel=1e-4)
+    assert outcome.metrics is not None and outcome.sequences is not None
+    step_s = outcome.metrics.latency / 1000
+    assert outcome.metrics.throughput * step_s == pytest.approx(4)
+    assert outcome.metrics.tokens_per_second is not None
+    assert outcome.metrics.tokens_per_second * step_s == pytest.approx(4 * LENGTH)
+    assert outcome.sequences.longest == LENGTH
+
+
+def test_a_script_that_leaves_the_size_out_is_told_so(tmp_path: Path) -> None:
+    with bench_of("seeded", tmp_path, slots_per_trial=2, imported=True) as bench:
+        batch = BatchTriple.on(2, SEQUENCE, micro_batch=2)
+        overrides = overrides_for({"stage": 1, **SEQUENCE.settings}, batch)
+        outcome = bench.run(Trial(0, TrialKind.SEARCH, "0", 1, batch, overrides))
+    assert outcome.kind is OutcomeKind.INVALID
+    assert json.dumps(outcome.message).count("sequence_parallel_size")
