@@ -25,7 +25,7 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import Simulator
+from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.projection import Projection, Row
 from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
@@ -172,7 +172,7 @@ def trace(
     # Later micro steps of a step are like the first of two.
     accumulates = any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
-    questions = [({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
+    questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
     answers = dict(zip(strategies, simulator.traces(questions), strict=True))
     failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
     traces = {

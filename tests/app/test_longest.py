@@ -23,6 +23,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 def rows(host: FakeSimulationHost, *, slots: int, exact: bool = False) -> list[Longest]:
     with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
+        simulator.facts(BF16)
         return longest.rows(
             simulator, partial(configuration, BF16), ladder(BF16), (slots,), (8 * GIB,), exact=exact
         )
