@@ -14,7 +14,7 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
-from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import PROGRAMS, SLOW_MACHINE_S, engine_of, is_alive
@@ -232,7 +232,7 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
         "stage3_max_live_parameters": 0,  # small as the model is, it would be gathered once
         "stage3_max_reuse_distance": 0,
     }
-    found = gpt_on_a_device.traces([(stages[stage], 2, 4) for stage in stages])
+    found = gpt_on_a_device.traces([Question(stages[stage], 2, 4) for stage in stages])
     traces = {}
     for stage, answer in zip(stages, found, strict=True):
         assert not isinstance(answer, str), answer
