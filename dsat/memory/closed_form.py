@@ -73,7 +73,7 @@ class ModelFacts:
         """
         of_slot = profile.activation_bytes_per_sample
         of_slot += 2 * profile.largest_activation_bytes_per_sample
-        slope = of_slot / _activations_kept(profile.parallelism)
+        slope = of_slot / profile.parallelism.activations_kept
         return cls(
             num_params=profile.num_params,
             trainable_params=profile.trainable_params,
@@ -88,22 +88,12 @@ class ModelFacts:
         """Return the part of a slot where several share layers and sequences."""
         sizes = ("num_params", "trainable_params", "largest_param")
         activations = [f.name for f in fields(self) if f.name.endswith("_per_sample")]
-        kept = _activations_kept(shared)
+        kept = shared.activations_kept
         return replace(
             self,
             **{name: getattr(self, name) // shared.tensor for name in sizes},
             **{name: getattr(self, name) * kept for name in activations},
         )
-
-
-def _activations_kept(shared: Parallelism) -> float:
-    """Part of a sample's activations that a slot has.
-
-    Of the 34 bytes that a transformer's layer keeps for each element of its hidden state, tensor
-    parallelism divides 24 (Korthikanti et al., Reducing Activation Recomputation in Large
-    Transformer Models, 2022, equation 2).
-    """
-    return (10 + 24 / shared.tensor) / 34 / shared.sequence
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,16 @@ class Job:
     parallelism: Parallelism = DATA_ONLY
     hardware: Hardware = Hardware()
 
+    def divided(self, shared: Parallelism) -> Job:
+        """Return the part of a slot whose layers AutoTP divides; its slots are those of ZeRO."""
+        return replace(
+            self,
+            params=self.params / shared.tensor,
+            trainable=self.trainable / shared.tensor,
+            flops_per_sample=self.flops_per_sample / shared.shared,
+            slots=self.slots // shared.tensor,
+        )
+
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
         """Return the job of a profiled model; slots without a host are processor cores."""
@@ -214,15 +224,9 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     """
     found = np.zeros(len(COLUMNS))
     shared = of_settings(settings, job.parallelism)
-    job = replace(  # of a slot, whose layers AutoTP divides; ZeRO divides them among the others
-        job,
-        params=job.params / shared.tensor,
-        trainable=job.trainable / shared.tensor,
-        flops_per_sample=job.flops_per_sample / shared.shared,
-        slots=job.slots // shared.tensor,
-    )
+    found[GROUPS] = shared.data(job.slots)
+    job = job.divided(shared)
     stage, n = strategy.stage, job.slots
-    found[GROUPS] = shared.data(n * shared.tensor)
     given = {key: value for key, value in settings.items() if value != AUTO}
     get = {**defaults(stage), **given}.get
     gradient_bytes = float(job.param_bytes * job.trainable)

@@ -28,6 +28,16 @@ class Parallelism:
         return self.tensor * self.sequence
 
     @property
+    def activations_kept(self) -> float:
+        """Part of a sample's activations that a slot has.
+
+        Of the 34 bytes that a transformer's layer keeps for each element of its hidden state,
+        tensor parallelism divides 24 (Korthikanti et al., Reducing Activation Recomputation in
+        Large Transformer Models, 2022, equation 2).
+        """
+        return (10 + 24 / self.tensor) / 34 / self.sequence
+
+    @property
     def settings(self) -> dict[str, int]:
         """The sizes as flat settings, by the names of their knobs."""
         return {TENSOR_SIZE: self.tensor, SEQUENCE_SIZE: self.sequence}
