@@ -16,7 +16,6 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
-from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 from dsat.values.trial import TrialOptions
@@ -141,16 +140,16 @@ def simulated(
     style: Style,
     folder: Path,
     micro_batch: int,
-    recompute: bool | None = None,
     *,
+    switches: Mapping[str, Any] | None = None,
     on_device: bool = False,
 ) -> MemoryEstimate:
     """Simulate a style.
 
     Args:
         folder: for logs.
+        switches: of the model, that are not as the style has them.
         on_device: rather than on a CPU, if that could train it.
-        recompute: whether activations are recomputed, if not as the style has it.
     """
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json")]
@@ -167,7 +166,6 @@ def simulated(
         LocalOptions(TrialOptions(timeout_s=120, end_step=5)),
         slots_per_trial=1,
     )
-    switches = {} if recompute is None else {CHECKPOINTING: recompute}
     try:
         with Simulator(
             engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, model_switches=switches

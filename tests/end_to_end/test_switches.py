@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = """
     gridsearch --slots 1 -m throughput --train-batch-size own --min-micro-batch 8 --finals 0
-    --start-profile-step 3 --end-profile-step 6 --max-profile-steps 8 --memory-model formula
+    --start-profile-step 3 --end-profile-step 6 --max-profile-steps 5 --memory-model formula
     --fix reduce_bucket_size contiguous_gradients --run-dir
 """.split()
 
@@ -41,7 +41,7 @@ def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
 
 
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
-    words = "--zero-stages 1 --max-trials 12 -- python train.py".split()
+    words = "--zero-stages 1 --max-trials 9 -- python train.py".split()
     run, said = tuned("no_flags", tmp_path / "run", *words)
     assert run.profile is not None
     found = {name: switch.values for name, switch in run.profile.switches.items()}
@@ -49,10 +49,14 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     assert found["attn_implementation"] == ("sdpa", "eager")
     tried = searched(run)
     for trial in [run.trials[0], *tried]:
-        changed = trial.script_args
-        assert read_json(tmp_path / "run" / "trials" / trial.name / "seen.json") == {
+        changed, folder = trial.script_args, tmp_path / "run" / "trials" / trial.name
+        kernel = changed.get("attn_implementation", "sdpa")
+        assert ("# with attn_implementation=eager" in (folder / "cmd.txt").read_text()) is (
+            kernel == "eager"
+        )
+        assert read_json(folder / "seen.json") == {
             "checkpointing": changed.get("gradient_checkpointing", False) is not False,
-            "attention": changed.get("attn_implementation", "sdpa"),
+            "attention": kernel,
             "workers": changed.get("dataloader_num_workers", 0),
         }
     assert {trial.script_args.get("attn_implementation", "sdpa") for trial in tried} == {
@@ -79,4 +83,4 @@ def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
     for trial in searched(run):
         text = (tmp_path / "run" / "trials" / trial.name / "cmd.txt").read_text()
         assert ("--num-workers 2" in text) is ("--num-workers" in trial.script_args)
-        assert ("DSAT_TEST" in text) is ("ENV:DSAT_TEST" in trial.script_args)
+        assert (" DSAT_TEST=1 " in text) is ("ENV:DSAT_TEST" in trial.script_args)

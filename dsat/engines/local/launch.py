@@ -18,7 +18,7 @@ from dsat.engines.local.rank_settings import cores_of, settings_of_ranks
 from dsat.engines.local.running import FULL_RUN_ID, Start
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.rank_files import RankSpec
-from dsat.inputs import accelerate_env, ds_config
+from dsat.inputs import accelerate_env, ds_config, switches
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values.text import words_without_secrets
@@ -174,7 +174,8 @@ class Launch:
 
         Variables of the user's experiment may be credentials: they are named, not written down.
         """
-        users_own = {*self.experiment.env, *self.program.env}
+        chosen = self.start.trial.script_args
+        users_own = {*self.experiment.env, *self.program.env} - switches.variables(chosen).keys()
         ranks = []
         for rank in range(self._ranks):
             words = assignments(self.environment(rank), users_own)
@@ -182,7 +183,9 @@ class Launch:
             host = self.shares[rank // self._ranks_per_host].host.name
             ranks.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
         words = words_without_secrets(self.program.command())
-        lines = [f"# {shlex.join(words)}", f"cd {shlex.quote(str(cwd.resolve()))}"]
+        lines = [f"# {shlex.join(words)}"]
+        lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
+        lines.append(f"cd {shlex.quote(str(cwd.resolve()))}")
         return "\n".join([*lines, " &\n".join(ranks)]) + "\n"
 
     def linked_packages(self) -> Path:

@@ -61,11 +61,20 @@ def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
 
 def test_checkpointing_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
     one = style("Trainer")
-    switched = simulated(one, tmp_path, 4, recompute=True)
+    switched = simulated(one, tmp_path, 4, switches={"gradient_checkpointing": True})
     other = simulated(
         replace(style("Trainer, gradient checkpointing"), stage=one.stage), tmp_path, 4
     )
     assert switched.peak == pytest.approx(other.peak, rel=0.001)
+
+
+def test_attention_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
+    other = simulated(style("transformers, eager attention"), tmp_path, 4)
+    own = simulated(style("transformers, SDPA"), tmp_path, 4)
+    eager = {"attn_implementation": "eager"}
+    switched = simulated(style("transformers, SDPA"), tmp_path, 4, switches=eager)
+    assert switched.peak == pytest.approx(other.peak, rel=0.001)
+    assert switched.peak > own.peak
 
 
 def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
