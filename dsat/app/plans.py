@@ -12,7 +12,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY, OWN
 from dsat.inputs.settings import DEFAULT_STAGES, Settings
-from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES
+from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
 from dsat.space.overrides import GAS
@@ -151,13 +151,12 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
                 where="--metric",
                 hint=f"Use --metric {metric}.",
             )
-    found = {}
+    found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
         own: Any = None
-        if values == (False, True):
-            own = script_args.is_on(args, name)
-        elif name.startswith("--"):
-            own = script_args.value_of(args, name)
+        if name.startswith("--"):
+            is_bare = values == (False, True)
+            own = (script_args.is_on if is_bare else script_args.value_of)(args, name)
         found[name] = tuple(dict.fromkeys((own, *values)))
     return found
 
