@@ -41,14 +41,15 @@ def setting_reference() -> str:
     for knob in KNOBS:
         stages = ", ".join(map(str, knob.stages))
         values = ", ".join(f"`{_json(value)}`" for value in knob.values)
-        when = "with `--tune`" if knob.is_on_request else "where it can matter"
+        when = "`--tune`" if knob.is_on_request else "yes"
         rows.append(f"| `{knob.key}` | {stages} | {values} | {knob.reason} | {when} |")
     others = ", ".join(f"`{n}`" for n in KNOB_NAMES if n not in {knob.key for knob in KNOBS})
     return "\n".join([*rows, "", f"`--tune` and `--fix` also take {others}.", ""])
 
 
 def _json(value: Any) -> str:
-    return f"{value:,}" if type(value) is int and value >= 10_000 else json.dumps(value)
+    is_large = isinstance(value, int) and value >= 10_000
+    return f"{value:g}".replace("e+0", "e") if is_large else json.dumps(value)
 
 
 def python_examples() -> list[str]:
