@@ -38,6 +38,14 @@ from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
 MEDIAN_BAR, WORST_BAR, PAIRS_BAR = 0.10, 0.20, 0.9
+EXPLANATION = (
+    "Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from "
+    "the table of cards alone. `corrected`: after the rows of the same source that are marked as "
+    "fitted, as `dsat project --from RUN` does with a run of your own; the source without such a "
+    "row is not corrected. FSDP counts as stage 3. The factor between the roofline of the table "
+    "and what scripts reach (`PRIORS` in `dsat/search/traced_work.py`), and the memory bandwidth "
+    "of a rank on the host, were chosen by the fitted rows.",
+)
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _TRACED_ON = 8
 _PUBLISHED_SD = 0.02  # of what was published

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def project(settings: ProjectSettings) -> Projection:
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if settings.from_run is not None:
-        projector.calibrate(past_runs.load(settings.from_run))
+        projector.calibrate(past_runs.load(settings.from_run), settings.cards)
     return projector.projection(title, settings)
 
 
@@ -192,8 +193,12 @@ class Projector:
         self.speed = ProjectedSpeed(hardware, list(traced.traces))
         self._calibrated_by = 0
 
-    def calibrate(self, past: PastRun) -> None:
+    def calibrate(self, past: PastRun, own_cards: Path | None = None) -> None:
         """Correct all predictions by the trials of a run of the same script.
+
+        Args:
+            past: the run.
+            own_cards: the user's file of cards.
 
         Raises:
             UserInputError: none of its trials is of use here.
@@ -201,7 +206,11 @@ class Projector:
         run, traced = past.run, self._traced
         assert run.plan is not None
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        card = probe.card_here(slots) if "cpu slot" in machine else cards.find(machine)
+        if "cpu slot" in machine:
+            card = probe.card_here(slots)
+        else:
+            named = run.profile.device_name if run.profile else ""
+            card = cards.find(named or machine, own_cards)
         points, log_s, errors = [], [], []
         for trial in run.trials.values():
             outcome = run.outcomes.get(trial.id)

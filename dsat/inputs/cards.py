@@ -92,12 +92,13 @@ def of_device(name: str) -> Card | None:
 
 
 def _named(name: str, known: Mapping[str, Card]) -> Card | None:
+    """Return the card whose name has all of its parts in another one, or the other way round."""
     wanted = _plain(name)
-    exact = [card for key, card in known.items() if _plain(key) == wanted]
-    parts = [card for key, card in known.items() if _plain(key) in wanted]
-    parts = parts or [card for key, card in known.items() if wanted and wanted in _plain(key)]
-    found = exact or sorted(parts, key=lambda card: -card.memory_bytes)
-    return found[0] if found else None
+    inside = [key for key in known if all(_plain(part) in wanted for part in key.split("-"))]
+    around = [key for key in known if wanted and wanted in _plain(key)]
+    if inside:
+        return known[max(inside, key=len)]
+    return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
 
 
 @functools.cache

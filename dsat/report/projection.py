@@ -183,6 +183,8 @@ def sections(shown: Projection) -> list[tuple[str, Table]]:
 def notes(shown: Projection) -> list[str]:
     """Return what the numbers rest on, and what is missing in them."""
     said = [f"Not simulated: {label}: {why}." for label, why in shown.failures.items()]
+    if shown.tokens is not None and shown.sequence_length is None:
+        said.append("Days and cost are unknown: the samples are no sequences of tokens.")
     by = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
     if shown.calibrated_by:
         by = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of cards"

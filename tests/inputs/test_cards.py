@@ -18,7 +18,11 @@ from dsat.inputs import cards
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("A100", "A100-80GB"),
         ("a100-40gb", "A100-40GB"),
-        ("rtx 4090", "RTX-4090"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("MI300X", "MI300X"),
     ],
 )
