@@ -120,7 +120,7 @@ def traced(
             activation_checkpointing="on" if recompute else "off",
         )
         with simulator_of(asked) as (_, base, simulator):
-            return project.trace(base, simulator, _TRACED_ON, strategies)
+            return project.trace(base, simulator, _TRACED_ON, lambda _: strategies)
 
 
 def compare(rows: Sequence[Row], models: Mapping[str, Any], kept: Path | None) -> list[Compared]:

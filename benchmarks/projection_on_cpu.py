@@ -84,7 +84,7 @@ def main() -> None:
         ds_config.write_text(json.dumps(_config(_STRATEGIES[0])), encoding="utf-8")
         words = (str(SCRIPT), "--deepspeed_config", str(ds_config))
         with simulator_of(ProjectSettings(command=words), as_cpu=True) as (_, base, simulator):
-            traced = project.trace(base, simulator, max(_RANKS), _STRATEGIES)
+            traced = project.trace(base, simulator, max(_RANKS), lambda _: _STRATEGIES)
         print("| strategy | ranks | measured | projected | error |")
         print("|---|---:|---:|---:|---:|")
         alone = probe.card_here(1)

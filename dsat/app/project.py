@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,10 @@ class Traced:
     def memory(self, strategy: Strategy, slots: int, card: Card) -> _Memory:
         """Return what a strategy needs of a card's memory on so many slots."""
         config = self.config(strategy, slots)
-        trace, found = self.traces[strategy]
-        anchors = (Anchor(config, trace.micro_batch, found),) if trace.slots == slots else ()
+        anchors: tuple[Anchor, ...] = ()
+        if strategy in self.traces and self.traces[strategy][0].slots == slots:
+            step, found = self.traces[strategy]
+            anchors = (Anchor(config, step.micro_batch, found),)
         basis = Basis((Variant({}, self.facts, anchors),))
         model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
         return _Memory(model, config)
@@ -129,7 +131,7 @@ def project(settings: ProjectSettings) -> Projection:
     card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
     _check_packages(settings)
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
-        traced = trace(base, simulator, count)
+        traced = trace(base, simulator, count, lambda found: _fitting(found, card))
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if settings.from_run is not None:
@@ -151,7 +153,7 @@ def trace(
     base: Mapping[str, Any],
     simulator: Simulator,
     slots: int,
-    strategies: Sequence[Strategy] | None = None,
+    choose: Callable[[Traced], Sequence[Strategy]],
 ) -> Traced:
     """Simulate one step of the user's configuration and of other strategies.
 
@@ -159,7 +161,7 @@ def trace(
         base: the user's DeepSpeed configuration.
         simulator: of the script.
         slots: about which is asked.
-        strategies: by default every rung of the ladder.
+        choose: returns the strategies, by what is known of the model before.
 
     Raises:
         SimulationUnavailable: the script cannot be simulated.
@@ -168,8 +170,7 @@ def trace(
     slots = max(slots, _LEAST_TRACED)
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.sequence_length)
-    if strategies is None:
-        strategies = list(dict.fromkeys([found.own, *estimates.ladder(base)]))
+    strategies = choose(found)
     # Later micro steps of a step are like the first of two.
     accumulates = any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
@@ -182,6 +183,19 @@ def trace(
     if not traces:
         raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
     return replace(found, traces=traces, failures=failures)
+
+
+def _fitting(found: Traced, card: Card) -> list[Strategy]:
+    """Return the user's own strategy, and the rungs of the ladder that some number of cards holds.
+
+    By formula: a simulation takes seconds for each.
+    """
+    rungs = [
+        rung
+        for rung in estimates.ladder(found.base)
+        if any(found.memory(rung, slots, card).largest >= 1 for slots in _SIZES)
+    ]
+    return list(dict.fromkeys([found.own, *rungs]))
 
 
 class Projector:
