@@ -131,7 +131,8 @@ def project(settings: ProjectSettings) -> Projection:
     card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
     _check_packages(settings)
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
-        traced = trace(base, simulator, count, lambda found: _fitting(found, card))
+        always = settings.hf_config is None or settings.ds_config is not None
+        traced = trace(base, simulator, count, lambda found: _fitting(found, card, always=always))
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if settings.from_run is not None:
@@ -185,17 +186,23 @@ def trace(
     return replace(found, traces=traces, failures=failures)
 
 
-def _fitting(found: Traced, card: Card) -> list[Strategy]:
-    """Return the user's own strategy, and the rungs of the ladder that some number of cards holds.
+def _fitting(found: Traced, card: Card, *, always: bool) -> list[Strategy]:
+    """Return the strategies that some number of cards holds.
 
     By formula: a simulation takes seconds for each.
+
+    Args:
+        found: what is known of the model.
+        card: that is asked about.
+        always: whether they hold it or not, the user's own is among them.
     """
     rungs = [
         rung
-        for rung in estimates.ladder(found.base)
+        for rung in dict.fromkeys([found.own, *estimates.ladder(found.base)])
         if any(found.memory(rung, slots, card).largest >= 1 for slots in _SIZES)
     ]
-    return list(dict.fromkeys([found.own, *rungs]))
+    own = [found.own] if always or not rungs else []
+    return list(dict.fromkeys([*own, *rungs]))
 
 
 class Projector:
