@@ -159,7 +159,9 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
             for machine, fits in found.items()
         }
         strategies = list(dict.fromkeys(filter(None, first.values())))
-        traced = project.trace(base, simulator, _TRACED, strategies) if strategies else None
+        traced = None
+        if strategies:
+            traced = project.trace(base, simulator, _TRACED, lambda _: strategies)
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
     for machine, fits in found.items():
