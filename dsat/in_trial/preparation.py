@@ -72,7 +72,12 @@ def prepare(
         path = folder / CONFIG_FILE
         config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
     on_cpu = not spec.task["devices"]
-    switches = ScriptSwitches(spec.trial.get("script_args", {}), on_cpu=on_cpu)
+    compiling = spec.trial["overrides"].get("compile") or {}
+    switches = ScriptSwitches(
+        spec.trial.get("script_args", {}),
+        on_cpu=on_cpu,
+        deep_compiles=compiling.get("deepcompile") is True,
+    )
     if spec.simulation_socket is None:
         config_injection.on_initialize(switches.before_engine, switches.after_engine)
     if found is not None:

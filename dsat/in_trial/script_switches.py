@@ -34,15 +34,18 @@ class ScriptSwitches:
     Args:
         wanted: the trial's values, by name.
         on_cpu: the slots are processor cores.
+        deep_compiles: the trial's own settings switch DeepCompile on.
 
     Attributes:
         found: what can be switched, with the script's own values.
     """
 
-    def __init__(self, wanted: Mapping[str, Any], *, on_cpu: bool) -> None:
+    def __init__(
+        self, wanted: Mapping[str, Any], *, on_cpu: bool, deep_compiles: bool = False
+    ) -> None:
         self.found: dict[str, ScriptSwitch] = {}
         self._wanted = {n: value for n, value in wanted.items() if known.is_switch(n)}
-        self._on_cpu = on_cpu
+        self._on_cpu, self._deep_compiles = on_cpu, deep_compiles
         self._has_arguments = False
 
     # -- the Trainer's arguments
@@ -92,11 +95,9 @@ class ScriptSwitches:
             )
 
     def after_engine(self, engine: Any) -> None:
-        """Compile the model of an engine, if the trial or DeepCompile needs it and nobody has."""
-        config = getattr(getattr(engine, "_config", None), "compile_config", None)
-        deep = getattr(config, "deepcompile", False)
+        """Compile the model of an engine, if the trial needs it and nobody has."""
         is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
-        if (is_wanted or deep) and not engine.is_compiled:
+        if (is_wanted or self._deep_compiles) and not engine.is_compiled:
             engine.compile()
 
     def _is_missing(self, name: str) -> bool:

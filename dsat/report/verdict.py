@@ -149,15 +149,18 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
 def _script_advice(run: Run, best: Trial) -> list[str]:
     """Return how to set the switches of the script that the best needs."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
-    changed = {k: v for k, v in best.script_args.items() if own.get(k) != v}
-    if not changed:
-        return []
     in_arguments = any(switch.in_arguments for switch in found.values())
-    how = "; ".join(
-        switches.instruction(key, value, in_arguments=in_arguments)
-        for key, value in changed.items()
+    how = [
+        switches.instruction(name, value, in_arguments=in_arguments)
+        for name, value in best.script_args.items()
+        if own.get(name) != value
+    ]
+    said = (
+        [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
     )
-    return [f"Script: the best needs {how}. The training command sets it."]
+    if (best.overrides.get("compile") or {}).get("deepcompile") is True:
+        said.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
+    return said
 
 
 def _without_best(run: Run) -> Verdict:
