@@ -95,3 +95,24 @@ def test_a_model_of_transformers_is_switched() -> None:
     assert [values[0] for values in own.values()] == [True, "eager"]
     with pytest.raises(InvalidTrial, match="no known switch"):
         switch_model(whole[0], {"attn_implementation": "eager"})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "has_arguments", "is_compiled"),
+    [
+        ({"torch_compile": True}, {}, False, True),
+        ({"torch_compile": True}, {}, True, False),  # the Trainer does it
+        ({}, {"deep_compiles": True}, True, True),
+        ({}, {}, False, False),
+    ],
+)
+def test_an_engine_is_compiled_where_nobody_else_does_it(
+    wanted: dict[str, Any], options: dict[str, bool], has_arguments: bool, is_compiled: bool
+) -> None:
+    calls: list[int] = []
+    engine = SimpleNamespace(is_compiled=False, compile=lambda: calls.append(1))
+    switches = ScriptSwitches(wanted, on_cpu=False, **options)
+    if has_arguments:
+        switches.set_arguments(arguments(), CONFIG)
+    switches.after_engine(engine)
+    assert bool(calls) is is_compiled
