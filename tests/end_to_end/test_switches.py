@@ -72,7 +72,8 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
 
 
 def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
-    words = "--zero-stages 0 --max-trials 4 --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
+    words = "--zero-stages 0 --max-trials 4 --end-profile-step 30 --max-profile-steps 60"
+    words += " --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
     script = "-- python train.py --deepspeed --deepspeed_config ds_config.json --num-workers 0"
     run, said = tuned("slow_loader", tmp_path / "run", *words.split(), *script.split())
     best = run.best

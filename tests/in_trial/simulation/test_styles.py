@@ -73,8 +73,8 @@ def test_attention_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
     own = simulated(style("transformers, SDPA"), tmp_path, 4)
     eager = {"attn_implementation": "eager"}
     switched = simulated(style("transformers, SDPA"), tmp_path, 4, switches=eager)
-    assert switched.peak == pytest.approx(other.peak, rel=0.001)
-    assert switched.peak > own.peak
+    assert switched.backward == pytest.approx(other.backward, rel=0.001)
+    assert switched.backward > 1.01 * own.backward
 
 
 def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
