@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
+from dsat.memory.predictor import MemoryModel
 from dsat.memory.simulation_client import SimulationUnavailable, Simulator
-from dsat.values.outcome import ModelProfile
+from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
 from testing.helpers import plan_of
 from testing.simulation_host import (
@@ -29,6 +30,15 @@ FACTS = facts_of(50 * MIB)
 CONFIGS = [
     {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6}} for stage in (0, 1, 2, 3)
 ]
+
+PROFILE = ModelProfile(
+    num_params=FACTS.num_params,
+    trainable_params=FACTS.trainable_params,
+    param_bytes=FACTS.param_bytes,
+    activation_bytes_per_sample=20 * MIB,
+    flops_per_sample=1e12,
+    slot_memory_bytes=4 * GIB,
+)
 
 
 def variant(answer: Answer, said: list[str]) -> Any:
@@ -98,15 +108,31 @@ def test_a_version_that_the_simulation_does_not_know_costs_a_line(early: bool) -
     failing: dict[str, Any] = {"fails_early" if early else "fails": message}
     host = FakeSimulationHost(FACTS, by_formula(FACTS), **failing)
     plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB)
-    profile = ModelProfile(
-        num_params=FACTS.num_params,
-        trainable_params=FACTS.trainable_params,
-        param_bytes=FACTS.param_bytes,
-        activation_bytes_per_sample=20 * MIB,
-        flops_per_sample=1e12,
-        slot_memory_bytes=4 * GIB,
-    )
-    basis = anchors.of_run(host, plan, profile, CONFIGS, as_cpu=False, say=lambda line: None)
+    basis = anchors.of_run(host, plan, PROFILE, CONFIGS, as_cpu=False, say=lambda line: None)
     versions = f"torch {version('torch')} and deepspeed {version('deepspeed')}"
     assert basis.note.endswith(f"{message} (the simulation may not know {versions})")
     assert not basis.simulated
+
+
+def test_switches_of_the_model_cost_two_passes_each() -> None:
+    """A recomputing model keeps a quarter; what else a switch does leaves memory as it is."""
+    host = FakeSimulationHost(FACTS, by_formula(FACTS))
+    plan = plan_of("asha", zero_stages=(0, 1), slot_memory_bytes=4 * GIB)
+    found = {
+        "gradient_checkpointing": ScriptSwitch((False, True), in_arguments=True),
+        "attn_implementation": ScriptSwitch(("sdpa", "eager")),
+        "optim": ScriptSwitch(("adamw_torch_fused", "adamw_torch"), in_arguments=True),
+    }
+    profile = replace(PROFILE, switches=found)
+    basis = anchors.of_run(host, plan, profile, CONFIGS[:2], as_cpu=False, say=lambda line: None)
+    recomputed, eager = {"gradient_checkpointing": True}, {"attn_implementation": "eager"}
+    wanted = [{}, eager, recomputed, {**recomputed, **eager}]
+    assert [dict(variant.script_args) for variant in basis.variants] == wanted
+    assert len(host.asked) == 2 + len(CONFIGS[:2]) + 2 * 3
+    model = MemoryModel(basis, slots=1, limit_bytes=4 * GIB)
+    own = model.shape(CONFIGS[1], eager)
+    same = model.shape(CONFIGS[1], {**eager, "optim": "adafactor"})
+    less = model.shape(CONFIGS[1], recomputed)
+    assert not (own.is_guess or same.is_guess or less.is_guess)
+    assert own.source == less.source == SIMULATED
+    assert model.largest(own) == model.largest(same) < model.largest(less) / 3
