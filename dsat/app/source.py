@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsat.app import own_files
 from dsat.engines.local.first_run import FirstRun
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, recorded_start
@@ -127,6 +128,7 @@ class Source:
             started_in=str(Path.cwd()),
             launch=replace(
                 program.launch,
+                batch_in_file=own_files.names_a_training(self.command, Path.cwd()),
                 devices=self.program.launch.devices,
                 not_devices=self.program.launch.not_devices,
             ),

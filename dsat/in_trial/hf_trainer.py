@@ -48,6 +48,7 @@ class TrainerSettings:
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
         sequence_parallel: slots that share each sequence.
+        batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
     """
 
     config_path: Path | None
@@ -56,6 +57,7 @@ class TrainerSettings:
     switches: ScriptSwitches | None = None
     max_steps: int | None = None
     sequence_parallel: int = 1
+    batch_in_file: bool = False
 
 
 def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
@@ -102,7 +104,8 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    warnings = [] if own == (settings.micro_batch, settings.gas) else [OTHER_BATCH]
+    agrees = settings.batch_in_file or own == (settings.micro_batch, settings.gas)
+    warnings = [] if agrees else [OTHER_BATCH]
     args.per_device_train_batch_size = settings.micro_batch
     args.gradient_accumulation_steps = settings.gas
     if settings.max_steps is not None:

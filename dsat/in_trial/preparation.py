@@ -143,6 +143,7 @@ def _trainer_settings(
         config_path=None if spec.own else folder / CONFIG_FILE,
         micro_batch=trial.batch.micro_batch,
         gas=trial.batch.gas,
+        batch_in_file=bool(spec.program["launch"].get("batch_in_file")),
         switches=switches,
         max_steps=None if meter is None else meter.spec.longest,
         sequence_parallel=trial.batch.parallelism.sequence,

@@ -21,7 +21,7 @@ _NODES = "--num_nodes"
 
 @dataclass(frozen=True)
 class Launch:
-    """Machines, devices and cores that a launcher's options choose for its ranks.
+    """Machines, devices and cores that a launcher's command chooses for its ranks.
 
     Attributes:
         hosts: names of a hostfile's machines, with the positions of the devices to use there (all
@@ -32,6 +32,7 @@ class Launch:
         binds_cores: each rank is bound to its share of the processor cores.
         core_list: the cores that are shared out; all of the machine's if empty.
         passes_local_rank: `--local_rank=N` is added to the arguments.
+        batch_in_file: a file that the command names holds the batch sizes; the answer is a copy.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -41,6 +42,7 @@ class Launch:
     binds_cores: bool = False
     core_list: tuple[int, ...] = ()
     passes_local_rank: bool = False
+    batch_in_file: bool = False
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:

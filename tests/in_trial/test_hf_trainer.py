@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,7 @@ def test_only_a_real_disagreement_is_told(
 ) -> None:
     trial = settings(config_path, micro_batch=micro_batch, gas=gas)
     assert hf_trainer.prepare(script_args(), trial) == expected
+    assert hf_trainer.prepare(script_args(), replace(trial, batch_in_file=True)) == []
 
 
 @pytest.mark.parametrize("old", [False, True])
