@@ -154,3 +154,16 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path: Path) -> None:
     assert completed("dsat comp") == {"compare"}
     assert completed("dsat model --trial-time") == {"--trial-timeout"}
     assert {"throughput", "latency"} <= completed("dsat model --metric ")
+
+
+def test_a_run_is_shared_and_taken_in(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert "Read it before you give it away" in said(capsys, "export", "--share", "run.json")
+    assert "exists already" in said(capsys, "export", "--share", "run.json", status=2)
+    [row] = json.loads(said(capsys, "import", "run.json", "--json"))
+    assert row["schema"] == "dsat-run" and len(row["trials"]) == len(run.outcomes) - 1
+    assert "parameters" in said(capsys, "import", "run.json")
+    (tmp_path / "other.json").write_text("{}")
+    assert "is not a shared run" in said(capsys, "import", "other.json", status=2)

@@ -14,6 +14,7 @@ from dsat.errors import UserInputError
 from dsat.report import share
 from dsat.report.run_view import RunView
 from dsat.report.share import SharedRun
+from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -86,3 +87,26 @@ def test_other_files_are_refused(
     (tmp_path / "run.json").write_text(json.dumps(data))
     with pytest.raises(UserInputError, match=said):
         share.read(tmp_path / "run.json")
+
+
+def test_runs_on_the_same_devices_are_priors_of_the_model_of_speed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert shared_runs.priors("cuda", "NVIDIA H100") == {}
+    known = {"compute": (3.0, 0.1), "link": (1.0, 0.2), "latency": (0.3, 0.99)}
+    shared = replace(SharedRun.of(RunView.of(run)), accelerator="cuda", terms=known)
+    share.write(shared, tmp_path / "run.json")
+    share.write(replace(shared, terms={"link": (2.0, 0.2)}), tmp_path / "other.json")
+    shared_runs.take_in([tmp_path / "run.json", tmp_path / "other.json"])
+    found = shared_runs.priors("cuda", "NVIDIA H100")
+    assert set(found) == {"link"}, "the term that the trials determined, but for the unit of all"
+    assert found["link"] == (pytest.approx(1.5), pytest.approx(0.5))
+    assert shared_runs.priors("cuda", "NVIDIA A100") == {}
+
+
+def test_a_run_goes_on_with_the_priors_that_it_began_with(run: Run) -> None:
+    assert run.plan is not None
+    begun = replace(run.plan, priors={"link": (1.5, 0.5)})
+    events = [{"event": "start", "plan": begun.to_json(), "info": {}}]
+    assert as_begun(run.plan, events).difference(begun) is None
