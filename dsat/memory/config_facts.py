@@ -32,7 +32,7 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
 _READ_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 _READ_INNER = {"gate_proj", "up_proj", "gate_up_proj"}
 HOW_TO_SIMULATE = (
-    "For a simulation of any model, with DeepSpeed's own engine: pip install 'dsat[deepspeed]' "
+    "For a simulation of any model, with DeepSpeed's own engine: pip install torch deepspeed "
     "transformers."
 )
 _USUAL_SEQUENCE = 2048
