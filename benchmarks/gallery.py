@@ -1,12 +1,12 @@
 """Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
 
-    python3 -m benchmarks.gallery [--measured FILE ...]
+    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...]
 
 `make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
 configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
 memory of every row follows from that by the closed form. One step of each strategy that a machine
 needs first is traced for its speed. Nothing was measured. Files of `dsat export --share` add rows
-of what was, marked as such.
+of what was, marked as such. Rows of models that are not named stay as they are.
 """
 
 from __future__ import annotations
@@ -133,11 +133,25 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
-    rows = [row for name in args.models for row in predicted(name, MODELS[name])]
-    rows += [measured(path) for path in args.measured]
     FOLDER.mkdir(exist_ok=True)
-    write_tables(rows, FOLDER)
-    PAGE.write_text(page(rows), encoding="utf-8")
+    rows: dict[str, list[Row]] = {}
+    for row in (*known(), *map(measured, args.measured)):
+        rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
+    for name in args.models:
+        rows[name] = list(predicted(name, MODELS[name]))
+        ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
+        write_tables(ordered, FOLDER)
+        PAGE.write_text(page(ordered), encoding="utf-8")
+
+
+def known() -> list[Row]:
+    """Return the rows of the table as it is."""
+    path = FOLDER / "gallery.json"
+    return [Row(**each) for each in json.loads(path.read_text())] if path.exists() else []
+
+
+def _order(model: str) -> int:
+    return list(MODELS).index(model) if model in MODELS else -1
 
 
 def predicted(name: str, model: Model) -> Iterator[Row]:
