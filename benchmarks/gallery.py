@@ -135,8 +135,9 @@ def main() -> None:
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, list[Row]] = {}
-    for row in (*known(), *map(measured, args.measured)):
+    for row in known():
         rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
+    rows |= {path.name: [measured(path)] for path in args.measured}
     for name in args.models:
         rows[name] = list(predicted(name, MODELS[name]))
         ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
