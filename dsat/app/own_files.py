@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,11 +263,14 @@ def _form_of(data: Any) -> Form | None:
     return next((form for form in FORMS if form.marks & data.keys()), None)
 
 
-def _files() -> YAML:
+def _files(text: str) -> YAML:
+    """Return a reader and writer that keeps comments, quotes and the indentation of lists."""
     files = YAML()
     files.preserve_quotes = True
     files.allow_duplicate_keys = True  # as PyYAML, with which the frameworks read it
     files.width = 4096  # lines stay as long as they are
+    if re.search(r":[^\S\n]*(?:#.*)?\n +- ", text):
+        files.indent(sequence=4, offset=2)
     return files
 
 
@@ -274,7 +278,7 @@ def _load(path: Path) -> Any:
     """Return the content of a file with its comments; None if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else _files().load(text)
+        return json.loads(text) if path.suffix == ".json" else _files(text).load(text)
     except (OSError, ValueError, YAMLError):
         return None
 
@@ -283,7 +287,7 @@ def _text(data: Any, path: Path) -> str:
     if path.suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     text = io.StringIO()
-    _files().dump(data, text)
+    _files(path.read_text(encoding="utf-8")).dump(data, text)
     return text.getvalue()
 
 

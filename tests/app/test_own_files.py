@@ -48,7 +48,12 @@ def answer(folder: Path, *, by_accelerate: bool = False) -> Answer:
 @pytest.mark.parametrize(
     ("command", "text", "key", "kept"),
     [
-        ("axolotl train own.yaml", AXOLOTL, "micro_batch_size", ["# mine", "# 8 in all"]),
+        (
+            "axolotl train own.yaml",
+            AXOLOTL,
+            "micro_batch_size",
+            ["# mine", "# 8 in all", 'datasets:\n  - path: "data.jsonl"\n    type: alpaca\n'],
+        ),
         (
             "accelerate launch -m axolotl.cli.train own.yaml",
             AXOLOTL,
