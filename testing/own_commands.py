@@ -77,9 +77,9 @@ def install(framework: Framework, name: str) -> Path:
     if done.exists() and done.read_text() == framework.packages:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    uv = Path(sys.executable).with_name("uv")
+    uv = str(Path(sys.executable).with_name("uv"))
     words = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
-    subprocess.run([*words, "--target", folder, *framework.packages.split()], check=True)
+    subprocess.run([*words, "--target", str(folder), *framework.packages.split()], check=True)
     for path, (old, new) in framework.adapt.items():
         text = (folder / path).read_text() if old else ""
         (folder / path).write_text(text.replace(old, new) if old else new)

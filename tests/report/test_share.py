@@ -101,7 +101,7 @@ def test_runs_on_the_same_devices_are_priors_of_the_model_of_speed(
     shared_runs.take_in([tmp_path / "run.json", tmp_path / "other.json"])
     found = shared_runs.priors("cuda", "NVIDIA H100")
     assert set(found) == {"link"}, "the term that the trials determined, but for the unit of all"
-    assert found["link"] == (pytest.approx(1.5), pytest.approx(0.5))
+    assert list(found["link"]) == pytest.approx([1.5, 0.5])
     assert shared_runs.priors("cuda", "NVIDIA A100") == {}
 
 
