@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "testing" / "recorded_run"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.S | re.M)
-_PROMPT = "$ "
+_PROMPT, _MORE = "$ ", "..."
 _LOOKS = ("show", "compare", "export")
 _LIMIT_S = 300
 
@@ -38,10 +38,21 @@ class Block:
         """Check for a command that looks at the recorded run."""
         return shlex.split(self.commands[-1])[1] in _LOOKS
 
+    @property
+    def is_cut(self) -> bool:
+        """Check for a block that shows the first lines only."""
+        return self.shown[-1:] == (_MORE,)
+
     def printed(self) -> list[str]:
-        """Run the commands and return the last lines that they print, as many as are shown."""
+        """Run the commands and return as many lines as are shown.
+
+        The last ones that they print; the first ones if the block ends with `...`.
+        """
         if not self.looks:
-            return _ran(self.commands, ROOT)[-len(self.shown) :]
+            lines = _ran(self.commands, ROOT)
+            return (
+                [*lines[: len(self.shown) - 1], _MORE] if self.is_cut else lines[-len(self.shown) :]
+            )
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(RECORDED, Path(folder) / "dsat_runs" / "train-1")
             return _ran(self.commands, Path(folder))

@@ -132,9 +132,14 @@ OUTPUTS = dict.fromkeys(
 )
 
 
+def _marks(block: shown.Block) -> list[pytest.MarkDecorator]:
+    of_model = any("--hf-config" in command for command in block.commands)
+    return [] if block.looks else [pytest.mark.nightly if of_model else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, marks=() if block.looks else pytest.mark.slow) for block in OUTPUTS],
+    [pytest.param(block, marks=_marks(block)) for block in OUTPUTS],
     ids=[block.commands[-1][:40] for block in OUTPUTS],
 )
 def test_an_output_is_what_the_command_prints(block: shown.Block) -> None:
