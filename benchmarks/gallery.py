@@ -132,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--no-speed", action="store_true", help="memory alone, in a third the time")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, list[Row]] = {}
@@ -139,7 +140,7 @@ def main() -> None:
         rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
     rows |= {path.name: [measured(path)] for path in args.measured}
     for name in args.models:
-        rows[name] = list(predicted(name, MODELS[name]))
+        rows[name] = list(predicted(name, MODELS[name], with_speed=not args.no_speed))
         ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
         write_tables(ordered, FOLDER)
         PAGE.write_text(page(ordered), encoding="utf-8")
@@ -155,8 +156,11 @@ def _order(model: str) -> int:
     return list(MODELS).index(model) if model in MODELS else -1
 
 
-def predicted(name: str, model: Model) -> Iterator[Row]:
+def predicted(name: str, model: Model, *, with_speed: bool = True) -> Iterator[Row]:
     """Yield the rows of a model, which is simulated once.
+
+    Args:
+        with_speed: trace a step of each strategy that a machine needs first.
 
     Raises:
         RuntimeError: its configuration makes another number of parameters than are published.
@@ -175,7 +179,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
         }
         strategies = list(dict.fromkeys(filter(None, first.values())))
         traced = None
-        if strategies:
+        if strategies and with_speed:
             traced = project.trace(base, simulator, _TRACED, lambda _: strategies)
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")

@@ -190,6 +190,7 @@ def work_of(trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Clus
         + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
         "transferred_last": trace.bytes_of(TRANSFER, (STEP,)),
         "host_optimizer": trace.bytes_of(HOST, (STEP,)),
+        "data_parallel": float(cluster.slots),
     }
     assert found.keys() == set(COLUMNS)
     return np.array([found[name] for name in COLUMNS])
