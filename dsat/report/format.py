@@ -23,21 +23,21 @@ def unit(name: str) -> str:
     return _UNITS.get(name, "ms")
 
 
-def metric(name: str, value: float | None) -> str:
+def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
     assert name in METRIC_NAMES
     if value is None:
         return "-"
     if name == "FLOPS_per_gpu":
         size, prefix = next((pair for pair in _PREFIXES if value >= pair[0]), (1.0, ""))
-        return f"{value / size:.4g} {prefix}{_UNITS[name]}"
-    number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        return f"{value / size:.{digits}g} {prefix}{_UNITS[name]}"
+    number = f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
     return f"{number} {unit(name)}"
 
 
 def change(name: str, before: float | None, after: float | None) -> str:
     """`100 -> 142 samples/s`; times with the name of their metric."""
-    first, second = metric(name, before), metric(name, after)
+    first, second = metric(name, before, digits=3), metric(name, after, digits=3)
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
         first = number

@@ -174,7 +174,7 @@ def _without_best(run: Run) -> Verdict:
 def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
     assert run.plan is not None
     objective, gained = run.plan.objective, GainView.of(run)
-    value = fmt.metric(run.plan.metric, outcome.value(objective))
+    value = fmt.metric(run.plan.metric, outcome.value(objective), digits=3)
     if best is run.baseline:
         return f"Keep your configuration ({value}): {_why_keep(run)}."
     own = None if run.baseline is None else typical_outcome(run, run.baseline)

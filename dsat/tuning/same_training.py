@@ -81,8 +81,8 @@ def compare(
     start = min(reference)
     if own_apart[start] > first:
         return _unknown(
-            "the script is not seeded (two runs of your own configuration begin with losses "
-            f"{100 * own_apart[start]:.2f} % apart)"
+            "the script is not seeded, and two runs of your own configuration begin "
+            f"{100 * own_apart[start]:.2f} % apart; set a seed to have losses compared"
         )
     noise = _TIMES_OWN * max(own_apart.values())
     for step in sorted(set(its) & set(reference)):
