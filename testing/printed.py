@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,13 @@ def own_configuration(ready: Prepared) -> Trial:
     return Trial(0, TrialKind.BASELINE, "own", 1, batch, overrides=batch.config())
 
 
-def printed_line(ready: Prepared, folder: Path) -> str:
-    """Return the command printed by a run of one trial, the own configuration; write its files."""
-    best, run = own_configuration(ready), Run()
+def printed_line(ready: Prepared, folder: Path, **switches: Any) -> str:
+    """Return the command printed by a run of one trial, the own configuration; write its files.
+
+    Args:
+        switches: of the script, in the trial.
+    """
+    best, run = replace(own_configuration(ready), script_args=switches), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
     run.apply({"event": "proposed", "trial": best})
     run.apply({"event": "finished", "trial_id": best.id, "outcome": ran(1.0, ready.plan.metric)})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,23 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert " tool run --deepspeed_config /" in line and "best_ds_config.json" in line
     inside = replace(program, started_by=("bash", "run.sh"))
     assert "run_full_experiment" in printed_line(replace(ready, program=inside), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({"--workers": "4"}, "best_ds_config.json --workers 4"),
+        ({"ENV:NCCL_ALGO": "Ring"}, "NCCL_ALGO=Ring OMP_NUM_THREADS"),
+        ({"bind_cores_to_rank": True}, "deepspeed --num_gpus 1 --bind_cores_to_rank"),
+        ({"attn_implementation": "eager"}, "run_full_experiment=True"),
+    ],
+)
+def test_every_switch_is_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switches: dict[str, Any], expected: str
+) -> None:
+    """dsat itself sets what the script has no flag for."""
+    ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
+    assert expected in printed_line(ready, tmp_path, **switches)
 
 
 def test_files_that_were_included_are_beside_the_script(

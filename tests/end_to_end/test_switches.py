@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
 from testing import warm_command
 from testing.command import kinds_of, run_of, searched
@@ -64,11 +65,11 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
         "eager",
     }
     assert len({trial.script_args.get("gradient_checkpointing", False) for trial in tried}) == 3
-    best = run.best
-    assert best is not None and best.script_args["dataloader_num_workers"] == 2
-    assert "waits for data: dataloader_num_workers=2 gave" in said
-    assert "TrainingArguments(dataloader_num_workers=2)" in said
-    assert "--run-full-experiment" in said  # no flag could say so
+    assert gains_of_switch(run, "dataloader_num_workers")[2] > 1
+    assert "of your step waits for data: dataloader_num_workers=2 gave" in said
+    if run.best is not run.baseline:  # a busy machine may leave it uncertain
+        assert "Script: the best needs " in said
+        assert "--run-full-experiment" in said  # no flag could say so
 
 
 def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:

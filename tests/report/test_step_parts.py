@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.report.step_parts import advice, gains_of_switch, milliseconds
+from dsat.report.verdict import verdict
 from dsat.tuning.run import Run
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -51,9 +52,10 @@ def test_the_parts_make_up_the_step() -> None:
 def test_a_slow_loader_is_named_with_what_workers_gained() -> None:
     run = _run(_measured(100.0, data=31.0), ({"dataloader_num_workers": 2}, _measured(80.0)))
     assert gains_of_switch(run, "dataloader_num_workers") == {2: pytest.approx(1.25)}
-    assert advice(run) == [
-        "Time: 31.0 % of your step waits for data: dataloader_num_workers=2 gave 1.25x."
-    ]
+    said = "Time: 31.0 % of your step waits for data: dataloader_num_workers=2 gave 1.25x."
+    assert advice(run) == [said]
+    needed = "Script: the best needs TrainingArguments(dataloader_num_workers=2). "
+    assert verdict(run).advice == (f"{needed}The training command sets it.", said)
 
 
 def test_what_was_not_measured_alone_is_told_without_a_gain() -> None:
