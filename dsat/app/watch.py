@@ -217,14 +217,14 @@ def _leave(folder: Path, wanted: Request) -> tuple[int, str]:
     return 202, message
 
 
-def _version(folder: Path) -> tuple[int, int, bool]:
-    """Return what changes with a run: size and time of its journal, and whether it goes on."""
+def _version(folder: Path) -> tuple[int, int, bool, bool]:
+    """Return what changes with a run: its journal's size and time, its state, its trials' place."""
     found = (folder / FILE_NAME).stat()
-    return found.st_size, found.st_mtime_ns, is_locked(folder)
+    return found.st_size, found.st_mtime_ns, is_locked(folder), (folder / "trials").is_dir()
 
 
 @functools.lru_cache(maxsize=8)  # a journal is read again when it has grown
-def _watched(folder: Path, version: tuple[int, int, bool]) -> Watched:
+def _watched(folder: Path, version: tuple[int, int, bool, bool]) -> Watched:
     past = past_runs.load(folder)
     return Watched(past.folder, past.run, past.state, past.trials)
 
