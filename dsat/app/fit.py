@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.app.estimate import simulated
@@ -45,7 +45,9 @@ class Fit:
     source: str = SIMULATED
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "strategy": self.strategy.name, "batch": vars(self.batch)}
+        batch = asdict(self.batch)
+        del batch["parallelism"]
+        return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
         host = ""
