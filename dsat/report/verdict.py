@@ -164,11 +164,13 @@ def _script_advice(run: Run, best: Trial) -> list[str]:
 
 
 def _without_best(run: Run) -> Verdict:
-    failed = next((t for t in run.trials.values() if t.id in run.outcomes), None)
-    if failed is None or run.plan is None:
+    if not run.outcomes or run.plan is None:
         return Verdict("No trial has ended.")
-    how = fmt.outcome(run.outcomes[failed.id], run.plan.metric)
-    return Verdict("No configuration ran.", warnings=(f"{failed.name} failed: {how}.",))
+    first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)
+    if first is None:
+        return Verdict("No configuration ran.")
+    how = fmt.outcome(run.outcomes[first], run.plan.metric)
+    return Verdict("No configuration ran.", warnings=(f"{run.trials[first].name} failed: {how}.",))
 
 
 def _headline(run: Run, best: Trial, outcome: Outcome) -> str:

@@ -98,7 +98,7 @@ def test_the_users_own_may_not_run_or_not_be_measured() -> None:
 
 def test_nothing_ran() -> None:
     found = verdict(run_of((1, 8, failed("OOM"))))
-    assert found.headline == "No configuration ran."
+    assert found.lines == ("No configuration ran.", "Warning: t1 failed: OOM.")
 
 
 @pytest.mark.parametrize(
