@@ -49,7 +49,7 @@ def setting_reference() -> str:
 
 def _json(value: Any) -> str:
     is_large = isinstance(value, int) and value >= 10_000
-    return f"{value:g}".replace("e+0", "e") if is_large else json.dumps(value)
+    return f"{value:g}".replace("e+0", "e").replace("e+", "e") if is_large else json.dumps(value)
 
 
 def python_examples() -> list[str]:

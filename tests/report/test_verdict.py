@@ -55,6 +55,17 @@ def test_at_most_five_changes_are_named() -> None:
     assert changed.endswith(" and 2 more.")
 
 
+def test_a_default_that_is_written_out_is_no_change() -> None:
+    run = run_of((1, 4, ran(150)), baseline=ran(100))
+    best = run.best
+    assert best is not None
+    its = {"stage": 1, "reduce_scatter": True, "contiguous_gradients": False}
+    overrides = {**best.overrides, "zero_optimization": its}
+    run.trials[best.id] = run.leader = replace(best, overrides=overrides)
+    said = "ZeRO stage 0 -> 1, contiguous_gradients true -> false."
+    assert verdict(run).changed == said
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [
