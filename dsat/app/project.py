@@ -32,6 +32,8 @@ from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.trial import TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
@@ -73,6 +75,11 @@ class Traced:
         given = self.base.get(ds_config.BATCH_KEYS[1])
         return given if isinstance(given, int) else 1
 
+    @property
+    def parallelism(self) -> Parallelism:
+        """Slots that share a sample by the user's configuration."""
+        return parallelism_of(self.base)
+
     def gas(self, slots: int, micro_batch: int) -> int:
         """Return the accumulation steps that keep the user's global batch size, if one is given.
 
@@ -80,7 +87,7 @@ class Traced:
         """
         total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
-            return total // (slots * micro_batch)
+            return total // (self.parallelism.data(slots) * micro_batch)
         return gas if isinstance(gas, int) else 1
 
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
@@ -94,7 +101,7 @@ class Traced:
         """Count what a strategy does on a cluster; see `traced_work.work_of`."""
         step, _ = self.traces[strategy]
         of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
-        return work_of(of_slots, self.model, micro_batch, cluster)
+        return work_of(of_slots, self.model, micro_batch, cluster, self.parallelism.shared)
 
     def memory(self, strategy: Strategy, slots: int, card: Card) -> _Memory:
         """Return what a strategy needs of a card's memory on so many slots."""
@@ -298,14 +305,14 @@ class Projector:
                 yield row
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Project one configuration; None if the slots need a larger global batch size."""
+        """Project one configuration; None if the slots cannot share the global batch size."""
         traced = self._traced
-        gas = traced.gas(slots, micro_batch)
-        if gas < 1:
+        gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
+        if gas < 1 or slots % parallelism.shared:
             return None
         memory = traced.memory(strategy, slots, self._card)
         time = self.step_time(strategy, slots, micro_batch, gas)
-        samples = slots * micro_batch * gas / time.seconds
+        samples = parallelism.data(slots) * micro_batch * gas / time.seconds
         peak = self._card.peak(traced.facts.param_bytes)
         return Row(
             strategy=strategy,

@@ -150,7 +150,9 @@ def summary(shown: Projection) -> str:
     ]
     asked = shown.best.get(shown.count)
     training = shown.training(asked[0]) if asked else None
-    if asked is None:
+    if asked is None and shown.failures:
+        said.append(f"Of the strategies that were simulated none fits {shown.count} of them.")
+    elif asked is None:
         said.append(
             f"Nothing fits {shown.count} of them: the table shows how many hold it, "
             "and `dsat estimate` what each strategy needs."

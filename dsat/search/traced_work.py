@@ -146,7 +146,9 @@ def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
     )
 
 
-def work_of(trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Cluster) -> Array:
+def work_of(
+    trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Cluster, shared: int = 1
+) -> Array:
     """Count what a configuration does, (number of columns,), as `step_time.work` does.
 
     Args:
@@ -154,9 +156,12 @@ def work_of(trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Clus
         model: the model's own passes.
         micro_batch: samples of a micro step.
         cluster: that runs it.
+        shared: slots that share a sample, and with it the model's kernels.
     """
     card, hardware = cluster.card, hardware_of(cluster.card)
-    kernels = model.at(micro_batch)
+    kernels = [
+        replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
+    ]
     compute = {p: _compute_s(kernels, p, card) for p in _PASSES}
     memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
@@ -190,7 +195,7 @@ def work_of(trace: StepTrace, model: ModelTrace, micro_batch: int, cluster: Clus
         + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
         "transferred_last": trace.bytes_of(TRANSFER, (STEP,)),
         "host_optimizer": trace.bytes_of(HOST, (STEP,)),
-        "data_parallel": float(cluster.slots),
+        "data_parallel": cluster.slots / shared,
     }
     assert found.keys() == set(COLUMNS)
     return np.array([found[name] for name in COLUMNS])
