@@ -14,8 +14,8 @@ from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
 NOT_MODELLED = (
-    "data loading, checkpoints and evaluation; failures of hosts; slow hosts; torch.compile and "
-    "fused kernels of the script; the tiering of memory where it is nearly full"
+    "data loading, checkpoints and evaluation; failing or slow hosts; torch.compile and fused "
+    "kernels of the script; the allocator's retries where memory is nearly full"
 )
 
 
@@ -146,7 +146,7 @@ def summary(shown: Projection) -> str:
     card = shown.card
     said = [
         f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} in a host, "
-        f"{shown.network_bandwidth * 8e-9:.0f} Gbit/s for each between hosts."
+        f"{shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each between hosts."
     ]
     asked = shown.best.get(shown.count)
     training = shown.training(asked[0]) if asked else None
