@@ -36,7 +36,7 @@ from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.trial import TrialKind
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import NONE, Strategy, of_config
 
 _SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
@@ -139,7 +139,9 @@ def project(settings: ProjectSettings) -> Projection:
     _check_packages(settings)
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
         always = settings.hf_config is None or settings.ds_config is not None
-        traced = trace(base, simulator, count, lambda found: _fitting(found, card, always=always))
+        traced = trace(
+            base, simulator, count, lambda found: _worthwhile(found, card, count, always=always)
+        )
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if settings.from_run is not None:
@@ -193,23 +195,26 @@ def trace(
     return replace(found, traces=traces, failures=failures)
 
 
-def _fitting(found: Traced, card: Card, *, always: bool) -> list[Strategy]:
-    """Return the strategies that some number of cards holds.
+def _worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
+    """Return the strategies to simulate, by formula: a simulation takes seconds for each.
 
-    By formula: a simulation takes seconds for each.
+    Those that some number of cards holds; with offloading only where no other one fits the cards
+    that are asked about, since it is slower.
 
     Args:
         found: what is known of the model.
-        card: that is asked about.
+        card, count: that are asked about.
         always: whether they hold it or not, the user's own is among them.
     """
-    rungs = [
-        rung
-        for rung in dict.fromkeys([found.own, *estimates.ladder(found.base)])
-        if any(found.memory(rung, slots, card).largest >= 1 for slots in _SIZES)
-    ]
-    own = [found.own] if always or not rungs else []
-    return list(dict.fromkeys([*own, *rungs]))
+
+    def fits(rung: Strategy, sizes: Sequence[int]) -> bool:
+        return any(found.memory(rung, slots, card).largest >= 1 for slots in sizes)
+
+    rungs = [rung for rung in estimates.ladder(found.base) if fits(rung, _SIZES)]
+    plain = [rung for rung in rungs if NONE == rung.offload_optimizer == rung.offload_param]
+    chosen = plain if any(fits(rung, [count]) for rung in plain) else rungs
+    own = [found.own] if always or fits(found.own, _SIZES) or not chosen else []
+    return list(dict.fromkeys([*own, *chosen]))
 
 
 class Projector:
