@@ -35,7 +35,7 @@ BAR = 0.15
 _MICRO_BATCH, _STEPS, _RANKS = 4, 10, (2, 4)
 _STRATEGIES = (Strategy(0), Strategy(2))
 _LIMIT_S = 300.0
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 def _config(strategy: Strategy) -> dict[str, Any]:
