@@ -42,7 +42,7 @@ def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
 
 
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
-    words = "--zero-stages 1 --max-trials 9 -- python train.py".split()
+    words = "--zero-stages 1 --max-trials 8 -- python train.py".split()
     run, said = tuned("no_flags", tmp_path / "run", *words)
     assert run.profile is not None
     found = {name: switch.values for name, switch in run.profile.switches.items()}

@@ -68,6 +68,7 @@ def test_checkpointing_is_switched_as_the_script_could_have(tmp_path: Path) -> N
     assert switched.peak == pytest.approx(other.peak, rel=0.001)
 
 
+@pytest.mark.nightly
 def test_attention_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
     other = simulated(style("transformers, eager attention"), tmp_path, 4)
     own = simulated(style("transformers, SDPA"), tmp_path, 4)
