@@ -143,7 +143,7 @@ def _prepare(
         offload_helps=not machine.is_cpu,
         slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
         defaults=defaults,
-        priors=shared_runs.priors(machine.accelerator, machine.device_name),
+        suggested=shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
     )
     if section is not None:
         plan = autotuning.without_found_switches(plan)

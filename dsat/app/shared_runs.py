@@ -1,22 +1,17 @@
-"""Runs that others have shared: kept, and the priors of searches on the same devices."""
+"""Runs that others have shared: kept, and suggested to searches of the same model."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from dsat.report import share
 from dsat.report.share import SharedRun
-from dsat.search.step_time import TERMS
+from dsat.space.space import Suggestion
 from dsat.values.files import PRIVATE_FOLDER, cache_folder, write_atomically
 
-_log = logging.getLogger(__name__)
-
 _SHARED = "shared"
-_DETERMINED = 0.7  # of a term's standard deviation before any trial
-_OF_A_MODEL_SD = 0.5  # of a term, from one model to another on the same devices
 
 
 def take_in(paths: Sequence[Path]) -> list[SharedRun]:
@@ -42,22 +37,21 @@ def shared() -> list[SharedRun]:
     return [share.read(path) for path in sorted(cache_folder(_SHARED).glob("*.json"))]
 
 
-def priors(accelerator: str, device: str) -> dict[str, tuple[float, float]]:
-    """Return what others' runs on the same devices tell of the terms of the model of speed.
-
-    Returns:
-        Mean and standard deviation of the logarithm of each term that they determined. How fast a
-        device computes is left out: the first trial shows that, for the model at hand.
-    """
-    runs = [run for run in shared() if (run.accelerator, run.device) == (accelerator, device)]
-    found = {}
-    for name, (_, unknown_sd) in TERMS.items():
-        known = [run.terms[name] for run in runs if name in run.terms]
-        known = [(mean, sd) for mean, sd in known if sd < _DETERMINED * unknown_sd]
-        if known and name != "compute":
-            weights = [1 / (sd**2 + _OF_A_MODEL_SD**2) for _, sd in known]
-            mean = sum(w * m for w, (m, _) in zip(weights, known, strict=True)) / sum(weights)
-            found[name] = (mean, max(_OF_A_MODEL_SD, sum(weights) ** -0.5))
-    if found:
-        _log.info("the model of speed begins with %d shared runs on %s", len(runs), device)
-    return found
+def suggestions(accelerator: str, device: str, slots: int) -> tuple[Suggestion, ...]:
+    """Return the best configurations of others' runs on the same devices."""
+    runs = [
+        run
+        for run in shared()
+        if (run.accelerator, run.device, run.slots) == (accelerator, device, slots)
+    ]
+    return tuple(
+        Suggestion(
+            run.model.num_params,
+            run.model.trainable_params,
+            run.best_trial.strategy,
+            run.best_trial.config,
+            run.best_trial.switches,
+        )
+        for run in runs
+        if run.best_trial is not None
+    )

@@ -18,7 +18,6 @@ from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
-from dsat.report.speed_model import SpeedModel
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
 from dsat.values.codec import DecodeError, Recorded
@@ -45,6 +44,7 @@ class SharedTrial(Recorded):
     """One configuration, and how its trial ended.
 
     Attributes:
+        strategy: name of its `Strategy`.
         config: settings by dotted path, batch sizes among them.
         switches: of the script.
         predicted_bytes, used_bytes: peak memory of a slot.
@@ -52,6 +52,7 @@ class SharedTrial(Recorded):
 
     kind: TrialKind
     outcome: OutcomeKind
+    strategy: str
     config: Mapping[str, Any]
     switches: Mapping[str, Any] = field(default_factory=dict)
     metrics: Metrics | None = None
@@ -66,6 +67,7 @@ class SharedTrial(Recorded):
         return cls(
             each.trial.kind,
             outcome.kind,
+            each.trial.strategy,
             {key: value for key, value in config.items() if key in _KEPT and _is_plain(value)},
             {key: switches[key] for key in SWITCHES if key in switches},
             outcome.metrics,
@@ -87,8 +89,6 @@ class SharedRun(Recorded):
         accelerator, device: DeepSpeed's name of the slots, and their product name.
         software: versions of Python, torch and DeepSpeed.
         longest_sequence: of the data, in tokens.
-        terms: mean and standard deviation of the logarithm of each term of the model of speed, as
-            the trials have it; empty with too few.
     """
 
     model: ModelProfile
@@ -101,7 +101,6 @@ class SharedRun(Recorded):
     device: str = ""
     software: str = ""
     longest_sequence: int | None = None
-    terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     dsat: str = __version__
     schema: str = SCHEMA
     version: int = VERSION
@@ -128,7 +127,6 @@ class SharedRun(Recorded):
             raise UserInputError("has no trial that ran to its end", where="run")
         kept = [pair for pair in ended if pair[0].trial.kind is not TrialKind.PROFILE]
         lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
-        model = SpeedModel.of(view)
         told = {key: str(value) for key, value in view.info.items()}
         return cls(
             replace(profile, batch_dimensions={}, fed_instead={}),
@@ -141,7 +139,6 @@ class SharedRun(Recorded):
             told.get("device", ""),
             told.get("software", ""),
             longest_sequence=max(lengths, default=None),
-            terms={} if model is None else model.terms(),
         )
 
 

@@ -16,7 +16,7 @@ from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points
-from dsat.search.step_time import TERMS, Job, acts_on_whole_step, work
+from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import Strategy, of_config
 
@@ -61,11 +61,6 @@ class SpeedModel:
         ran = view.ranked
         known = _profile(view) is not None and len(ran) >= _LEAST
         return cls(view) if known and all(each.value for each in ran) else None
-
-    def terms(self) -> dict[str, tuple[float, float]]:
-        """Return mean and standard deviation of the logarithm of each of the physical terms."""
-        mean, sd = self._fit.theta, np.sqrt(np.diag(self._fit.covariance))
-        return {name: (float(mean[i]), float(sd[i])) for i, name in enumerate(TERMS)}
 
     def band(self) -> list[dict[str, Any]]:
         """Return rows `strategy`, `micro_batch`, `low`, `high` of the metric's 95 % interval.

@@ -12,7 +12,7 @@ from dsat.search.candidates import Settings
 from dsat.search.feasibility import Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points, SpeedModel
-from dsat.search.step_time import GROUPS, TERMS, Job
+from dsat.search.step_time import GROUPS, Job
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
@@ -50,13 +50,8 @@ class Predictions:
             profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
         )
         self.settings = Settings(space, job)
-        layout = Layout(
-            job,
-            space.strategies,
-            self.settings.num_values,
-            priors={**TERMS, **space.freedom.priors},
-            of_whole=self.settings.of_whole,
-        )
+        settings = self.settings
+        layout = Layout(job, space.strategies, settings.num_values, of_whole=settings.of_whole)
         self.speed = SpeedModel(layout)
         self._objective, self._space, self._largest = objective, space, largest
         on_device = profile.host_memory_bytes > 0

@@ -10,6 +10,7 @@ from dsat.errors import JournalMismatch
 from dsat.inputs.switches import BIND_CORES, SWITCHES
 from dsat.space.overrides import SEQUENTIAL
 from dsat.space.plan import Plan
+from dsat.space.space import Suggestion
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
     EVENT_PROPOSED,
@@ -49,7 +50,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return a plan with the space and the priors of the run that it continues.
+    """Return a plan with the space and the suggestions of the run that it continues.
 
     A run has the knobs of its recorded defaults; the first ones recorded none, and have no knobs
     that came later.
@@ -61,7 +62,7 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     plan = replace(
         plan,
         own_first=bool(earlier.get("own_first")),
-        priors=earlier.get("priors") or {},
+        suggested=tuple(map(Suggestion.from_json, earlier.get("suggested", ()))),
     )
     if "listed_switches" not in earlier:
         plan = _without_later_names(plan, earlier)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
@@ -17,7 +18,7 @@ from dsat.tuning.phase import Phase, TrialFactory, name_of
 from dsat.tuning.ramp import Ramp, halfway
 from dsat.tuning.run import Run
 from dsat.tuning.trial_costs import TrialCosts
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
@@ -83,6 +84,7 @@ class SearchPhase(Phase):
             costs=self._costs,
             **plan.search_options,
         )
+        self._suggested = list(_suggested(plan, run.profile, space))
         self._most_samples: int | None = None
         self._limit_to_data()
         if plan.own_first and run.baseline is not None:
@@ -128,6 +130,10 @@ class SearchPhase(Phase):
             self._search.limit(ramp.limit)
 
     def _next_of_search(self) -> Trial | None:
+        while self._suggested:
+            trial = self._unasked(*self._suggested.pop(0))
+            if trial is not None:
+                return trial
         while (proposal := self._search.ask()) is not None:
             trial = self._try(proposal)
             if trial is not None:
@@ -280,6 +286,26 @@ class SearchPhase(Phase):
             if fingerprint(overrides_for(settings, batch), script) == digest:
                 found = number
         return found
+
+
+def _suggested(
+    plan: Plan, profile: ModelProfile, space: Space
+) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield settings and micro batches of the space that were the best for others.
+
+    Of a setting that is not searched here, or has other values, the first value is taken.
+    """
+    for each in plan.suggested:
+        model = (each.num_params, each.trainable_params)
+        branch = next((b for b in space.branches if b.strategy.name == each.strategy), None)
+        own = each.config.get(BATCH_KEYS[1])
+        sizes = [size for size in space.micro_batches if isinstance(own, int) and size <= own]
+        if model != (profile.num_params, profile.trainable_params) or branch is None or not sizes:
+            continue
+        known = {key.removeprefix("zero_optimization."): v for key, v in each.config.items()}
+        known |= each.switches
+        chosen = {key: known[key] for key, values in branch.knobs if known.get(key) in values}
+        yield {**branch.settings(0), **chosen}, sizes[-1]
 
 
 def _forecast(basis: Basis, plan: Plan, run: Run, space: Space) -> Forecast | None:

@@ -14,11 +14,14 @@ from dsat.errors import UserInputError
 from dsat.report import share
 from dsat.report.run_view import RunView
 from dsat.report.share import SharedRun
+from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
+from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
-from testing.made_up_runs import Steady, run_of_world
+from dsat.values.trial import Trial, TrialKind
+from testing.helpers import FakeClock, plan_of
+from testing.made_up_runs import Steady, drive, run_of_world
 
 PRIVATE = "alice-of-acme"
 INFO = {"name": PRIVATE, "config": f"/home/{PRIVATE}/ds.json", "device": "NVIDIA H100"}
@@ -89,24 +92,25 @@ def test_other_files_are_refused(
         share.read(tmp_path / "run.json")
 
 
-def test_runs_on_the_same_devices_are_priors_of_the_model_of_speed(
+def test_what_others_found_for_the_same_model_is_tried_first(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert shared_runs.priors("cuda", "NVIDIA H100") == {}
-    known = {"compute": (3.0, 0.1), "link": (1.0, 0.2), "latency": (0.3, 0.99)}
-    shared = replace(SharedRun.of(RunView.of(run)), accelerator="cuda", terms=known)
-    share.write(shared, tmp_path / "run.json")
-    share.write(replace(shared, terms={"link": (2.0, 0.2)}), tmp_path / "other.json")
-    shared_runs.take_in([tmp_path / "run.json", tmp_path / "other.json"])
-    found = shared_runs.priors("cuda", "NVIDIA H100")
-    assert set(found) == {"link"}, "the term that the trials determined, but for the unit of all"
-    assert list(found["link"]) == pytest.approx([1.5, 0.5])
-    assert shared_runs.priors("cuda", "NVIDIA A100") == {}
-
-
-def test_a_run_goes_on_with_the_priors_that_it_began_with(run: Run) -> None:
-    assert run.plan is not None
-    begun = replace(run.plan, priors={"link": (1.5, 0.5)})
-    events = [{"event": "start", "plan": begun.to_json(), "info": {}}]
-    assert as_begun(run.plan, events).difference(begun) is None
+    assert run.plan is not None and run.best is not None
+    slots = run.plan.slots_per_trial
+    assert shared_runs.suggestions("", "NVIDIA H100", slots) == ()
+    share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
+    shared_runs.take_in([tmp_path / "run.json"])
+    assert shared_runs.suggestions("", "NVIDIA A100", slots) == ()
+    [found] = shared_runs.suggestions("", "NVIDIA H100", slots)
+    for model, same in ((found, True), (replace(found, num_params=1), False)):
+        plan = plan_of("random", max_trials=12, suggested=(model,))
+        journal = MemoryJournal()
+        drive(Tuner(plan, journal, info={}, clock=FakeClock()), Talkative(), slots=2)
+        tried = [t for t in Run(journal.events).trials.values() if t.kind is TrialKind.SEARCH]
+        best = (run.best.strategy, run.best.batch, run.best.overrides)
+        assert ((tried[0].strategy, tried[0].batch, tried[0].overrides) == best) is same
+        resumed = Tuner(plan, MemoryJournal(), info={}, events=journal.events, clock=FakeClock())
+        assert resumed.run.trials == Run(journal.events).trials
+        today = replace(plan, suggested=())
+        assert as_begun(today, journal.events).suggested == plan.suggested
