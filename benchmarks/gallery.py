@@ -174,7 +174,7 @@ def predicted(name: str, model: Model, *, with_speed: bool = True) -> Iterator[R
         facts = simulator.facts(base)
         found = dict(_memory(facts, base))
         first = {
-            machine: next((s for s, fit in fits.items() if fit.most >= 1), None)
+            machine: next((s for s in sorted(fits, key=_offloads) if fits[s].most >= 1), None)
             for machine, fits in found.items()
         }
         strategies = list(dict.fromkeys(filter(None, first.values())))
@@ -204,6 +204,11 @@ def predicted(name: str, model: Model, *, with_speed: bool = True) -> Iterator[R
                 model.source,
                 _command(path, model, cards, gib),
             )
+
+
+def _offloads(one: Row | Strategy) -> bool:
+    """Return whether something is kept on the host, which costs speed."""
+    return " on cpu" in (one.strategy if isinstance(one, Row) else one.label)
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,7 @@ def page(rows: Sequence[Row]) -> str:
     for name in dict.fromkeys(row.model for row in rows if row.status == PREDICTED):
         for machine in MACHINES:
             own = [row for row in rows if (row.model, row.machine) == (name, machine)]
-            first = next((row for row in own if row.fits), None)
+            first = next((row for row in sorted(own, key=_offloads) if row.fits), None)
             shown.append(_shown(first) if first else (name, machine, "does not fit", *[""] * 5))
     table = Table(heads, shown, numbers=numbers).markdown()
     commands = [row.command for row in rows if row.model == "Llama 3.1 8B"]

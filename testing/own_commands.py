@@ -67,6 +67,15 @@ FRAMEWORKS = {
         # Imported for sound, of which there is none; not built for every torch.
         {"torchaudio.py": ("", '"""In the place of torchaudio."""\n')},
     ),
+    "ms-swift": Framework(
+        "swift sft swift.yaml",
+        "swift.yaml",
+        "per_device_train_batch_size",
+        "ms-swift==4.6.0 transformers==5.19.0 datasets==4.8.4 peft==0.20.0 trl==0.29.1 addict "
+        "attrdict binpacking dacite json-repair modelscope modelscope-hub nltk openai oss2 rouge "
+        "simplejson sortedcontainers transformers-stream-generator zstandard aiohttp "
+        f"importlib-metadata {_OF_ALL} {_HUB}",
+    ),
 }
 
 
