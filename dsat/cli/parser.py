@@ -54,8 +54,8 @@ _LOOKS = {
     RUNS: "lists runs, the newest first",
     WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
     EXPORT: "writes a run for other tools (Optuna, MLflow, TensorBoard, tables), or to give away",
-    IMPORT: "takes in runs that others have shared: a search for the same model on the same devices "
-    "tries what they found first",
+    IMPORT: "takes in runs that others have shared: a search for the same model on the same "
+    "devices tries what they found first",
     DOCTOR: "looks at this environment: what will work here, what will not, and how to fix it; "
     "exit status 1 if no trial can run",
 }
