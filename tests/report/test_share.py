@@ -20,8 +20,8 @@ from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
-from testing.helpers import FakeClock, plan_of
-from testing.made_up_runs import Steady, drive, run_of_world
+from testing.helpers import FakeClock, drive, plan_of
+from testing.made_up_runs import Steady, run_of_world
 
 PRIVATE = "alice-of-acme"
 INFO = {"name": PRIVATE, "config": f"/home/{PRIVATE}/ds.json", "device": "NVIDIA H100"}
