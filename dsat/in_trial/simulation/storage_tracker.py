@@ -116,14 +116,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # whose modes look at every size that is read
-            if self.trace is not None:
-                self.trace.record(self._phase, func, args, kwargs, out)
-            self._count(func, args, out)
-        return out
-
-    def _count(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Count the storages of an operator's results, and what it takes while it runs."""
+        if self.trace is not None:
+            self.trace.record(self._phase, func, args, kwargs, out)
         fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         place = None
         if fakes and func is aten._to_copy.default and self.is_parked(args[0]):
@@ -139,6 +133,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             adds_bias = func is aten.addmm.default and args[0].dim() == 1
             workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
             self._take_briefly(workspace if adds_bias else self.workspace_bytes)
+        return out
 
     def ran_compiled(self, args: Sequence[Any]) -> None:
         """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
