@@ -25,6 +25,7 @@ from dsat.inputs.ds_config import BATCH_KEYS
 
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
+_LARGEST_BYTES = 2**20  # what is larger is data
 _LAUNCHERS = (
     ("accelerate-launch",),
     ("accelerate", "launch"),
@@ -253,8 +254,8 @@ def _value(word: str) -> str:
 
 
 def _is_file(word: str, folder: Path) -> bool:
-    value = _value(word)
-    return value.endswith(_SUFFIXES) and (folder / value).is_file()
+    path = folder / _value(word)
+    return path.suffix in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST_BYTES
 
 
 def _form_of(data: Any) -> Form | None:

@@ -172,5 +172,6 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     (tmp_path / "data.yaml").write_text("names: [a, b]\n")
     (tmp_path / "broken.yaml").write_text("a: [")
-    words = "torchrun train.py ds.json data.yaml broken.yaml missing.yaml".split()
+    (tmp_path / "rows.json").write_text(json.dumps({"deepspeed": "x" * 2**20}))
+    words = "torchrun train.py ds.json data.yaml broken.yaml missing.yaml rows.json".split()
     assert rewritten(words, tmp_path, answer(tmp_path)) is None
