@@ -142,12 +142,12 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
-    theirs = [[latency, 4.0, 1.0, 1.0, 8.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+    theirs = [[latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
 
     def over_ranks(values: list[float]) -> list[float]:
-        if len(values) != 21:
+        if len(values) != 24:
             return values
-        rows = [values[i : i + 7] for i in range(0, 21, 7)]
+        rows = [values[i : i + 8] for i in range(0, 24, 8)]
         return [
             max(a, b)
             for mine, their in zip(rows, theirs, strict=True)
@@ -158,6 +158,7 @@ def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     train(engine, steps=5)
     measured = meter.outcome
     assert measured is not None
+    assert measured.metrics is not None and measured.metrics.data == 2.0
     assert measured.step_ms == pytest.approx((10, 12, 12))
     assert metrics_of(measured).latency == pytest.approx(34 / 3)
     assert metrics_of(measured).forward == pytest.approx(4)
