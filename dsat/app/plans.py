@@ -192,7 +192,9 @@ def _knobs_of(
     # Scripts must be written for parallelism.
     everything = tuple(name for name in KNOB_NAMES if name not in PARALLELISM)
     tune = everything if ALL in settings.tune else settings.tune
-    fix = KNOB_NAMES if ALL in settings.fix else settings.fix
+    fix = settings.fix
+    if ALL in fix:  # all but what is freed by its name
+        fix = tuple(name for name in KNOB_NAMES if name not in settings.tune)
     both = sorted(set(tune) & set(fix))
     if both:
         raise UserInputError(f"{', '.join(both)} cannot be given to both --tune and --fix")
