@@ -67,6 +67,21 @@ FRAMEWORKS = {
         # Imported for sound, of which there is none; not built for every torch.
         {"torchaudio.py": ("", '"""In the place of torchaudio."""\n')},
     ),
+    "Axolotl": Framework(
+        "axolotl train axolotl.yaml",
+        "axolotl.yaml",
+        "micro_batch_size",
+        "axolotl==0.19.0 transformers==5.16.1 tokenizers==0.23.1 huggingface-hub==1.17.0 "
+        "accelerate==1.13.0 datasets==4.8.4 peft==0.20.0 trl==1.9.0 optimum==1.16.2 addict art "
+        "attrs axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 backoff "
+        "bitsandbytes==0.50.2 cffi colorama distro evaluate fastcore fire gitdb gitpython "
+        "immutabledict jsonschema jsonschema-specifications langdetect llvmlite mistral-common "
+        "numba platformdirs posthog protobuf pycountry pycparser pydantic-extra-types "
+        "python-dotenv referencing rpds-py schedulefree sentry-sdk smmap soundfile soxr termcolor "
+        f"torchao==0.17.0 wandb zstandard {_OF_ALL} {_HUB}",
+        # It asks for NCCL by name.
+        {"axolotl/utils/trainer.py": ('dist_backend="nccl"', 'dist_backend="gloo"')},
+    ),
     "ms-swift": Framework(
         "swift sft swift.yaml",
         "swift.yaml",
@@ -105,6 +120,7 @@ def environment(packages: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
         "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows no later ones
         "DS_ACCELERATOR": "cpu",
+        "AXOLOTL_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
 
