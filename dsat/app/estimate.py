@@ -40,7 +40,7 @@ from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
 from dsat.values import parallelism
-from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
@@ -304,10 +304,12 @@ def configuration(
     """Return the user's configuration with another strategy, at its own micro steps.
 
     Args:
-        shared: how slots share samples; as in the user's if it is not given.
+        shared: how slots share samples; as in the user's, where so many can, if it is not given.
     """
+    own = parallelism.of_config(base)
+    shared = shared or (DATA_ONLY if slots % own.shared else own)
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
-    if shared is not None and shared != parallelism.of_config(base):
+    if shared != own:
         settings |= shared.settings
     gas = _gas(base, slots)
     merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas, 1, gas)))

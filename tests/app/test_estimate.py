@@ -14,6 +14,8 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
+from dsat.values import parallelism
+from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
@@ -46,6 +48,14 @@ def test_gradients_are_accumulated_as_the_user_does(
     found = estimate.configuration(base, Strategy(1), slots)
     assert found["gradient_accumulation_steps"] == gas
     assert not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(found)
+
+
+def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
+    own = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 1}
+    sizes = [estimate.configuration(own, Strategy(3), n)["sequence_parallel_size"] for n in (1, 8)]
+    assert sizes == [1, 4]
+    given = estimate.configuration(own, Strategy(3), 8, Parallelism(tensor=2))
+    assert parallelism.of_config(given) == Parallelism(tensor=2)
 
 
 @pytest.mark.parametrize("exact", [False, True])
