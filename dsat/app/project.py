@@ -267,7 +267,8 @@ class Projector:
     def projection(self, title: str, settings: ProjectSettings) -> Projection:
         """Return the answers."""
         traced, (count, _) = self._traced, settings.to
-        sizes = sorted({*_SIZES, count})
+        is_here = settings.to[1] == probe.HERE  # measured with so many slots, and no network
+        sizes = sorted({count, *(n for n in _SIZES if n <= count or not is_here)})
         own = [self._own(n) for n in sizes] if traced.own in traced.traces else []
         best = {n: self._best(n) for n in sizes}
         return Projection(
