@@ -255,7 +255,7 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     assert moved(2, "all_reduce", BACKWARD, last=True) == exactly
     assert moved(2, "all_reduce", BACKWARD, last=False) == exactly
     assert moved(2, "all_gather", STEP) == exactly
-    # Stage 3 gathers in both passes, beside the kernels.
+    # Stage 3 gathers in both passes, beside the kernels; so often, a shared parameter twice.
     assert moved(3, "reduce_scatter", BACKWARD, overlapped=True) == exactly
-    assert 0.9 * whole < moved(3, "all_gather", FORWARD, overlapped=True) <= 1.01 * whole
-    assert 0.5 * whole < moved(3, "all_gather", BACKWARD, overlapped=True) <= 1.01 * whole
+    for phase in (FORWARD, BACKWARD):
+        assert 0.7 * whole < moved(3, "all_gather", phase, overlapped=True) < 1.5 * whole
