@@ -29,6 +29,10 @@ OPTIONS += " --max-micro-batch 8 --end-profile-step 4 --run-dir run"
 _OF_ALL = "dill multiprocess xxhash einops sentencepiece tiktoken"
 _HUB = "httpx httpcore h11 anyio sniffio certifi idna shellingham typer hf-xet annotated-doc"
 
+# Without a launcher DeepSpeed asks MPI for these, which is not there.
+_ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1"}
+_ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -148,7 +152,7 @@ def tuned(name: str, folder: Path) -> str:
         return f"the copy of its file is {copy}"
     (folder / "run" / framework.file).write_text(copy.replace("max_steps: 500", "max_steps: 2"))
     line = (folder / "run" / "summary.md").read_text().partition("Train with it: `")[2]
-    trained = _run(["bash", "-c", line.partition("`")[0]], folder, env)
+    trained = _run(["bash", "-c", line.partition("`")[0]], folder, {**env, **_ALONE})
     return "tuned" if trained.returncode == 0 else f"its command: {trained.stderr[-600:]}"
 
 
