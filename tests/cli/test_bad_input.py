@@ -164,7 +164,7 @@ BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["--tune", "no knob 'overlap'", "'overlap_comm'"],
     ),
     "a knob that is freed and fixed": (
-        [*EXPERIMENT, "--tune", "overlap_comm", "--fix", "all"],
+        [*EXPERIMENT, "--tune", "overlap_comm", "--fix", "overlap_comm"],
         ["overlap_comm cannot be given to both --tune and --fix"],
     ),
     "too few slots at once": ([*EXPERIMENT, "-ms", "1"], ["--max-slots"]),
@@ -303,7 +303,7 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     assert main.main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["train_batch_size"] == 8
-    assert told["plan"]["own_batch"] == {"train_batch_size": 8, "micro_batch": 4, "gas": 1}
+    assert told["plan"]["own_batch"] == _batch(8, 4, 1)
     assert told["first_trial"]["kind"] == "baseline"
     assert told["command"][-1] == "train.py"
 
@@ -346,11 +346,13 @@ def test_auto_stands_for_the_trainers_flags(
         with_yaml(entrypoint=f"{command} {flags}")(folder)
         assert main.main(argv) == 0
         own = json.loads(capsys.readouterr().out)["plan"]["own_batch"]
-        assert own == {
-            "train_batch_size": micro_batch * gas * 2,
-            "micro_batch": micro_batch,
-            "gas": gas,
-        }
+        assert own == _batch(micro_batch * gas * 2, micro_batch, gas)
+
+
+def _batch(total: int, micro_batch: int, gas: int) -> dict[str, Any]:
+    """The batch sizes of slots that are not divided."""
+    sizes = {"train_batch_size": total, "micro_batch": micro_batch, "gas": gas}
+    return {**sizes, "parallelism": {"tensor": 1, "sequence": 1}}
 
 
 @pytest.mark.slow
