@@ -154,8 +154,8 @@ def summary(shown: Projection) -> str:
         said.append(f"Of the strategies that were simulated none fits {shown.count} of them.")
     elif asked is None:
         said.append(
-            f"Nothing fits {shown.count} of them: the table shows how many hold it, "
-            "and `dsat estimate` what each strategy needs."
+            f"Nothing fits {shown.count} of them. More cards, --activation-checkpointing on or "
+            "shorter samples make room; `dsat estimate` shows what each strategy needs."
         )
     elif training is not None:
         low, high = training["days_interval_90"]
