@@ -42,6 +42,9 @@ End = Callable[[Mapping[str, Any]], None]
 class BorrowedModel:
     """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
+    Attributes:
+        uses_zero_init: stage 3 partitions parameters while the script makes them.
+
     Raises:
         SimulationUnsupported: the model is a pipeline.
     """
@@ -55,6 +58,7 @@ class BorrowedModel:
         parameters = arguments.get("model_parameters")
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             arguments["model_parameters"] = list(parameters)
+        self.uses_zero_init = False
         self._initialize = initialize
         self._arguments = config_injection.without_config(arguments)
         self._config = config
@@ -153,6 +157,7 @@ class BorrowedModel:
             packed_length=packed_length,
             sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
+            uses_zero_init=self.uses_zero_init,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
         config = as_simulated(config_injection.completed(request["config"], self._config))

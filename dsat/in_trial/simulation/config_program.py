@@ -143,7 +143,9 @@ def main() -> None:
     parser.add_argument("--deepspeed_config")
     args = parser.parse_args()
     dtype = _DTYPES[args.dtype]
-    model: Any = build(args.hf_config, dtype)
+    # As the Trainer does, whose models are partitioned in stage 3 while they are made.
+    with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
+        model: Any = build(args.hf_config, dtype)
     if args.lora is not None:
         add_lora(model, args.lora)
     if args.gradient_checkpointing:

@@ -76,6 +76,7 @@ class FakeParameters:
 
     Attributes:
         fake_bytes: size of the parameters and buffers that are fake.
+        uses_zero_init: the script makes its model in `zero.Init`.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class FakeParameters:
         self._real_bytes = 0
         self._mode = ScriptMode()
         self._undo = contextlib.ExitStack()
+        self.uses_zero_init = False
 
     def install(self) -> None:
         """Change torch, DeepSpeed and transformers, now or when it is imported."""
@@ -186,13 +188,17 @@ class FakeParameters:
             self._undo.callback(setattr, place, name, original)
 
     def _replace_zero_init(self) -> None:
-        """Make `zero.Init` do nothing: it would leave the script with empty parameters."""
+        """Make `zero.Init` only take note: it would leave the script with empty parameters."""
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
-        def nothing(*_: Any, **__: Any) -> None: ...
+        def note(*_: Any, enabled: bool = True, **__: Any) -> None:
+            self.uses_zero_init |= enabled
 
-        for name in ("__init__", "__enter__", "__exit__"):
+        def nothing(*_: Any) -> None: ...
+
+        for name in ("__enter__", "__exit__"):
             self._replace(module.Init, name, lambda _: nothing)
+        self._replace(module.Init, "__init__", lambda _: note)
 
 
 def _in_constructor(frame: Any) -> bool:

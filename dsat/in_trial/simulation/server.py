@@ -130,6 +130,7 @@ class SimulationServer:
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answer candidates. Returns in a child only, with the engine's outputs."""
         self._fakes.uninstall()
+        model.uses_zero_init = self._fakes.uses_zero_init
         self._fakes = None
         self._connection.connect(str(self._address))
         model.keep_integers(args, kwargs)

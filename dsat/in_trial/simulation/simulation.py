@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed.comm
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -38,6 +40,7 @@ from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.values import parallelism
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import of_config
 
 _ON_HOST = (PINNED, HOST)
 
@@ -86,6 +89,7 @@ class Captured:
         packed_length: of the one row that holds all samples; 0 if each has a row of its own.
         sequence_length: tokens of a sample, if samples are sequences of tokens.
         on_host: copies of integers that it has on another device, by the `id` of each.
+        uses_zero_init: stage 3 partitions parameters while the script makes them.
     """
 
     initialize: Initialize
@@ -96,6 +100,7 @@ class Captured:
     packed_length: int = 0
     sequence_length: int | None = None
     on_host: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    uses_zero_init: bool = False
 
     def shape_for(self, candidate: Candidate, shape: Sequence[int]) -> list[int]:
         """Return a shape of the batch with a candidate's micro batch and part of a sequence."""
@@ -233,6 +238,10 @@ class Simulation(_FakeDevice):
             arguments["mpu"] = ulysses.groups(module, size=shared.sequence, micro_batch=micro_batch)
         gc.collect()
         self.tracker.begin("init")
+        if captured.uses_zero_init and of_config(self._candidate.config).stage == 3:
+            zero: Any = importlib.import_module("deepspeed.runtime.zero")
+            deepspeed.comm.init_distributed(verbose=False)
+            zero.Init(module=captured.snapshot.module, config_dict_or_path=arguments["config"])
         engine, *_ = captured.initialize(**arguments)
         if shared.tensor > 1:  # it compares the ranks' batches
             engine.first_dataloader_check.remove()
