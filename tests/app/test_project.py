@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import dsat
+from dsat.app import estimate
 from dsat.cli.main import main
 from dsat.errors import UserInputError
+from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.memory import SIMULATED
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +55,25 @@ def test_a_configuration_is_projected_to_other_cards(
     rates = [rows[0]["samples_per_second"] for rows in told["best"].values()]
     assert rates == sorted(rates)
     assert "16 x A100-40GB" in page.read_text(encoding="utf-8")
+
+
+def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
+    config: Path, tmp_path: Path
+) -> None:
+    """A model of 70 billion parameters is on no card at once."""
+    user = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(user))
+    settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
+    with estimate.simulator_of(settings, as_cpu=False) as (_, base, simulator):
+        facts = simulator.facts(base)
+        found = simulator.estimate(dict(base), micro_batch=1, slots=64)
+    assert found.source == SIMULATED
+    assert found.init < facts.num_params  # half of their bytes
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
