@@ -44,7 +44,9 @@ EXPLANATION = (
     "fitted, as `dsat project --from RUN` does with a run of your own; the source without such a "
     "row is not corrected. FSDP counts as stage 3. The factor between the roofline of the table "
     "and what scripts reach (`PRIORS` in `dsat/search/traced_work.py`), and the memory bandwidth "
-    "of a rank on the host, were chosen by the fitted rows.",
+    "of a rank on the host, were chosen by the fitted rows. All rows were in sight while constants "
+    "and the way of correcting were chosen, so the errors of the others are no blind predictions: "
+    "expect somewhat larger ones of a source that is not here.",
 )
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _TRACED_ON = 8
