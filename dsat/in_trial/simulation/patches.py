@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from dsat.in_trial.simulation.attention import attention
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.storage_tracker import StorageTracker
 from dsat.in_trial.versions import collectives
+from dsat.values.zero_strategy import of_config
 
 aten = torch.ops.aten
 FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
@@ -188,6 +189,17 @@ def make_process_group(size: int, device_type: str) -> None:
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
     torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=0, world_size=size)
     collectives.take_fake_tensors()
+
+
+def partition_in_stage_3(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    """Partition a model as `zero.Init` does while the script makes it."""
+    import deepspeed.comm
+
+    if of_config(config).stage != 3:
+        return
+    zero: Any = importlib.import_module("deepspeed.runtime.zero")
+    deepspeed.comm.init_distributed(verbose=False)
+    zero.Init(module=model, config_dict_or_path=config)
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:

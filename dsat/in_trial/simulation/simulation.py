@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed.comm
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -40,7 +38,6 @@ from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.values import parallelism
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import of_config
 
 _ON_HOST = (PINNED, HOST)
 
@@ -238,10 +235,8 @@ class Simulation(_FakeDevice):
             arguments["mpu"] = ulysses.groups(module, size=shared.sequence, micro_batch=micro_batch)
         gc.collect()
         self.tracker.begin("init")
-        if captured.uses_zero_init and of_config(self._candidate.config).stage == 3:
-            zero: Any = importlib.import_module("deepspeed.runtime.zero")
-            deepspeed.comm.init_distributed(verbose=False)
-            zero.Init(module=captured.snapshot.module, config_dict_or_path=arguments["config"])
+        if captured.uses_zero_init:
+            patches.partition_in_stage_3(captured.snapshot.module, arguments["config"])
         engine, *_ = captured.initialize(**arguments)
         if shared.tensor > 1:  # it compares the ranks' batches
             engine.first_dataloader_check.remove()
@@ -328,8 +323,7 @@ class ActivationPass(_FakeDevice):
         dtype = _dtype(candidate.config)
         self._dtype = dtype or captured.dtype
         captured.snapshot.put_fakes(self._device, dtype)
-        self._module = captured.snapshot.module
-        self._module.train()
+        self._module = captured.snapshot.module.train()
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
