@@ -83,5 +83,5 @@ def _samples_of(loader: Any) -> tuple[int, int] | None:
             dropped = size - 1 if getattr(batches, "drop_last", False) else 0
             samples = len(batches) * size + dropped
     except (TypeError, NotImplementedError, AttributeError):
-        return None  # a sampler need not know its length
+        return None  # by torch's contract: a sampler without a length raises any of these
     return (size, samples) if samples > 0 else None

@@ -25,12 +25,6 @@ _PARALLEL = "PARALLELISM_CONFIG_"
 _USES_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
-def config_file(env: Mapping[str, str]) -> str | None:
-    """The DeepSpeed configuration that `deepspeed_config_file` names, if any."""
-    named = env.get(_CONFIG_FILE, "none")
-    return None if named == "none" else named
-
-
 def uses_deepspeed(env: Mapping[str, str]) -> bool:
     """Tell if accelerate hands a DeepSpeed configuration to the script."""
     return env.get(_USES_DEEPSPEED, "false").lower() in ("true", "1", "yes")

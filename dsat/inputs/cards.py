@@ -22,7 +22,7 @@ _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and c
 
 @dataclass(frozen=True)
 class Card:
-    """What a card and its links do in a second.
+    """Rates and memory of a card, and of its links.
 
     Attributes:
         memory_bytes: of the card.

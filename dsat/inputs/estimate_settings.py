@@ -15,7 +15,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Target):
-    """What is looked at without a trial: a script, or the model of a configuration."""
+    """Options of commands that simulate a script, or the model of a configuration."""
 
     hf_config: str | None = option(
         "--hf-config",

@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Projection:
-    """What training will do on cards of one kind.
+    """Predicted training on cards of one kind.
 
     Attributes:
         name: of the experiment, the script or the model.

@@ -113,7 +113,7 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """How slots share samples with some settings, or by the user's own configuration."""
+        """Return the division of slots by some settings, or else by the user's configuration."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     suggested: tuple[Suggestion, ...] = ()

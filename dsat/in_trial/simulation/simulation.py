@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the ranks share samples."""
+        """Division of layers and sequences among the ranks."""
         return parallelism.of_config(self.config)
 
     @property
