@@ -63,7 +63,7 @@ nightly: test browser
 	$(PY) -m pytest -n 2 --dist loadfile -m nightly
 	$(MAKE) test-cluster
 	$(MAKE) soak SOAK_OPTIONS="--scale 0.05"
-	$(MAKE) compat COMPAT=newest
+	$(MAKE) compat COMPAT="--short oldest newest"
 
 # Real daemons of Slurm and Ray, several nodes on this machine, and an ssh server. Debian's packages
 # have the others; Ray's jobs need its dashboard.
@@ -93,7 +93,8 @@ docs: setup
 pictures: setup browser
 	$(PY) -m testing.pictures $(RUN)
 
-# Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=older takes one.
+# Other versions of torch and DeepSpeed: some 6 GB and half an hour each; COMPAT=older takes one,
+# COMPAT="--keep older" leaves its environment for the next time.
 compat: setup
 	$(PY) -m testing.compat $(COMPAT)
 

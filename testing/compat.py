@@ -1,12 +1,12 @@
 """Tests and searches with the versions of python, torch and DeepSpeed that people have.
 
-    python3 -m testing.compat [PAIR ...]
+    python3 -m testing.compat [--keep] [--short] [--workers N] [PAIR ...]
 
-Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards:
-with the libraries that torch brings along it takes about 6 GB, and the whole half an hour on two
-cores. In it run the tests of trials, meter, simulation and the command line, searches of small
-scripts under every launcher, and simulated memory is held against what torch's allocator really
-gave. Prints rows for the table of `CONTRIBUTING.md`.
+Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards
+unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
+whole half an hour on two cores. In it run the tests of trials, meter, simulation and the command
+line, searches of small scripts under every launcher, and simulated memory is held against what
+torch's allocator really gave. Prints rows for the table of `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
@@ -35,6 +35,8 @@ _UV = str(Path(sys.prefix) / "bin" / "uv")
 TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_end")
 # Of frameworks and launchers what is installed everywhere.
 _FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer")
+_SHORT = ("HF Trainer", "--launchers", "torchrun", "--ranks", "2")
+_WRITTEN = "requirements.txt"  # the last file of an installation
 HEAD = "python torch deepspeed transformers tests searches memory date".split()
 
 
@@ -67,27 +69,38 @@ PAIRS: Mapping[str, Pair] = {
 }
 
 
-def check(name: str) -> dict[str, str]:
+def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]:
     """Install a pair and try it.
 
     Args:
         name: of `PAIRS`.
+        workers: processes that run tests; 0 for this one alone.
+        short: one search and a small model's memory alone.
+        keep: use the environment of an earlier check, and leave it.
 
     Returns:
         A row of the table, by `HEAD`.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
-    install(PAIRS[name], folder)
+    if not (keep and _installed(PAIRS[name], folder)):
+        install(PAIRS[name], folder)
     row = {
         **_versions(python),
-        "tests": _tests(folder),
-        "searches": _searches(folder),
-        "memory": _memory(folder),
+        "tests": "" if short else _tests(folder, workers),
+        "searches": _searches(folder, _SHORT if short else _FRAMEWORKS),
+        "memory": _memory(folder, "gpt" if short else "gpt2_small"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
-    shutil.rmtree(folder)
+    if not keep:
+        shutil.rmtree(folder)
     return row
+
+
+def _installed(pair: Pair, folder: Path) -> bool:
+    """Return whether `install` came to its end with the same requirements."""
+    written = folder / _WRITTEN
+    return written.is_file() and written.read_text().split() == pair.requirements
 
 
 def install(pair: Pair, folder: Path) -> None:
@@ -102,6 +115,7 @@ def install(pair: Pair, folder: Path) -> None:
     subprocess.run([*install, "--no-build-isolation", *pair.requirements, *others], check=True)
     # A pair that is not claimed yet is tried as well.
     subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True)
+    (folder / _WRITTEN).write_text("\n".join(pair.requirements))
 
 
 def _interpreter(version: str) -> str:
@@ -157,12 +171,12 @@ def _in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _tests(folder: Path) -> str:
+def _tests(folder: Path, workers: int) -> str:
     report = folder / "tests.xml"
     # Libraries of another time warn of one another.
     warnings = ("-o", "filterwarnings=default")
-    workers = ("-n", "2", "--dist", "loadfile", "-m", "not nightly and not cluster")
-    _in(folder, "pytest", "-q", *workers, *warnings, f"--junitxml={report}", *TESTS)
+    chosen = ("-n", str(workers), "--dist", "loadfile", "-m", "not nightly and not cluster")
+    _in(folder, "pytest", "-q", *chosen, *warnings, f"--junitxml={report}", *TESTS)
     suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
     ran, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
@@ -172,15 +186,15 @@ def _tests(folder: Path) -> str:
     return told + (f", {skipped} skipped" if skipped else "")
 
 
-def _searches(folder: Path) -> str:
-    done = _in(folder, "testing.frameworks", *_FRAMEWORKS)
+def _searches(folder: Path, arguments: Sequence[str]) -> str:
+    done = _in(folder, "testing.frameworks", *arguments)
     cells = [cell.strip() for line in done.stdout.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
     return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
 
 
-def _memory(folder: Path) -> str:
-    done = _in(folder, "benchmarks.memory_accuracy", "gpt2_small")
+def _memory(folder: Path, model: str) -> str:
+    done = _in(folder, "benchmarks.memory_accuracy", model)
     errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", done.stdout)]
     failed = done.stdout.count("| failed: ")
     if not errors:
@@ -197,13 +211,16 @@ def main() -> int:
     """Try the pairs that the command line names, or all; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
+    parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--short", action="store_true", help="one search and one simulation each")
+    parser.add_argument("--keep", action="store_true", help="use environments again")
     given = parser.parse_args()
     if unknown := set(given.pairs) - PAIRS.keys():
         parser.error(f"no pair {', '.join(sorted(unknown))}; there are {', '.join(PAIRS)}")
     rows = []
     for name in given.pairs or PAIRS:
         began = time.monotonic()
-        rows.append(check(name))
+        rows.append(check(name, workers=given.workers, short=given.short, keep=given.keep))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     print(_line(list(HEAD)), _line(["---"] * len(HEAD)), sep="\n")
     print(*(_line([row[key] for key in HEAD]) for row in rows), sep="\n")
