@@ -153,8 +153,12 @@ def _versions(python: Path) -> dict[str, str]:
     return versions
 
 
-def _in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module with an environment's interpreter; its output goes to the terminal as well."""
+def _in(folder: Path, *arguments: str) -> tuple[str, int]:
+    """Run a module with an environment's interpreter, seen on the terminal.
+
+    Returns:
+        Its output and status.
+    """
     command = [str(folder / "bin" / "python"), "-m", *arguments]
     environment = {
         **os.environ,
@@ -164,11 +168,15 @@ def _in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
     }
     environment.pop("VIRTUAL_ENV", None)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    print(done.stdout, flush=True)
-    return done
+    lines = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return "".join(lines), process.returncode
 
 
 def _tests(folder: Path, workers: int) -> str:
@@ -176,7 +184,7 @@ def _tests(folder: Path, workers: int) -> str:
     # Libraries of another time warn of one another.
     warnings = ("-o", "filterwarnings=default")
     chosen = ("-n", str(workers), "--dist", "loadfile", "-m", "not nightly and not cluster")
-    _in(folder, "pytest", "-q", *chosen, *warnings, f"--junitxml={report}", *TESTS)
+    _in(folder, "pytest", *chosen, *warnings, f"--junitxml={report}", *TESTS)
     suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
     ran, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
@@ -187,20 +195,20 @@ def _tests(folder: Path, workers: int) -> str:
 
 
 def _searches(folder: Path, arguments: Sequence[str]) -> str:
-    done = _in(folder, "testing.frameworks", *arguments)
-    cells = [cell.strip() for line in done.stdout.splitlines() for cell in line.split("|")[2:-1]]
+    output, _ = _in(folder, "testing.frameworks", *arguments)
+    cells = [cell.strip() for line in output.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
     return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
 
 
 def _memory(folder: Path, model: str) -> str:
-    done = _in(folder, "benchmarks.memory_accuracy", model)
-    errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", done.stdout)]
-    failed = done.stdout.count("| failed: ")
+    output, status = _in(folder, "benchmarks.memory_accuracy", model)
+    errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", output)]
+    failed = output.count("| failed: ")
     if not errors:
         return "failed"
     told = f"median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
-    return told + (f", {failed} failed" if failed or done.returncode else "")
+    return told + (f", {failed} failed" if failed or status else "")
 
 
 def _line(cells: list[str]) -> str:
