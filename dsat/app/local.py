@@ -305,17 +305,29 @@ def _failure(run: Run, trials: Path) -> DsatError:
     outcome = run.outcomes[trial.id]
     if outcome.kind is OutcomeKind.INVALID:
         return UserInputError(outcome.message)
-    hints = {
-        OutcomeKind.OOM: _does_not_fit(run),
-        OutcomeKind.ERROR: " This is your script's own error, under your own configuration.",
-    }
-    if OF_DSAT in outcome.message:
-        hints[OutcomeKind.ERROR] = " Please report it, with the traceback, as a bug of dsat."
-    hint = "" if trial.kind is TrialKind.SEARCH else hints.get(outcome.kind, "")
+    hint = ""
+    if outcome.kind is OutcomeKind.ERROR:
+        hint = _blame(trial, outcome)
+    elif outcome.kind is OutcomeKind.OOM and trial.kind is not TrialKind.SEARCH:
+        hint = _does_not_fit(run)
     which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
     return SearchFailed(
         f"{outcome.said_of(which)}.{hint} Its logs are in {trials / trial.name}.",
         "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
+    )
+
+
+def _blame(trial: Trial, outcome: Outcome) -> str:
+    """Tell whose error it is, where that is known."""
+    if OF_DSAT in outcome.message:
+        return " Please report it, with the traceback, as a bug of dsat."
+    if not outcome.detail or trial.kind is TrialKind.SEARCH:
+        return ""
+    if trial.kind is TrialKind.BASELINE or outcome.before_engine:
+        return " This is your script's own error, under your own configuration."
+    return (
+        f" Your own configuration had failed before: this was {trial.strategy} with micro batch "
+        f"{trial.batch.micro_batch}, tried in its place."
     )
 
 

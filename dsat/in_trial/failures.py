@@ -65,8 +65,8 @@ _FOR_WANT_OF_MEMORY = (
 _NEARLY_FULL = 0.03  # of the device that is left
 
 OF_DSAT = "an error inside dsat, not of your script"
-# Errors of earlier work of a device, which surface wherever it is waited for.
-_ASYNCHRONOUS = ("cuda error", "hip error")
+# Errors of a device's earlier work or of another rank surface wherever they are waited for.
+_FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # What to do about errors of DeepSpeed, by a part of their messages.
@@ -76,9 +76,12 @@ _ADVICE = {
         "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
     ),
 }
-_DSAT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_DSAT = f"{Path(__file__).parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
+# Where dsat goes on with what is not its own: a wrapper calls the original, a rank the script.
+_HANDS_ON = re.compile(r"\boriginal\(|\brunpy\.run_|\bharness\.main\(")
+_LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
 
 def report_uncaught(report: Callable[[BaseException], None]) -> None:
@@ -168,13 +171,28 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return True if dsat's own code failed: the innermost frame of an unclassified error."""
+    """Return True if an unclassified error came up in dsat's own work, not in a call it passed on.
+
+    The innermost frame of dsat or the script decides: a library fails for whoever called it.
+    """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    mine = bool(files) and files[-1].startswith(_DSAT) and files[-1] not in _FOR_SCRIPTS
-    asynchronous = _has(str(error).lower(), _ASYNCHRONOUS)
-    return mine and not asynchronous and classify(error) is OutcomeKind.ERROR
+    if _has(str(error).lower(), _FROM_ELSEWHERE) or classify(error) is not OutcomeKind.ERROR:
+        return False
+    passed_on = False
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = frame.filename
+        if path.startswith(_DSAT):
+            passed_on = (
+                passed_on or path in _FOR_SCRIPTS or bool(_HANDS_ON.search(frame.line or ""))
+            )
+            if not passed_on:
+                return True
+        elif not path.startswith(_LIBRARIES) and f"-packages{os.sep}" not in path:
+            return False
+        else:
+            passed_on = False
+    return False
 
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 _in_store = 0
@@ -19,34 +20,10 @@ def watch() -> None:
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    original = DataLoader.__iter__
-    if hasattr(original, "dsat_watches"):
-        return
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        global _in_store
-        _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
-        found = _samples_of(self)
-        if found is not None:
-            batch_size, samples = found
-            _samples[batch_size] = max(samples, _samples.get(batch_size, 0))
-        return original(self)
-
-    iterate.dsat_watches = True  # type: ignore[attr-defined]
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-    get_batch = _BaseDataLoaderIter.__next__
-
-    @functools.wraps(get_batch)
-    def timed(self: Any) -> Any:
-        global _waited_s
-        begin = time.perf_counter()
-        try:
-            return get_batch(self)
-        finally:
-            _waited_s += time.perf_counter() - begin
-
-    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
+    if not hasattr(DataLoader.__iter__, "dsat_watches"):
+        DataLoader.__iter__ = _noting(DataLoader.__iter__)  # type: ignore[method-assign]
+        timed: Any = _timed(_BaseDataLoaderIter.__next__)
+        _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
 
 
 def batches_in_store() -> int:
@@ -62,6 +39,34 @@ def waited_s() -> float:
 def samples_of_epoch(batch_size: int) -> int:
     """Return the most samples of an epoch that a loader of such batches has; 0 if unknown."""
     return _samples.get(batch_size, 0)
+
+
+def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        global _in_store
+        _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
+        found = _samples_of(self)
+        if found is not None:
+            batch_size, samples = found
+            _samples[batch_size] = max(samples, _samples.get(batch_size, 0))
+        return original(self)
+
+    iterate.dsat_watches = True  # type: ignore[attr-defined]
+    return iterate
+
+
+def _timed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def get_batch(self: Any) -> Any:
+        global _waited_s
+        begin = time.perf_counter()
+        try:
+            return original(self)
+        finally:
+            _waited_s += time.perf_counter() - begin
+
+    return get_batch
 
 
 def _samples_of(loader: Any) -> tuple[int, int] | None:

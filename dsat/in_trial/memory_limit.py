@@ -42,10 +42,10 @@ def limit_memory(budget_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
-    def unlimited(load: Any, _: Any, args: Any, options: Any) -> Any:
+    def unlimited(original: Any, _: Any, args: Any, options: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         try:
-            return load(*args, **options)
+            return original(*args, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 

@@ -101,10 +101,10 @@ def default_local_rank(local_rank: str) -> None:
     Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.
     """
 
-    def with_default(add_argument: Any, _: Any, flags: Any, options: Any) -> Any:
+    def with_default(original: Any, _: Any, flags: Any, options: Any) -> Any:
         if "--local_rank" in flags and "action" not in options:
             options = {**options, "default": int(local_rank), "required": False}
-        return add_argument(*flags, **options)
+        return original(*flags, **options)
 
     wrapt.wrap_function_wrapper(argparse, "_ActionsContainer.add_argument", with_default)
 
@@ -151,11 +151,11 @@ def _trainer_settings(
 
 
 def _show_compilations(progress: Progress) -> None:
-    def show(load: Any, builder: Any, args: Any, options: Any) -> Any:
+    def show(original: Any, builder: Any, args: Any, options: Any) -> Any:
         before = progress.activity
         progress.set_activity(f"compiling DeepSpeed's operator {builder.name}; the result is kept")
         try:
-            return load(*args, **options)
+            return original(*args, **options)
         finally:
             progress.set_activity(before)
 

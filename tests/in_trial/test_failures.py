@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dsat.engines.local import trial_result
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import InvalidTrial
-from dsat.in_trial import failures
+from dsat.in_trial import agreement, failures, loaders
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.rank_files import RankSpec
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.local import cpu_machine
@@ -256,9 +261,59 @@ def test_host_memory_beside_a_device_is_not_the_devices(
     assert failures.classify(error) is OutcomeKind.HOST_OOM
 
 
-def test_an_error_of_dsats_own_is_not_called_the_scripts() -> None:
-    with pytest.raises(AttributeError) as caught:
-        failures.of_text(None)  # type: ignore[arg-type]
-    raise_inside = caught.value
-    assert "inside dsat" in failures.message(raise_inside)
-    assert "failures.py" in failures.user_traceback(raise_inside)
+class Engine:
+    """An engine of a script that only evaluates."""
+
+    optimizer = object()
+    training = False
+
+    def forward(self, inputs: object) -> None:
+        raise ValueError("wrong inputs")
+
+    def backward(self, loss: object) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "trial.json").write_text("{")
+    RankSpec.of_folder(tmp_path)
+
+
+def watched(engine: Engine) -> Any:
+    Meter(cast(Any, SimpleNamespace(profile=False)), lambda outcome: None).watch(engine)
+    return engine
+
+
+def batches(collate: Callable[[Any], Any]) -> None:
+    loaders.watch()
+    list(DataLoader([1, 2], collate_fn=collate))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fail", "is_of_dsat"),
+    [
+        pytest.param(lambda _: failures.of_text(cast(Any, None)), True, id="a line of dsat's"),
+        pytest.param(of_a_rank, True, id="a library that dsat calls"),
+        pytest.param(lambda _: watched(Engine()).forward(), False, id="an argument is missing"),
+        pytest.param(lambda _: watched(Engine()).forward(1), False, id="below a wrapper"),
+        pytest.param(lambda _: batches(int), False, id="in C, below a loader that is timed"),
+        pytest.param(lambda _: json.loads("{"), False, id="a library that the script calls"),
+    ],
+)
+def test_the_innermost_work_of_dsat_or_the_script_is_blamed(
+    fail: Callable[[Path], object], is_of_dsat: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fail(tmp_path)
+    assert ("inside dsat" in failures.message(caught.value)) == is_of_dsat
+    folder = str(Path(failures.__file__).parent)
+    assert (folder in failures.user_traceback(caught.value)) == is_of_dsat
+
+
+def test_a_lost_connection_is_another_ranks_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = "raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer')"
+    monkeypatch.setattr(torch.distributed, "is_initialized", functools.partial(exec, lost))
+    with pytest.raises(RuntimeError) as caught:
+        agreement.Ranks(None).maximum([0.0])
+    assert "inside dsat" not in failures.message(caught.value)
