@@ -10,6 +10,8 @@ not tuned.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.values.outcome import OutcomeKind
+from testing import slurm
 from testing.command import run_of
 from testing.local import PROGRAMS
 
@@ -60,6 +63,12 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "TRL GRPO": Framework(
         "grpo.py", f"{_TRAINER} {_SHORT}", "--deepspeed auto.json", options="--divisible-by 2"
     ),
+    "Lightning": Framework(
+        "on_lightning.py",
+        "--batch-size 2",
+        "",
+        options="--arg-mapping train_micro_batch_size_per_gpu=--batch-size",
+    ),
 }
 
 
@@ -74,6 +83,8 @@ def _accelerate(config: str) -> Callable[[Framework, int], str]:
     return lambda program, ranks: f"{launch} {ranks} {program.script} {program.flags}"
 
 
+SRUN = "srun"  # in a job of Slurm's own daemons, if they are installed
+
 # Launcher -> the command line of a framework with some ranks.
 LAUNCHERS: Mapping[str, Callable[[Framework, int], str]] = {
     "python": _launched("python"),
@@ -82,6 +93,7 @@ LAUNCHERS: Mapping[str, Callable[[Framework, int], str]] = {
     "accelerate's plugin": _accelerate("plugin.yaml"),
     "accelerate with a file": _accelerate("file.yaml"),
     "bash run.sh": _launched("torchrun --standalone --nproc_per_node {ranks}"),
+    SRUN: _launched("srun --overcommit --ntasks {ranks} bash rank.sh"),
 }
 
 
@@ -90,12 +102,15 @@ def exists(framework: str, launcher: str, ranks: int) -> bool:
     by_accelerate = launcher.startswith("accelerate")
     if FRAMEWORKS[framework].config is None:
         return by_accelerate
-    plain = FRAMEWORKS[framework].script == "plain.py"
-    return not (by_accelerate and plain) and (launcher != "python" or ranks == 1)
+    own = FRAMEWORKS[framework].script in ("plain.py", "on_lightning.py")
+    return not (by_accelerate and own) and (launcher != "python" or ranks == 1)
 
 
-def tuned(framework: str, launcher: str, ranks: int) -> str:
+def tuned(framework: str, launcher: str, ranks: int, job: Mapping[str, str]) -> str:
     """Search for a script's configuration in a copy of its folder.
+
+    Args:
+        job: variables of a job of Slurm's.
 
     Returns:
         "tuned" or what went wrong.
@@ -109,11 +124,19 @@ def tuned(framework: str, launcher: str, ranks: int) -> str:
         if launcher == "bash run.sh":
             (folder / "run.sh").write_text(f"set -e\n{' '.join(command)}\n")
             command = ["bash", "run.sh"]
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join(
+            [str(Path(sys.executable).parent), job.get("PATH", os.environ["PATH"])]
+        )
         told = subprocess.run(
             [sys.executable, "-m", "dsat", "model", *options, "--", *command],
             cwd=folder,
-            env={**os.environ, "PATH": path, "PYTHONPATH": _PACKAGES, "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                **(job if launcher == SRUN else {}),
+                "PATH": path,
+                "PYTHONPATH": _PACKAGES,
+                "HF_HUB_OFFLINE": "1",
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -137,26 +160,40 @@ def main() -> int:
     """Print the table; 1 if something was not tuned."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("frameworks", nargs="*", default=list(FRAMEWORKS))
-    parser.add_argument("--launchers", nargs="*", default=list(LAUNCHERS), choices=LAUNCHERS)
+    here = [name for name in LAUNCHERS if name != SRUN or not slurm.missing()]
+    parser.add_argument("--launchers", nargs="*", default=here, choices=LAUNCHERS)
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
     given = parser.parse_args()
-    head = ["framework", *(f"{name}, {n}" for name in given.launchers for n in given.ranks)]
+    with contextlib.ExitStack() as stack:
+        job: Mapping[str, str] = {}
+        if SRUN in given.launchers:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            job = stack.enter_context(stack.enter_context(slurm.running(folder, 1)).allocation(1))
+        return _table(given.frameworks, given.launchers, given.ranks, job)
+
+
+def _table(
+    frameworks: Sequence[str],
+    launchers: Sequence[str],
+    numbers: Sequence[int],
+    job: Mapping[str, str],
+) -> int:
+    head = ["framework", *(f"{name}, {n}" for name in launchers for n in numbers)]
     rows = [_line(head), _line(["---"] * len(head))]
     notes: list[str] = []
-    for framework in given.frameworks:
+    for framework in frameworks:
         cells = [framework]
-        for launcher in given.launchers:
-            for ranks in given.ranks:
-                if not exists(framework, launcher, ranks):
-                    cells.append("-")
-                    continue
-                began = time.monotonic()
-                found = tuned(framework, launcher, ranks)
-                what = f"{framework}, {launcher}, {ranks} ranks"
-                print(f"{what}: {found} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
-                cells.append(found if found == "tuned" else f"see {len(notes) + 1}")
-                if found != "tuned":
-                    notes.append(f"{len(notes) + 1}. {what}: {found}")
+        for launcher, ranks in itertools.product(launchers, numbers):
+            if not exists(framework, launcher, ranks):
+                cells.append("-")
+                continue
+            began = time.monotonic()
+            found = tuned(framework, launcher, ranks, job)
+            what = f"{framework}, {launcher}, {ranks} ranks"
+            print(f"{what}: {found} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+            cells.append(found if found == "tuned" else f"see {len(notes) + 1}")
+            if found != "tuned":
+                notes.append(f"{len(notes) + 1}. {what}: {found}")
         rows.append(_line(cells))
     print(*rows, *notes, sep="\n")
     return int(bool(notes))
