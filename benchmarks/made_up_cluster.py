@@ -1,8 +1,8 @@
-"""A made-up cluster: step time and memory of transformers on 8 and 32 GPUs, from published figures.
+"""Made-up clusters: step time and memory of transformers on 4 to 64 GPUs, from published figures.
 
 It shares no code with the model that `dsat model` searches with, and is told of by other means:
 
-- Matrix products by tiles of 128 x 256 over 108 multiprocessors, in whole waves, at 0.6 of the peak
+- Matrix products by tiles of 128 x 256 over the multiprocessors, in whole waves, at 0.6 of the peak
   where tokens are a multiple of 8, and 0.45 elsewhere (NVIDIA, "Matrix Multiplication Background
   User's Guide": tile and wave quantization, tensor core requirements). Attention at half of that.
 - What is done element by element reads and writes `ELEMENTWISE` activations of a layer from memory
@@ -18,8 +18,15 @@ It shares no code with the model that `dsat model` searches with, and is told of
 - Above 94 % of the memory the allocator begins to free and to allocate anew; how steeply that slows
   a step down is assumed, as is how much runs vary (`RUN_SD`, `STEP_SD`).
 
-The machine is NVIDIA's DGX A100 (data sheet: 312 TFLOP/s, 2,039 GB/s and 1,555 GB/s of memory, 600
-GB/s of NVLink both ways, 200 Gb/s of InfiniBand for each GPU).
+GPUs are as NVIDIA's data sheets have them, 16-bit without sparsity. Rings reach 0.38 of the link
+both ways, and 0.88 of the network, as they do on a DGX A100 (230 of 600 GB/s of NVLink, 22 of 25
+GB/s of InfiniBand for each GPU).
+
+`all_clusters` were looked at while the search was made. `held_out` were written down afterwards and
+before anything had run on them: other GPUs, links, models and batch rules, the simulator as it was.
+Their models are BERT-large (Devlin et al. (2018)) with its batch of 256, GPT-NeoX-20B (Black et al.
+(2022)), Pythia-2.8B (Biderman et al. (2023)), Llama-2-7B (Touvron et al. (2023)), and a GPT of 24
+layers in which two of eight experts see each token, as in Mixtral (Jiang et al. (2024)).
 """
 
 from __future__ import annotations
@@ -41,14 +48,14 @@ from dsat.values.trial import BatchTriple
 
 RUN_SD, STEP_SD = 0.01, 0.005
 STEPS = 10
-_PEAK, _MULTIPROCESSORS, _TILE = 312e12, 108, (128, 256)
+_TILE = (128, 256)
 _EFFICIENCY, _UNALIGNED, _OF_ATTENTION = 0.6, 0.45, 0.5
 _ELEMENTWISE = 24  # activations of a layer that are read or written in its forward pass
 _KERNELS, _LAUNCH_S = 16, 5e-6  # of a layer, in its forward pass
 _HOOKS_S = 8e-4  # of a layer, in its forward pass
 _SUB_GROUP_S = 2e-4  # each sub-group of stage 3's optimizer step
 _ADAM_BYTES = 30  # read and written for each element
-_INSIDE, _BETWEEN = 230e9, 22e9  # bytes/s of a ring
+_OF_LINK, _OF_NETWORK = 230 / 600, 22 / 25  # that a ring reaches
 _LATENCY_INSIDE_S, _LATENCY_BETWEEN_S = 2e-5, 6e-5
 _CONTEXT = int(1.2e9)
 _HOST_MEMORY = 2**40 // 8  # for each GPU
@@ -74,23 +81,35 @@ class Model:
     hidden: int
     tokens: int  # of a sample
     vocabulary: int
+    experts: int = 1  # feed-forward layers in the place of one
+    active: int = 1  # of them, for each token
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return (4 + 8 * self.experts) * self.hidden**2
 
     @property
     def parameters(self) -> int:
-        return self.layers * 12 * self.hidden**2 + self.vocabulary * self.hidden
+        return self.layers * self.layer + self.vocabulary * self.hidden
 
     @property
     def flops_per_sample(self) -> float:
+        idle = self.layers * 8 * (self.experts - self.active) * self.hidden**2
         attention = 12 * self.layers * self.tokens * self.hidden
-        return self.tokens * (6.0 * self.parameters + attention)
+        return self.tokens * (6.0 * (self.parameters - idle) + attention)
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU; `bandwidth` is its memory's, in bytes/s."""
+    """A GPU: FLOP/s, bytes, bytes/s of its memory, of its links both ways and of its network."""
 
     memory_bytes: int
     bandwidth: float
+    peak: float = 312e12
+    multiprocessors: int = 108
+    link: float = 600e9
+    network: float = 25e9
 
 
 @dataclass(frozen=True)
@@ -111,12 +130,22 @@ class Cluster:
 
     Args:
         own: the user's own micro batch.
+        batch: the global batch that the user asks for, if any.
     """
 
     cap = None
 
-    def __init__(self, name: str, model: Model, gpu: _Gpu, *, slots: int, own: int = 1) -> None:
-        self._model = model
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        gpu: _Gpu,
+        *,
+        slots: int,
+        own: int = 1,
+        batch: int | None = None,
+    ) -> None:
+        self._model, self._gpu = model, gpu
         self._slots = slots
         self._memory = gpu.memory_bytes
         self._bandwidth = 0.8 * gpu.bandwidth
@@ -126,6 +155,7 @@ class Cluster:
             command="train.py",
             ds_config={
                 "train_micro_batch_size_per_gpu": own,
+                **({} if batch is None else {"train_batch_size": batch}),
                 "bf16": {"enabled": True},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             },
@@ -198,7 +228,7 @@ class Cluster:
         return math.hypot(RUN_SD, STEP_SD / math.sqrt(STEPS))
 
     def best(self, objective: Objective) -> float:
-        """The best throughput of all settings and micro batches, without accumulation.
+        """The best throughput of all settings and micro batches, accumulated to a fixed batch only.
 
         Raises:
             ValueError: the objective is another one.
@@ -209,10 +239,13 @@ class Cluster:
 
     @functools.cached_property
     def _best_throughput(self) -> float:
+        fixed = self.header.train_batch_size
         return max(
-            size * self._slots / self._time(zero, size, 1).total
+            size * gas * self._slots / self._time(zero, size, gas).total
             for zero in self._settings()
             for size in range(1, self._largest(zero) + 1)
+            for gas, rest in [(1, 0) if fixed is None else divmod(fixed, size * self._slots)]
+            if gas and not rest
         )
 
     def _settings(self) -> Iterator[dict[str, Any]]:
@@ -247,7 +280,7 @@ class Cluster:
         if stage in (1, 2):
             buckets += 2 * min(zero["allgather_bucket_size"], parameters)
         if stage == 3:
-            layer = 12 * self._model.hidden**2
+            layer = self._model.layer
             live = min(zero["stage3_max_live_parameters"], parameters)
             buckets += 2 * min(live, 2 * layer + zero["stage3_prefetch_bucket_size"])
         return _FRAGMENTED * (states + buckets + self._activations(micro_batch))
@@ -279,17 +312,20 @@ class Cluster:
     def _forward(self, micro_batch: int, *, host_s: float) -> float:
         model, tokens = self._model, micro_batch * self._model.tokens
         h = model.hidden
-        products = ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))
-        layer = sum(_product_s(tokens, inner, outer) for inner, outer in products)
-        layer += 4 * tokens * model.tokens * h / (_PEAK * _EFFICIENCY * _OF_ATTENTION)
+        routed = math.ceil(tokens * model.active / model.experts)
+        products = [(tokens, h, 3 * h), (tokens, h, h)]
+        products += [(routed, h, 4 * h), (routed, 4 * h, h)] * model.experts
+        layer = sum(self._product_s(*product) for product in products)
+        layer += 4 * tokens * model.tokens * h / (self._gpu.peak * _EFFICIENCY * _OF_ATTENTION)
         layer += _ELEMENTWISE * tokens * h * 2 / self._bandwidth
         layers = model.layers * max(layer, _KERNELS * _LAUNCH_S + host_s)
-        return layers + _product_s(tokens, h, model.vocabulary)
+        return layers + self._product_s(tokens, h, model.vocabulary)
 
     def _collective(self, total: float, times: float, count: float = 1) -> float:
         """Seconds to move `times` (n - 1) / n of so many bytes in `count` collectives."""
         n, over_hosts = self._slots, self._slots > _SLOTS_PER_HOST
-        rate = _BETWEEN if over_hosts else _INSIDE
+        gpu = self._gpu
+        rate = _OF_NETWORK * gpu.network if over_hosts else _OF_LINK * gpu.link
         latency = _LATENCY_BETWEEN_S if over_hosts else _LATENCY_INSIDE_S
         return times * (n - 1) / n * total / rate + count * latency
 
@@ -314,7 +350,7 @@ class Cluster:
         model = self._model
         small = zero["stage3_param_persistence_threshold"] < model.hidden
         count = model.layers * (6 if small else 4)
-        grouped = 12 * model.hidden**2 / max(1, zero["stage3_prefetch_bucket_size"])
+        grouped = model.layer / max(1, zero["stage3_prefetch_bucket_size"])
         count += model.layers * math.ceil(grouped)
         return self._collective(2 * model.parameters, 1, count)
 
@@ -333,14 +369,14 @@ class Cluster:
         used = (self._memory_of(zero, micro_batch) + _CONTEXT) / self._memory
         return 1 + _SLOWER * max(0.0, (used - _EDGE) / (1 - _EDGE)) ** 2
 
-
-def _product_s(rows: int, inner: int, columns: int) -> float:
-    """Seconds of a matrix product, in whole waves of tiles."""
-    tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
-    waves = math.ceil(tiles / _MULTIPROCESSORS)
-    efficiency = _UNALIGNED if rows % 8 else _EFFICIENCY
-    flops = 2 * _TILE[0] * _TILE[1] * inner * _MULTIPROCESSORS * waves
-    return flops / (_PEAK * efficiency)
+    def _product_s(self, rows: int, inner: int, columns: int) -> float:
+        """Seconds of a matrix product, in whole waves of tiles."""
+        gpu = self._gpu
+        tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+        waves = math.ceil(tiles / gpu.multiprocessors)
+        efficiency = _UNALIGNED if rows % 8 else _EFFICIENCY
+        flops = 2 * _TILE[0] * _TILE[1] * inner * gpu.multiprocessors * waves
+        return flops / (gpu.peak * efficiency)
 
 
 def _with_defaults(zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,4 +391,24 @@ def all_clusters() -> list[Cluster]:
         Cluster("made-up-8-gpt-1b", Model(24, 2048, 1024, 50304), small, slots=8),
         Cluster("made-up-8-vit", Model(32, 1280, 257, 1000), large, slots=8, own=8),
         Cluster("made-up-32-gpt-7b", Model(32, 4096, 2048, 50304), large, slots=32),
+    ]
+
+
+def held_out() -> list[Cluster]:
+    """What nothing was tuned on: other GPUs and links, a fixed batch, experts, stage 3 alone."""
+    gib = 2**30
+    v100 = _Gpu(32 * gib, 900e9, 125e12, 80, link=300e9)
+    l40s = _Gpu(48 * gib, 864e9, 362e12, 142, link=64e9, network=6.25e9)
+    h100 = _Gpu(80 * gib, 3350e9, 989e12, 132, link=900e9, network=50e9)
+    a100 = _Gpu(40 * gib, 1555e9)
+    pythia, neox = Model(32, 2560, 2048, 50304), Model(44, 6144, 2048, 50432)
+    experts = Model(24, 1024, 2048, 50304, experts=8, active=2)
+    return [
+        Cluster(
+            "held-out-4-v100-bert", Model(24, 1024, 512, 30522), v100, slots=4, own=8, batch=256
+        ),
+        Cluster("held-out-16-l40s-pythia", pythia, l40s, slots=16),
+        Cluster("held-out-8-h100-llama", Model(32, 4096, 4096, 32000), h100, slots=8, batch=128),
+        Cluster("held-out-64-a100-neox", neox, a100, slots=64),
+        Cluster("held-out-8-a100-experts", experts, a100, slots=8),
     ]

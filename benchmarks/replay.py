@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.ledger import OBJECTIVE, Ledger, Workload
-from benchmarks.made_up_cluster import all_clusters
+from benchmarks.made_up_cluster import all_clusters, held_out
 from benchmarks.peers import PEERS, player
 from dsat.values.files import write_atomically
 from dsat.values.outcome import OutcomeKind
@@ -163,7 +163,7 @@ def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode
 
 def workloads(data: Path) -> list[Workload]:
     """The recorded tables of a folder, and the made-up clusters."""
-    return [*tables.read_all(data), *all_clusters()]
+    return [*tables.read_all(data), *all_clusters(), *held_out()]
 
 
 def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) -> list[Episode]:
