@@ -3,7 +3,8 @@
     python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--output FILE]
 
 All trials count, one after the other: the model profile that most begin with, the user's own
-configuration that dsat measures next, repetitions, and what ran out of memory.
+configuration that dsat measures next, repetitions, and what ran out of memory. dsat's finals come
+after them: `recommended` is what they decide; of others, what measured best.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Episode:
     Attributes:
         values: of each trial the fraction of the best that there is; None if it measured nothing.
         told: the same as they were measured, with noise.
+        recommended: the same of what is recommended in the end.
         out_of_memory: how many trials did.
-        slot_s: slots times the seconds that the trials took.
+        finals: how many trials ran after the search to decide.
+        slot_s: slots times the seconds that the trials took, finals included.
         decide_s: seconds of this process, the tuner's own imports left out.
     """
 
@@ -50,18 +53,15 @@ class Episode:
     seed: int
     values: tuple[float | None, ...]
     told: tuple[float | None, ...]
+    recommended: float
     out_of_memory: int
+    finals: int
     slot_s: float
     decide_s: float
 
     def best_after(self, count: int) -> float:
         """The fraction of the one that measured best within so many trials; 0 if none ran."""
-        ran = [
-            (told, value)
-            for told, value in zip(self.told[:count], self.values[:count], strict=True)
-            if told is not None and value is not None
-        ]
-        return max(ran)[1] if ran else 0.0
+        return _best(self.told[:count], self.values[:count])
 
     def trials_to(self, goal: float) -> float:
         """How many trials until a fraction is reached; infinite if it never is."""
@@ -84,6 +84,8 @@ class Summary:
     seeds: int
     median_after: tuple[float, ...]
     worst_after: tuple[float, ...]
+    median_recommended: float
+    worst_recommended: float
     median_trials_to: tuple[float, ...]
     worst_trials_to: tuple[float, ...]
     within_10_of_99: int
@@ -91,6 +93,17 @@ class Summary:
     worst_oom: int
     median_slot_s: float
     median_trials: float
+    median_finals: float
+
+
+def _best(told: Sequence[float | None], values: Sequence[float | None]) -> float:
+    """The true value of what measured best; 0 if nothing ran."""
+    ran = [
+        (measured, value)
+        for measured, value in zip(told, values, strict=True)
+        if measured is not None and value is not None
+    ]
+    return max(ran)[1] if ran else 0.0
 
 
 def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool = True) -> Episode:
@@ -112,14 +125,23 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
         )
         for outcomes in (ledger.outcomes, ledger.told)
     )
+    chosen = ledger.recommended
+    recommended = (
+        _best(told, values)
+        if chosen is None
+        else (table.answer(chosen).value(OBJECTIVE) or 0.0) / best
+    )
+    all_outcomes = [*ledger.outcomes, *ledger.finals]
     return Episode(
         table=table.header.name,
         tuner=tuner,
         seed=seed,
         values=values,
         told=told,
+        recommended=recommended,
+        finals=len(ledger.finals),
         out_of_memory=sum(outcome.kind is OutcomeKind.OOM for outcome in ledger.outcomes),
-        slot_s=table.header.slots * sum(outcome.duration_s for outcome in ledger.outcomes),
+        slot_s=table.header.slots * sum(outcome.duration_s for outcome in all_outcomes),
         decide_s=decide_s,
     )
 
@@ -134,6 +156,8 @@ def summarise(episodes: Sequence[Episode]) -> Summary:
         seeds=len(episodes),
         median_after=tuple(map(statistics.median, after)),
         worst_after=tuple(map(min, after)),
+        median_recommended=statistics.median(e.recommended for e in episodes),
+        worst_recommended=min(e.recommended for e in episodes),
         median_trials_to=tuple(map(statistics.median, needed)),
         worst_trials_to=tuple(map(max, needed)),
         within_10_of_99=sum(e.trials_to(0.99) <= 10 for e in episodes),
@@ -141,6 +165,7 @@ def summarise(episodes: Sequence[Episode]) -> Summary:
         worst_oom=max(e.out_of_memory for e in episodes),
         median_slot_s=statistics.median(e.slot_s for e in episodes),
         median_trials=statistics.median(len(e.values) for e in episodes),
+        median_finals=statistics.median(e.finals for e in episodes),
     )
 
 
@@ -181,21 +206,25 @@ def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) ->
 
 def lines(found: Sequence[Summary]) -> list[str]:
     """A table for people, in Markdown."""
-    heads = ["tuner", *(f"after {n}" for n in AFTER), *(f"trials to {g:.0%}" for g in GOALS)]
-    heads += ["99 % within 10", "out of memory", "trials", "slot s"]
+    heads = [
+        "tuner",
+        *(f"after {n}" for n in AFTER),
+        "recommended",
+        *(f"trials to {g:.0%}" for g in GOALS),
+    ]
+    heads += ["99 % within 10", "out of memory", "trials", "finals", "slot s"]
     rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for s in found:
         cells = [s.tuner]
-        cells += [
-            f"{median:.1%} ({worst:.1%})"
-            for median, worst in zip(s.median_after, s.worst_after, strict=True)
-        ]
+        medians = (*s.median_after, s.median_recommended)
+        worsts = (*s.worst_after, s.worst_recommended)
+        cells += [f"{m:.1%} ({w:.1%})" for m, w in zip(medians, worsts, strict=True)]
         cells += [
             f"{number(median)} ({number(worst)})"
             for median, worst in zip(s.median_trials_to, s.worst_trials_to, strict=True)
         ]
         cells += [f"{s.within_10_of_99}/{s.seeds}", f"{s.median_oom:g} ({s.worst_oom})"]
-        cells += [f"{s.median_trials:g}", f"{s.median_slot_s:.0f}"]
+        cells += [f"{s.median_trials:g}", f"{s.median_finals:g}", f"{s.median_slot_s:.0f}"]
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 

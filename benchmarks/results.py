@@ -199,7 +199,8 @@ def _replay(workloads: Sequence[Workload], episodes: Sequence[Episode]) -> list[
         "in brackets; one trial at a time, on recorded tables (see tables.py) and on made-up "
         "clusters (see made_up_cluster.py). Measurements are off by what a table's own intervals, "
         "or a cluster's constants, say; what counts is the true speed of the configuration that "
-        "measured best. All trials count: the model profile that most begin with, the user's own "
+        "measured best, or, where it says so, of what dsat recommends after its finals. All trials "
+        "but those of the finals count: the model profile that most begin with, the user's own "
         "configuration, repetitions, and what ran out of memory. A tuner that ends earlier keeps "
         "what it has. Optuna's samplers and `no search` (the largest micro batch that is predicted "
         "to fit in each stage, and no more) have dsat's prediction of memory and its start.",

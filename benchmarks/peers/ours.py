@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
@@ -10,6 +13,7 @@ from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import LONGEST_S, Plan
+from dsat.tuning.finals import MOST_TRIALS
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
@@ -46,20 +50,31 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
 
 
 def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Runs one of `dsat.search.SEARCHES`, one trial at a time."""
+    """Runs one of `dsat.search.SEARCHES`, one trial at a time, then its finals.
+
+    A larger batch is worth any gain here: a tuner is judged by speed alone.
+    """
     header = ledger.table.header
-    plan = plan_of(ledger.table, method, seed=seed, max_trials=max_trials)
+    plan = plan_of(ledger.table, method, seed=seed, max_trials=max_trials + MOST_TRIALS)
+    plan = replace(plan, finals=None, indifference=0.0)
+
+    def config_of(trial: Trial) -> dict[str, Any]:
+        return {**plan.config(trial.overrides), **header.switches, **trial.script_args}
 
     def outcome_of(trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
             return ledger.profile()
-        return ledger.run({**plan.config(trial.overrides), **header.switches, **trial.script_args})
+        again = trial.kind is TrialKind.FINAL
+        return (ledger.run_again if again else ledger.run)(config_of(trial))
 
+    tuner = Tuner(plan, MemoryJournal())
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
     drive(
-        Tuner(plan, MemoryJournal()),
+        tuner,
         engine,
         Silent(),
         max_concurrent_trials=1,
         survey=lambda _: Basis.from_json(header.memory or {}),
     )
+    if tuner.run.best is not None:
+        ledger.recommended = config_of(tuner.run.best)

@@ -177,6 +177,14 @@ class Search(abc.ABC):
         for lineage in self._lineages:
             lineage.limit(self._most_samples)
 
+    def predicted(self, settings: Mapping[str, Any], micro_batch: int) -> float | None:
+        """The logarithm of the value of what was tried, up to a constant, larger is better.
+
+        Returns:
+            The same for all without a model of speed; None if the model does not know of it.
+        """
+        return 0.0
+
     @property
     def stop_reason(self) -> str | None:
         """The reason to end the search although there is more to try, or None."""

@@ -174,6 +174,15 @@ class ModelSearch(Search):
             )
         self._update(lineage, micro_batch, outcome)
 
+    @in_one_thread
+    def predicted(self, settings: Mapping[str, Any], micro_batch: int) -> float | None:
+        lineage = next((each for each in self._lineages if each.settings == settings), None)
+        if lineage is None:
+            return None
+        branch, index = self._keys[lineage.id]
+        points = self._predictions.points(branch, np.array([index]), np.array([micro_batch]))
+        return float(self._predictions.log_rate(points)[0])
+
     @property
     def stop_reason(self) -> str | None:
         if not self._stop_when or not self.speed.points:
@@ -317,21 +326,20 @@ class ModelSearch(Search):
             The configurations, the numbers of their settings, the positions of their micro batches
             and the logarithms of their chances; None if there is none.
         """
-        which = self._open_ones(branch, reference)
-        if not which:
+        index, at = self._open_ones(branch, reference)
+        if not len(index):
             return None
         sizes = self.space.micro_batches
-        points = self._predictions.points(branch, [(index, sizes[at]) for index, at in which])
-        index = np.array([index for index, _ in which])
+        points = self._predictions.points(branch, index, np.array([sizes[each] for each in at]))
         fits, sound = self._predictions.log_runs(branch, points, index)
         for number in np.unique(index):
             lineage = self._lineage_of.get((branch, int(number)))
             if lineage is not None and lineage.lo:
                 fits[(index == number) & (points.micro_batch < sizes[lineage.lo - 1])] = 0.0
-        return points, index, np.array([at for _, at in which]), fits + sound
+        return points, index, at, fits + sound
 
-    def _open_ones(self, branch: int, reference: Points | None) -> list[tuple[int, int]]:
-        """Settings and positions of micro batches of a branch that may be tried."""
+    def _open_ones(self, branch: int, reference: Points | None) -> tuple[Array, Array]:
+        """Numbers of settings and positions of micro batches of a branch that may be tried."""
         predictions, sizes = self._predictions, self.space.micro_batches
         best = predictions.best_settings(branch)
         closed = {
@@ -342,25 +350,28 @@ class ModelSearch(Search):
         }
         indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
         if not indexes:
-            return []
+            return np.zeros(0, int), np.zeros(0, int)
         edges = {index: predictions.edge(branch, index) for index in indexes}
         near = [] if reference is None else [float(reference.micro_batch[0])]
         positions = self._sizes.positions(edges=(edges[indexes[0]], max(edges.values())), best=near)
+        most = self._oom_limit(branch)
         found = []
         for index in indexes:
             lineage = self._lineage_of.get((branch, index))
-            asked = set() if lineage is None else self._asked[lineage.id]
+            asked: set[int] = set() if lineage is None else self._asked[lineage.id]
             top = math.inf if lineage is None else (-1 if lineage.abandoned else lineage.open_hi)
-            most = min(self._oom_limit(branch), edges[index] if self._gated else math.inf)
-            found += [
-                (index, at)
-                for at in positions
-                if at <= top
-                and sizes[at] <= most
-                and at not in asked
-                and not self._lacks_data(branch, index, sizes[at])
-            ]
-        return found
+            largest = min(most, edges[index] if self._gated else math.inf)
+            found.append(
+                [
+                    at
+                    for at in positions
+                    if at <= top
+                    and sizes[at] <= largest
+                    and at not in asked
+                    and not (self._starved and self._lacks_data(branch, index, sizes[at]))
+                ]
+            )
+        return np.repeat(indexes, [len(each) for each in found]), np.concatenate(found).astype(int)
 
     def _lacks_data(self, branch: int, index: int, micro_batch: int) -> bool:
         return any(

@@ -12,7 +12,7 @@ from dsat.search.candidates import Settings
 from dsat.search.feasibility import Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points, SpeedModel
-from dsat.search.step_time import GROUPS, Job
+from dsat.search.step_time import COLUMNS, Job
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
@@ -69,7 +69,7 @@ class Predictions:
 
     def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
         """Take in the end of a trial."""
-        points = self.points(branch, [(index, micro_batch)])
+        points = self.points(branch, np.array([index]), np.array([micro_batch]))
         octaves = float(self._octaves(points)[0])
         values = self.settings.row(branch, index).values
         self._feasibility.update(branch, values, octaves, outcome)
@@ -83,18 +83,19 @@ class Predictions:
         self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
         self._measured.append((branch, index))
 
-    def points(self, branch: int, which: Sequence[tuple[int, int]]) -> Points:
-        """Return configurations of a branch by the numbers of settings and micro batches."""
-        indexes = {index for index, _ in which}
-        rows = {index: self.settings.row(branch, index) for index in indexes}
-        edges = {index: self.edge(branch, index) for index in indexes}
+    def points(self, branch: int, index: Array, micro_batch: Array) -> Points:
+        """Return configurations of a branch by the numbers of settings and micro batches, (n,)."""
+        numbers, where = np.unique(index, return_inverse=True)
+        rows = [self.settings.row(branch, int(number)) for number in numbers]
+        edges = np.array([self.edge(branch, int(number)) for number in numbers])
+        sizes = zip(index.tolist(), micro_batch.tolist(), strict=True)
         return Points(
-            strategy=np.full(len(which), branch),
-            work=np.array([rows[index].work for index, _ in which]),
-            knobs=np.array([rows[index].knobs for index, _ in which]),
-            micro_batch=np.array([size for _, size in which], float),
-            gas=np.array([self.gas(branch, index, size) for index, size in which], float),
-            room=np.array([(edges[i] - size) * self._sample_part for i, size in which]),
+            strategy=np.full(len(index), branch),
+            work=np.stack([row.work for row in rows])[where],
+            knobs=np.stack([row.knobs for row in rows])[where],
+            micro_batch=micro_batch.astype(float),
+            gas=np.array([self.gas(branch, number, size) for number, size in sizes], float),
+            room=(edges[where] - micro_batch) * self._sample_part,
         )
 
     def edge(self, branch: int, index: int) -> float:
@@ -111,9 +112,14 @@ class Predictions:
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
-        groups = points.work[:, GROUPS]
+        groups = points.work[:, COLUMNS.index("data_parallel")]
         work: Array = np.log(points.micro_batch * points.gas * groups)
         return np.zeros(len(work)) if self._objective.smaller_is_better else work
+
+    def log_rate(self, points: Points) -> Array:
+        """Return the predicted logarithms of the objective, larger is better, (n,)."""
+        rates: Array = self.log_work(points) - self.speed.fit.mean(points)
+        return rates
 
     def seconds(self, log_s: Array) -> Array | None:
         """Seconds of steps whose times are predicted; None before anything was measured."""
@@ -146,7 +152,7 @@ class Predictions:
         if not known:
             return None, 0.0
         points = Points.of(known)
-        rates: Array = self.log_work(points) - self.speed.fit.mean(points)
+        rates = self.log_rate(points)
         best = int(np.argmax(rates))
         return points.only(np.array([best])), float(rates[best])
 

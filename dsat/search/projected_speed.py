@@ -122,13 +122,13 @@ class ProjectedSpeed:
     def _physical(self, points: Points) -> float:
         total, _ = step_time.seconds(
             self._layout.job.hardware,
-            self._fit.theta[: len(TERMS), None],
+            self._fit.theta[: len(TERMS)],
             points.work,
             points.micro_batch,
             points.gas,
             points.room,
         )
-        return float(total[0])
+        return float(total.s[0])
 
 
 def _without(points: Points, columns: Sequence[str]) -> Points:

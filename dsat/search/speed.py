@@ -25,7 +25,7 @@ import numpy as np
 
 from dsat.search import step_time
 from dsat.search.normal import Array
-from dsat.search.step_time import TERMS, Job
+from dsat.search.step_time import COMPUTE, TERMS, Job
 from dsat.values.zero_strategy import Strategy
 
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
@@ -39,7 +39,7 @@ _PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
 _MANY = 8  # measurements that can tell which of them is the odd one out
 _ITERATIONS, _SETTLED, _CONVERGED = 30, 0.3, 0.01
-_DIFFERENCE = 1e-4  # of a parameter, for gradients
+_PARTS = tuple(0.5**n for n in range(11))  # of a step, until one brings the fit nearer
 _EVERY = 50  # measurements up to which each is fitted; then when they are so much more
 
 
@@ -117,56 +117,48 @@ class Layout:
         means[first:] = KNOB_MEAN
         return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
 
-    def predict(self, theta: Array, points: Points) -> tuple[Array, Array]:
+
+class Design:
+    """Configurations as the parameters act on them.
+
+    Args:
+        layout: the meaning of the parameters.
+        points: n configurations.
+    """
+
+    def __init__(self, layout: Layout, points: Points) -> None:
+        self._layout, self._points = layout, points
+        count, rows = len(layout.strategies), np.arange(len(points))
+        octave = np.log2(points.micro_batch)
+        corrections = np.zeros((len(points), 2 * count + _OCTAVES))
+        corrections[rows, points.strategy] = 1.0
+        corrections[rows, count + points.strategy] = octave
+        corrections[:, 2 * count :] = np.clip(octave[:, None] - np.arange(_OCTAVES), 0.0, 1.0)
+        self._corrections = corrections
+
+    def predict(self, theta: Array) -> tuple[Array, Array]:
         """Return the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""
-        terms = len(TERMS)
-        moved = theta[:terms, None] + _DIFFERENCE * np.eye(terms, terms + 1)
-        values, share = self._physical(moved, theta, points)
-        corrections = self._corrections(points)
-        gradient = np.hstack(
-            (
-                (values[:-1] - values[-1]).T / _DIFFERENCE,
-                corrections,
-                self._weights(share[-1][:, None]) * points.knobs,
-            )
-        )
-        return values[-1] + corrections @ theta[terms : terms + corrections.shape[1]], gradient
-
-    def mean(self, theta: Array, points: Points) -> Array:
-        """Return the logarithm of the seconds, (n,)."""
-        terms, corrections = len(TERMS), self._corrections(points)
-        values, _ = self._physical(theta[:terms, None], theta, points)
-        mean: Array = values[0] + corrections @ theta[terms : terms + corrections.shape[1]]
-        return mean
-
-    def _physical(self, terms: Array, theta: Array, points: Points) -> tuple[Array, Array]:
-        """The logarithm of the seconds by some (terms, k), and the share of knobs, (k, n) both."""
-        total_s, beside = step_time.seconds(
-            self.job.hardware,
-            terms[:, :, None],
+        points, whole = self._points, self._layout.whole
+        total, kernels = step_time.seconds(
+            self._layout.job.hardware,
+            theta[: len(TERMS)],
             points.work,
             points.micro_batch,
             points.gas,
             points.room,
         )
-        share = np.clip(beside, 0.0, 1.0) + _ANYWHERE
-        effects = theta[len(theta) - self.num_values :]
-        ordinary = points.knobs @ (effects * (1 - self.whole))
-        return np.log(total_s) + share * ordinary + points.knobs @ (effects * self.whole), share
-
-    def _weights(self, share: Array) -> Array:
-        """Weights of the effects of knobs, for a share of the step that is not computation."""
-        return np.where(self.whole > 0, 1.0, share)
-
-    def _corrections(self, points: Points) -> Array:
-        """Features of strategies, of their growth and of the rest, (n, their number)."""
-        count, rows = len(self.strategies), np.arange(len(points))
-        octave = np.log2(points.micro_batch)
-        features = np.zeros((len(points), 2 * count + _OCTAVES))
-        features[rows, points.strategy] = 1.0
-        features[rows, count + points.strategy] = octave
-        features[:, 2 * count :] = np.clip(octave[:, None] - np.arange(_OCTAVES), 0.0, 1.0)
-        return features
+        computing = kernels.s / total.s
+        slopes = total.slopes() / total.s[:, None]
+        effects = theta[len(theta) - len(whole) :]
+        ordinary = points.knobs @ (effects * (1 - whole))
+        less = kernels.slopes() / total.s[:, None] - computing[:, None] * slopes
+        share = np.where(whole > 0, 1.0, 1 - computing[:, None] + _ANYWHERE)
+        learned = self._corrections @ theta[len(TERMS) : len(theta) - len(whole)]
+        learned = learned + (share * points.knobs) @ effects
+        terms = slopes - less * ordinary[:, None]
+        return np.log(total.s) + learned, np.hstack(
+            (terms, self._corrections, share * points.knobs)
+        )
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ class Fit:
 
     def mean(self, points: Points) -> Array:
         """Return the mean of the natural logarithm of the seconds, (n,)."""
-        return self.layout.mean(self.theta, points)
+        return Design(self.layout, points).predict(self.theta)[0]
 
     def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
@@ -217,9 +209,9 @@ class Fit:
         Returns:
             Mean and standard deviation, both (n,).
         """
-        mean, gradient = self.layout.predict(self.theta, points)
+        mean, gradient = Design(self.layout, points).predict(self.theta)
         if reference is not None:
-            gradient = gradient - self.layout.predict(self.theta, reference)[1]
+            gradient = gradient - Design(self.layout, reference).predict(self.theta)[1]
             gradient[:, : len(TERMS)] *= self._downwards(gradient[:, : len(TERMS)])
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 1e-12))
@@ -235,7 +227,7 @@ class Fit:
 
     def beside(self, points: Points) -> Fit:
         """Return the fit as if all n configurations took as long as predicted."""
-        gradient = self.layout.predict(self.theta, points)[1]
+        gradient = Design(self.layout, points).predict(self.theta)[1]
         towards = gradient @ self.covariance
         expected = towards @ gradient.T
         expected[np.diag_indices(len(points))] += self.run_sd**2 + self.own_sd**2
@@ -251,25 +243,33 @@ class Fit:
             standard_error: of `log_s`, (n,).
         """
         layout, theta, run_sd, scale = self.layout, self.theta, self.run_sd, self.knob_scale
-        mean, _ = layout.prior(scale)
-        if theta[step_time.COMPUTE] == 0.0:  # the first: what hardware it is
+        design, mean = Design(layout, points), layout.prior(scale)[0]
+        if theta[COMPUTE] == 0.0:  # the first: what hardware it is
             theta = theta.copy()
-            theta[step_time.COMPUTE] = float(np.median(log_s - layout.predict(theta, points)[0]))
-        mean[step_time.COMPUTE] = theta[step_time.COMPUTE]
+            theta[COMPUTE] = float(np.median(log_s - design.predict(theta)[0]))
+        mean[COMPUTE] = theta[COMPUTE]
         outlier = _OUTLIER if len(points) >= _MANY else math.inf
+
+        def misfit(at: Array, error: Array) -> float:
+            return float(((error / noise) ** 2).sum() + ((at - mean) ** 2 / variance).sum())
+
+        following = design.predict(theta)
         for _ in range(_ITERATIONS):
             variance = layout.prior(scale)[1] ** 2
             noise = np.sqrt(run_sd**2 + standard_error**2)
-            predicted, gradient = layout.predict(theta, points)
+            predicted, gradient = following
             error = log_s - predicted
             weight = _huber(error / noise, outlier) / noise**2
             covariance = _posterior(gradient, weight, variance)
             step = covariance @ (gradient.T @ (weight * error) - (theta - mean) / variance)
             step *= min(1.0, 2.0 / max(float(np.abs(step).max()), 1e-12))
-            theta = (
-                theta
-                + self._part_that_helps(theta, step, mean, variance, points, log_s, noise) * step
-            )
+            now = misfit(theta, error)
+            for part in _PARTS:
+                at = theta + part * step
+                following = design.predict(at)
+                if misfit(at, log_s - following[0]) <= now:
+                    break
+            theta = at
             largest = float(np.abs(step).max())
             if largest > _SETTLED:  # the errors are not noise yet
                 continue
@@ -277,36 +277,13 @@ class Fit:
             beyond = weight * noise**2 * error**2 + uncertain - standard_error**2
             # Single terms may be negative: clipped one by one, they would add up to noise.
             total = _PRIOR_WEIGHT * _RUN_SD**2 + float(beyond.sum())
-            before, run_sd = (
-                run_sd,
-                math.sqrt(max(total / (_PRIOR_WEIGHT + len(error)), (_RUN_SD / 2) ** 2)),
-            )
+            least, before = (_RUN_SD / 2) ** 2, run_sd
+            run_sd = math.sqrt(max(total / (_PRIOR_WEIGHT + len(error)), least))
             scale = _scale(theta, covariance, layout.whole == 0, scale)
             if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
                 break
         own_sd = float(np.median(standard_error))
         return Fit(layout, theta, covariance, run_sd, own_sd, scale)
-
-    def _part_that_helps(
-        self,
-        theta: Array,
-        step: Array,
-        mean: Array,
-        variance: Array,
-        points: Points,
-        log_s: Array,
-        noise: Array,
-    ) -> float:
-        """Return 1, or the half, the quarter ... of a step that brings the fit nearer."""
-
-        def misfit(at: Array) -> float:
-            z = (log_s - self.layout.mean(at, points)) / noise
-            return float((z**2).sum() + ((at - mean) ** 2 / variance).sum())
-
-        part, now = 1.0, misfit(theta)
-        while part > 1e-3 and misfit(theta + part * step) > now:
-            part /= 2
-        return part
 
 
 def _huber(z: Array, outlier: float) -> Array:

@@ -171,11 +171,6 @@ COLUMNS = (
     "host_optimizer",  # bytes of the host's memory
     "data_parallel",  # groups of slots that have samples of their own
 )
-(
-    _FLOPS, _FORWARD, _WEIGHTS, _COPIES, _LAUNCHES, _HOOKS, _REDUCED, _REDUCED_LAST, _REDUCTIONS,
-    _OVERLAPS, _WAITED, _GATHERED, _GATHERS, _BOUNDARY, _BOUNDARIES, _OPTIMIZER, _GROUPS,
-    _TRANSFERRED, _TRANSFERRED_LAST, _HOST_OPTIMIZER, GROUPS,
-) = range(len(COLUMNS))  # fmt: skip
 
 # Names of the learned terms; mean and standard deviation of the prior of the logarithm of a factor.
 TERMS: Mapping[str, tuple[float, float]] = {
@@ -194,10 +189,7 @@ TERMS: Mapping[str, tuple[float, float]] = {
     "unaligned": (0.0, 1.5),
     "edge": (0.0, 1.5),
 }
-(
-    COMPUTE, _T_WEIGHTS, _T_FILLING, LAUNCH, _T_HOOKS, _T_COPIES, _T_LINK, _T_LATENCY,
-    _T_OPTIMIZER, _T_GROUPS, _T_PCIE, _T_HOST, _T_UNALIGNED, _T_EDGE,
-) = range(len(TERMS))  # fmt: skip
+COMPUTE = list(TERMS).index("compute")
 
 _ADAM_BYTES = 30  # that Adam reads and writes for each parameter in mixed precision
 _TILE = 8  # samples that tensor cores take at once
@@ -222,9 +214,9 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         settings: by their names in a proposal; those that are missing or "auto" have DeepSpeed's
             defaults.
     """
-    found = np.zeros(len(COLUMNS))
+    found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
-    found[GROUPS] = shared.data(job.slots)
+    found["data_parallel"] = shared.data(job.slots)
     job = job.divided(shared)
     stage, n = strategy.stage, job.slots
     given = {key: value for key, value in settings.items() if value != AUTO}
@@ -232,36 +224,37 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     gradient_bytes = float(job.param_bytes * job.trainable)
     inside = (n - 1) / n / job.hardware.link_bandwidth
     part = (n - 1) / n / job.hardware.host_link_bandwidth if job.slots_per_host else inside
-    found[_FORWARD], found[_LAUNCHES] = 1 / 3, 1.0
-    found[_FLOPS] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
-    found[_WEIGHTS] = 4.0 * job.param_bytes * job.params
+    found["forward"], found["launches"] = 1 / 3, 1.0
+    found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
+    found["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
-    found[_OPTIMIZER] = _ADAM_BYTES * sharded
-    found[_OVERLAPS] = float(stage > 0 and get("overlap_comm") is True)
+    found["optimizer"] = _ADAM_BYTES * sharded
+    found["overlaps"] = float(stage > 0 and get("overlap_comm") is True)
     reductions = math.ceil(job.trainable / float(get("reduce_bucket_size") or 5e8)) if stage else 1
-    found[_REDUCTIONS] = max(1, reductions) * (n > 1)
+    found["reductions"] = max(1, reductions) * (n > 1)
     if stage == 0:
-        found[_BOUNDARY], found[_BOUNDARIES] = 2 * part * gradient_bytes, n > 1
+        found["boundary"], found["boundaries"] = 2 * part * gradient_bytes, n > 1
     elif stage == 1:
-        found[_REDUCED_LAST] = part * gradient_bytes
-        found[_OPTIMIZER] += 4 * gradient_bytes
+        found["reduced_last"] = part * gradient_bytes
+        found["optimizer"] += 4 * gradient_bytes
     else:
-        found[_REDUCED] = part * gradient_bytes
-        found[_COPIES] = 2 * gradient_bytes
-        found[_OPTIMIZER] += 2 * gradient_bytes
+        found["reduced"] = part * gradient_bytes
+        found["copies"] = 2 * gradient_bytes
+        found["optimizer"] += 2 * gradient_bytes
     if stage in (1, 2):
-        found[_BOUNDARY] = part * gradient_bytes
+        found["boundary"] = part * gradient_bytes
         gathers = math.ceil(job.trainable / float(get("allgather_bucket_size") or 5e8))
-        found[_BOUNDARIES] = max(1, gathers) * (n > 1)
+        found["boundaries"] = max(1, gathers) * (n > 1)
     if stage == 3:
-        found[_HOOKS] = 1.0
+        found["hooks"] = 1.0
         second = inside if job.slots_per_host and (get(HPZ) or 1) > 1 else part
-        found[_GATHERED] = job.param_bytes * job.params * (part + second) / 2
+        found["gathered"] = job.param_bytes * job.params * (part + second) / 2
         prefetched = max(1.0, float(get("stage3_prefetch_bucket_size") or 5e7))
-        found[_GATHERS] = (n > 1) * (32 + job.params / prefetched)
-    found[_GROUPS] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
+        found["gathers"] = (n > 1) * (32 + job.params / prefetched)
+    found["groups"] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
     _add_offloading(found, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
-    return found
+    assert len(found) == len(COLUMNS)
+    return np.array(list(found.values()))
 
 
 def acts_on_whole_step(setting: str) -> bool:
@@ -277,73 +270,114 @@ def _recomputed(checkpointing: Any) -> float:
 
 
 def _add_offloading(
-    found: Array, strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
+    found: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
 ) -> None:
     """Move the optimizer's work to the host and add what passes between slot and host."""
     slow = _NVME_TIMES if NVME in (strategy.offload_optimizer, strategy.offload_param) else 1.0
     if strategy.offload_optimizer != NONE:
-        found[_HOST_OPTIMIZER] = slow * _ADAM_BYTES * sharded
-        found[_OPTIMIZER] = 0.0
-        found[_TRANSFERRED] += slow * gradient_bytes
-        found[_TRANSFERRED_LAST] = slow * job.param_bytes * sharded
+        found["host_optimizer"] = slow * _ADAM_BYTES * sharded
+        found["optimizer"] = 0.0
+        found["transferred"] += slow * gradient_bytes
+        found["transferred_last"] = slow * job.param_bytes * sharded
     if strategy.offload_param in (CPU, NVME):
-        found[_TRANSFERRED] += slow * 2 * job.param_bytes * job.params / job.slots
+        found["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a part of steps, and their derivatives.
+
+    Attributes:
+        s: seconds, (n,).
+        by: derivatives of `s` by the logarithms of the learned terms, by name; 0 where missing.
+    """
+
+    s: Array
+    by: Mapping[str, Array]
+
+    def __add__(self, other: Part) -> Part:
+        by = dict(self.by)
+        for name, slope in other.by.items():
+            by[name] = by[name] + slope if name in by else slope
+        return Part(self.s + other.s, by)
+
+    def __mul__(self, times: Array) -> Part:
+        return Part(self.s * times, {name: slope * times for name, slope in self.by.items()})
+
+    def or_else(self, chosen: Array, other: Part) -> Part:
+        """Return this part where it is chosen, another elsewhere."""
+        return self * chosen.astype(float) + other * (~chosen).astype(float)
+
+    def slopes(self) -> Array:
+        """Return the derivatives by all terms, (n, number of terms)."""
+        none = np.zeros_like(self.s)
+        return np.stack([self.by.get(name, none) for name in TERMS], axis=1)
 
 
 def seconds(
     hardware: Hardware, theta: Array, work: Array, micro_batch: Array, gas: Array, room: Array
-) -> tuple[Array, Array]:
-    """Seconds of optimizer steps, and the part that is not computation, both (..., n).
+) -> tuple[Part, Part]:
+    """Seconds of optimizer steps, and of the computation in them.
 
     Args:
         hardware: what a slot does in a second.
-        theta: the learned terms, (number of terms, ..., 1).
+        theta: the learned terms, (number of terms,).
         work: of `work`, (n, number of columns).
         micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
         room: what is predicted to be left of the memory, as a fraction, (n,).
     """
-    w = work.T
-    factor = np.exp(np.clip(theta, -30.0, 30.0))
-    unaligned = 1 + factor[_T_UNALIGNED] * hardware.unaligned * (micro_batch % _TILE != 0)
-    samples = micro_batch * unaligned + factor[_T_FILLING] * hardware.filling
-    compute = w[_FLOPS] * samples / hardware.flops
-    compute = compute + factor[_T_WEIGHTS] * w[_WEIGHTS] / hardware.memory_bandwidth
-    host = factor[LAUNCH] * w[_LAUNCHES] + factor[_T_HOOKS] * w[_HOOKS]
-    host = host * hardware.launch_s
-    kernels = _larger(host, compute)
-    link, latency = factor[_T_LINK], factor[_T_LATENCY] * hardware.latency_s
-    reduced = link * w[_REDUCED] + latency * w[_REDUCTIONS] * (w[_REDUCED] > 0)
-    gathered = link * w[_GATHERED] + latency * w[_GATHERS]
-    last = link * w[_REDUCED_LAST] + latency * w[_REDUCTIONS] * (w[_REDUCED_LAST] > 0)
-    copies = factor[_T_COPIES] * w[_COPIES] / hardware.memory_bandwidth
-    copies = copies + factor[_T_PCIE] * w[_TRANSFERRED] / hardware.pcie_bandwidth
-    copies = copies + link * w[_WAITED]
-    forward: Array = w[_FORWARD] * kernels
-    backward: Array = kernels - forward
-    buckets = np.maximum(1.0, w[_REDUCTIONS])
+    w = dict(zip(COLUMNS, work.T, strict=True))
+    factor = dict(zip(TERMS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
 
-    def with_communication(moved: Array) -> Array:
-        hidden = _larger(backward, moved) + moved / buckets
-        return np.where(w[_OVERLAPS] > 0, hidden, backward + moved)
+    def term(name: str, seconds: Array) -> Part:
+        scaled = factor[name] * seconds
+        return Part(scaled, {name: scaled})
+
+    def moved(links_s: Array, collectives: Array) -> Part:
+        return term("link", links_s) + term("latency", hardware.latency_s * collectives)
+
+    sample_s = w["flops"] / hardware.flops
+    tiles_s = sample_s * micro_batch * hardware.unaligned * (micro_batch % _TILE != 0)
+    compute = Part(sample_s * micro_batch, {}) + term("unaligned", tiles_s)
+    compute += term("filling", sample_s * hardware.filling)
+    compute += term("weights", w["weights"] / hardware.memory_bandwidth)
+    host = term("launch", w["launches"] * hardware.launch_s)
+    kernels = _larger(host + term("hooks", w["hooks"] * hardware.launch_s), compute)
+    gathered = moved(w["gathered"], w["gathers"])
+    reduced = moved(w["reduced"], w["reductions"] * (w["reduced"] > 0))
+    last = moved(w["reduced_last"], w["reductions"] * (w["reduced_last"] > 0))
+    copies = term("copies", w["copies"] / hardware.memory_bandwidth) + term("link", w["waited"])
+    copies += term("pcie", w["transferred"] / hardware.pcie_bandwidth)
+    forward, backward = kernels * w["forward"], kernels * (1 - w["forward"])
+    buckets = np.maximum(1.0, w["reductions"])
+
+    def with_communication(part: Part) -> Part:
+        hidden: Part = _larger(backward, part) + part * (1 / buckets)
+        return hidden.or_else(w["overlaps"] > 0, backward + part)
 
     every = with_communication(reduced + gathered)
-    final = np.where(w[_REDUCED_LAST] > 0, with_communication(last), every)
-    passes = gas * (_larger(forward, gathered) + copies) + (gas - 1) * every + final
-    near = np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2
-    passes = passes * (1 + factor[_T_EDGE] * hardware.edge * near)
-    boundary = (
-        link * w[_BOUNDARY]
-        + latency * w[_BOUNDARIES]
-        + factor[_T_OPTIMIZER] * w[_OPTIMIZER] / hardware.memory_bandwidth
-        + factor[_T_GROUPS] * GROUP_LAUNCHES * hardware.launch_s * w[_GROUPS]
-        + factor[_T_PCIE] * w[_TRANSFERRED_LAST] / hardware.pcie_bandwidth
-        + factor[_T_HOST] * w[_HOST_OPTIMIZER] / hardware.host_memory_bandwidth
+    final = with_communication(last).or_else(w["reduced_last"] > 0, every)
+    passes = (_larger(forward, gathered) + copies) * gas + every * (gas - 1) + final
+    near = hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2
+    total = passes * (1 + factor["edge"] * near)
+    total += Part(np.zeros_like(near), {"edge": factor["edge"] * near * passes.s})
+    total += moved(w["boundary"], w["boundaries"])
+    total += term("optimizer", w["optimizer"] / hardware.memory_bandwidth)
+    total += term("groups", GROUP_LAUNCHES * hardware.launch_s * w["groups"])
+    total += term("pcie", w["transferred_last"] / hardware.pcie_bandwidth)
+    total += term("host_optimizer", w["host_optimizer"] / hardware.host_memory_bandwidth)
+    total, kernels = total * factor["compute"], kernels * (gas * factor["compute"])
+    return (
+        Part(total.s, {**total.by, "compute": total.s}),
+        Part(kernels.s, {**kernels.by, "compute": kernels.s}),
     )
-    total = passes + boundary
-    return factor[COMPUTE] * total, 1 - gas * kernels / total
 
 
-def _larger(one: Array, other: Array) -> Array:
+def _larger(one: Part, other: Part) -> Part:
     """The maximum, smooth, of positive numbers; 0 and x give x."""
-    larger: Array = (one + other + np.sqrt((one - other) ** 2 + 4 * _SMOOTH * one * other)) / 2
-    return larger
+    apart, product = one.s - other.s, _SMOOTH * one.s * other.s
+    root = np.sqrt(apart**2 + 4 * product)
+    safe = np.maximum(root, 1e-300)
+    more = one * ((1 + (apart + 2 * _SMOOTH * other.s) / safe) / 2)
+    rest = other * ((1 - (apart - 2 * _SMOOTH * one.s) / safe) / 2)
+    return Part((one.s + other.s + root) / 2, (more + rest).by)

@@ -49,9 +49,10 @@ class Comparison:
     ) -> Comparison:
         """Compare the second of each pair with the first.
 
-        From three pairs on, the spread of their differences counts. That of two differences says
-        next to nothing; there the spread of each configuration's own runs does, which is no smaller
-        if the machine drifts. For a single pair these are its runs and those of the search.
+        The spread is pooled over all that ran more than once: the differences of the pairs, which a
+        machine that drifts changes little, and the user's own configuration, by its runs and that
+        of the search. What the search chose measured too well there, so that its own search run
+        counts for a single pair only.
 
         Args:
             pairs: one at least.
@@ -59,18 +60,15 @@ class Comparison:
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]
-        if count > 2:
-            spread, freedom = statistics.variance(differences), count - 1
-        else:
-            runs = [*pairs, before] if count == 1 else pairs
-            spread = sum(statistics.variance(each) for each in zip(*runs, strict=True))
-            freedom = 2
-        return cls(
-            statistics.fmean(differences),
-            math.sqrt(spread / count),
-            freedom,
-            math.sqrt(spread / 2),
-        )
+        mean = statistics.fmean(differences)
+        # Squares of differences, and of a run from the mean of others: twice a run's variance each.
+        squares = sum((difference - mean) ** 2 for difference in differences)
+        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
+        for searched, runs in again:
+            squares += 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
+        freedom = count - 1 + len(again)
+        spread = squares / freedom
+        return cls(mean, math.sqrt(spread / count), freedom, math.sqrt(spread / 2))
 
     @property
     def margin(self) -> float:

@@ -167,7 +167,8 @@ class Decisions:
         reason = self._search_over(ignore_budget=False)
         if reason is None or self.failure is not None or self.run.running:
             return None
-        return self._finals.begin(reason)
+        search = self._search
+        return None if search is None else self._finals.begin(reason, search.predicted)
 
     def _search_over(self, *, ignore_budget: bool) -> str | None:
         """Return the reason that the search starts no more trials; None while it may."""

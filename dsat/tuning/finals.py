@@ -30,7 +30,7 @@ _PAIR = 2
 
 # After so many pairs they are looked at, and whenever the budget is spent.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
-_LEAST_ERROR = 1e-6  # no measurement is better than that
+_LEAST_ERROR = 0.003  # no run tells a smaller difference
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
 
@@ -74,6 +74,7 @@ class Contestant:
         train_batch_size: its global batch.
         memory_bytes: the most that a slot used; None if that is not known.
         changes: settings in which it differs from the user's own configuration.
+        predicted: of what it measured, by the search's model of speed; the same for all without.
     """
 
     trial_id: int
@@ -82,6 +83,7 @@ class Contestant:
     train_batch_size: int
     memory_bytes: int | None = None
     changes: int = 0
+    predicted: float = 0.0
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -110,11 +112,11 @@ def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) 
 def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected logarithm of each value on a re-run.
 
-    What one of many noisy measurements is above the others is mostly noise: each is drawn to their
-    mean, the more the less they differ beyond their own errors. How much they do is estimated by
-    the moments (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
+    What one of many noisy measurements is above its prediction is mostly noise: each is drawn to
+    that, the more the less they differ from theirs beyond their own errors. How much they do is
+    estimated by the moments (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
     """
-    values = [c.log_value for c in contestants]
+    values = [c.log_value - c.predicted for c in contestants]
     variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
     weights = [1 / variance for variance in variances]
     mean = _weighted_mean(values, weights)
@@ -124,8 +126,8 @@ def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
     spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
     mean = _weighted_mean(values, [1 / (variance + spread) for variance in variances])
     return [
-        mean + (value - mean) * spread / (spread + variance)
-        for value, variance in zip(values, variances, strict=True)
+        c.predicted + mean + (value - mean) * spread / (spread + variance)
+        for c, value, variance in zip(contestants, values, variances, strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 from dsat.space.plan import Plan
@@ -31,11 +32,14 @@ class FinalsPhase(Phase):
         self._run = run
         self._trials = trials
 
-    def begin(self, reason: str) -> dict[str, Any] | None:
+    def begin(
+        self, reason: str, predicted: Callable[[Trial], float | None]
+    ) -> dict[str, Any] | None:
         """The event that begins the finals; None if there is nothing to decide, or no room.
 
         Args:
             reason: why the search is over.
+            predicted: `SearchPhase.predicted`.
         """
         plan, run = self._plan, self._run
         searched = len(run.trials) - run.num_finals
@@ -48,7 +52,7 @@ class FinalsPhase(Phase):
         if not count:
             return None
         tried = [
-            run.contestant(trial)
+            run.contestant(trial, predicted(trial))
             for trial in run.trials.values()
             if trial.kind is TrialKind.SEARCH
             and run.value(trial) is not None

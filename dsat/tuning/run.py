@@ -230,15 +230,17 @@ class Run:
             self.disqualified[pick.id] = reason
             finals.disqualify()
 
-    def contestant(self, trial: Trial) -> Contestant:
-        """Make a contestant of the finals from a trial that ran."""
+    def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
+        """Make a contestant of the finals from a trial that ran, and what a model predicts."""
         assert self.plan is not None
         outcome, value = self.outcomes[trial.id], self.value(trial)
         assert value is not None and outcome.metrics is not None
         memory = outcome.memory
+        log_value = self._objective.log_value(value)
         return Contestant(
             trial_id=trial.id,
-            log_value=self._objective.log_value(value),
+            log_value=log_value,
+            predicted=log_value if predicted is None else predicted,
             standard_error=max(outcome.metrics.standard_error, self.noise or 0.0),
             train_batch_size=trial.batch.train_batch_size,
             memory_bytes=memory.peak if memory is not None and memory.is_exact else None,

@@ -66,8 +66,7 @@ class SearchPhase(Phase):
         self._skipped: list[str] = []
         self.forecast = None if basis is None else _forecast(basis, plan, run, space)
         searches = SEARCHES[plan.method]
-        predicts = not searches.weighs_costs
-        self._costs = TrialCosts(plan, run, space, predicts=predicts)
+        self._costs = TrialCosts(plan, run)
         self._ramp: Ramp | None = None
         if plan.ramp and searches.ramps:
             strategies, own = list(space.strategies), of_config(plan.base_config)
@@ -102,6 +101,10 @@ class SearchPhase(Phase):
     def outlook(self) -> Outlook | None:
         """Prediction for the next proposal."""
         return self._search.outlook
+
+    def predicted(self, trial: Trial) -> float | None:
+        """The logarithm of the value that the search's model predicts; see `Search.predicted`."""
+        return self._search.predicted(self._settings_of[trial.id], trial.batch.micro_batch)
 
     def next_trial(self) -> Trial | None:
         if self._baseline_due:
@@ -237,8 +240,7 @@ class SearchPhase(Phase):
 
     def _takes_too_long(self, overrides: Mapping[str, Any], batch: BatchTriple) -> bool:
         """Check if a trial is predicted to exceed the time limit, from other trials."""
-        settings = overrides.get("zero_optimization", {})
-        step_s = self._costs.step_s(self._trials.strategy(overrides), settings, batch)
+        step_s = self._costs.step_s(self._trials.strategy(overrides), batch)
         return bool(self._costs.are_too_long(step_s))
 
     def _trial(

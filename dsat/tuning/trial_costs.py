@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import defaultdict
 from typing import Any
 
-import numpy as np
-
-from dsat.search.speed import Layout, Points, SpeedModel
-from dsat.search.step_time import Job, work
-from dsat.search.threads import in_one_thread
 from dsat.space.plan import Plan
-from dsat.space.space import Space
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial
@@ -35,11 +29,9 @@ class TrialCosts:
     Args:
         plan: what is tuned.
         run: the run so far, its model profiled.
-        space: what may be tried.
-        predicts: whether anybody will ask for the steps of a configuration.
     """
 
-    def __init__(self, plan: Plan, run: Run, space: Space, *, predicts: bool) -> None:
+    def __init__(self, plan: Plan, run: Run) -> None:
         start, end, _ = plan.measured.get("steps", (3, 7, 0))
         self._warm_up_steps = start - 1
         self._least_steps = end - start + 1
@@ -47,13 +39,8 @@ class TrialCosts:
         self._besides_s: list[float] = []
         self._steps: list[int] = []
         self._spent_s = 0.0
-        self._strategies = space.strategies
-        assert run.profile is not None
-        self._job = Job.of_profile(
-            run.profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
-        )
-        layout = Layout(self._job, space.strategies, num_values=0)
-        self._speed = SpeedModel(layout) if predicts else None
+        # Seconds of a micro step, by its samples.
+        self._micro_steps: dict[Strategy, dict[int, float]] = defaultdict(dict)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Update with the duration of a trial."""
@@ -66,12 +53,7 @@ class TrialCosts:
         self._besides_s = self._besides_s[-_MOST_KEPT:]
         self._steps = [*self._steps, steps][-_MOST_KEPT:]
         strategy = of_config(self._plan.config(trial.overrides))
-        if self._speed is not None and strategy in self._strategies:
-            zero = trial.overrides.get("zero_optimization", {})
-            settings = {**zero, **trial.batch.parallelism.settings}
-            points = self._points(strategy, settings, trial.batch)
-            with_one_thread = in_one_thread(self._speed.update)
-            with_one_thread(points, math.log(step_s), outcome.metrics.standard_error)
+        self._micro_steps[strategy][trial.batch.micro_batch] = step_s / trial.batch.gas
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
@@ -96,21 +78,20 @@ class TrialCosts:
         left_s = max(_SEARCH * own.duration_s, _SEARCH_S) - self._spent_s
         return trial_s > min(left_s, max(_LONGEST * own.duration_s, _LONGEST_S))
 
-    def step_s(self, strategy: Strategy, settings: Mapping[str, Any], batch: BatchTriple) -> float:
-        """At least about so many seconds an optimizer step takes; 0 if nothing is known."""
-        if self._speed is None or not self._speed.points or strategy not in self._strategies:
-            return 0.0
-        mean, sd = self._speed.fit.predict(self._points(strategy, settings, batch))
-        return math.exp(float(mean[0] - sd[0]))
+    def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
+        """At least about so many seconds an optimizer step takes; 0 if nothing is known.
 
-    def _points(
-        self, strategy: Strategy, settings: Mapping[str, Any], batch: BatchTriple
-    ) -> Points:
-        return Points(
-            strategy=np.array([self._strategies.index(strategy)]),
-            work=work(self._job, strategy, settings)[None, :],
-            knobs=np.zeros((1, 0)),
-            micro_batch=np.array([batch.micro_batch], float),
-            gas=np.array([batch.gas], float),
-            room=np.ones(1),
-        )
+        Micro steps of more samples take longer, and less for each sample, until the slot is full;
+        from there on the time grows as it did last.
+        """
+        known = sorted(self._micro_steps[strategy].items())
+        if not known:
+            return 0.0
+        size, growth = batch.micro_batch, 0.0
+        larger = [of_one / samples for samples, of_one in known if samples >= size]
+        if larger:
+            return batch.gas * max(size * rate for rate in larger)
+        if len(known) > 1:
+            (before, less_s), (last, more_s) = known[-2:]
+            growth = min(1.0, max(0.0, math.log(more_s / less_s) / math.log(last / before)))
+        return float(batch.gas * known[-1][1] * (size / known[-1][0]) ** growth)

@@ -23,7 +23,8 @@ from tests.benchmarks.made_up_table import (
 
 
 def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> Episode:
-    return Episode("made-up", tuner, seed, values, values, oom, 10.0 * len(values), 0.1)
+    best = max(value for value in values if value is not None)
+    return Episode("made-up", tuner, seed, values, values, best, oom, 4, 10.0 * len(values), 0.1)
 
 
 def test_summaries_count_trials_from_one() -> None:
@@ -36,6 +37,7 @@ def test_summaries_count_trials_from_one() -> None:
     assert summary.seeds == 3
     assert summary.median_after == (0.99, 0.99, 0.99, 0.99)
     assert summary.worst_after == (0.94, 0.94, 0.94, 0.94)
+    assert (summary.median_recommended, summary.worst_recommended) == (0.99, 0.94)
     assert summary.median_trials_to == (3, 4)
     assert summary.worst_trials_to == (math.inf, math.inf)
     assert (summary.within_10_of_99, summary.median_oom, summary.worst_oom) == (2, 1, 2)

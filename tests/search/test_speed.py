@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsat.search.normal import Array, log_cdf, log_expected_gain
-from dsat.search.speed import Fit, Layout, Points, SpeedModel, _posterior
+from dsat.search.speed import Design, Fit, Layout, Points, SpeedModel, _posterior
 from dsat.search.step_time import CPU_CORE, TERMS, Hardware, Job, seconds, work
 from dsat.space.knobs import HPZ
 from dsat.values.zero_strategy import CPU, NVME, Strategy, plain
@@ -46,9 +46,9 @@ def seconds_of(
 ) -> float:
     """Seconds of a step by the physical model alone."""
     counted = work(job, strategy or Strategy(stage), settings)[None, :]
-    theta = np.array([mean for mean, _ in TERMS.values()])[:, None]
+    theta = np.array([mean for mean, _ in TERMS.values()])
     arrays = (np.array([float(number)]) for number in (micro_batch, gas, room))
-    return float(seconds(job.hardware, theta, counted, *arrays)[0][0])
+    return float(seconds(job.hardware, theta, counted, *arrays)[0].s[0])
 
 
 def drawn(rng: np.random.Generator, count: int) -> Points:
@@ -138,10 +138,10 @@ def test_it_needs_neither_torch_nor_scipy() -> None:
 def test_another_machine_is_learned_from_noisy_trials(seed: int) -> None:
     rng = np.random.default_rng(seed)
     theta, table, other = truth_of(rng), drawn(rng, 60), drawn(rng, 200)
-    log_s = LAYOUT.predict(theta, table)[0] + rng.normal(0, 0.03, 60)
+    log_s = Design(LAYOUT, table).predict(theta)[0] + rng.normal(0, 0.03, 60)
     fit = Fit.prior(LAYOUT).updated(table, log_s, np.full(60, 0.005))
     mean, sd = fit.predict(other)
-    error = mean - LAYOUT.predict(theta, other)[0]
+    error = mean - Design(LAYOUT, other).predict(theta)[0]
     assert np.sqrt((error**2).mean()) < 0.03, "below the noise of a single trial"
     assert np.mean(np.abs(error) < 2 * sd) > 0.85
     assert 0.015 < fit.run_sd < 0.045
@@ -150,14 +150,16 @@ def test_another_machine_is_learned_from_noisy_trials(seed: int) -> None:
 def test_exact_trials_are_no_noise() -> None:
     rng = np.random.default_rng(0)
     theta, table = truth_of(rng), drawn(rng, 80)
-    fit = Fit.prior(LAYOUT).updated(table, LAYOUT.predict(theta, table)[0], np.full(80, 0.001))
+    fit = Fit.prior(LAYOUT).updated(
+        table, Design(LAYOUT, table).predict(theta)[0], np.full(80, 0.001)
+    )
     assert fit.run_sd < 0.006 and fit.misfit == 0.0
 
 
 def test_a_wild_measurement_does_little() -> None:
     rng = np.random.default_rng(1)
     theta, table, other = truth_of(rng), drawn(rng, 60), drawn(rng, 100)
-    log_s = LAYOUT.predict(theta, table)[0] + rng.normal(0, 0.02, 60)
+    log_s = Design(LAYOUT, table).predict(theta)[0] + rng.normal(0, 0.02, 60)
     wild = log_s + np.where(np.arange(60) == 30, 1.0, 0.0)
     found = [Fit.prior(LAYOUT).updated(table, y, np.full(60, 0.005)) for y in (log_s, wild)]
     moved = np.abs(found[0].predict(other)[0] - found[1].predict(other)[0])
@@ -173,7 +175,7 @@ def test_knobs_that_do_nothing_make_others_less_promising() -> None:
     for size in (0.0, 0.5):
         theta = LAYOUT.prior(1.0)[0]
         theta[-4:-1] = size
-        log_s = LAYOUT.predict(theta, table)[0]
+        log_s = Design(LAYOUT, table).predict(theta)[0]
         fit = Fit.prior(LAYOUT).updated(table, log_s, np.full(60, 0.003))
         said.append(float(fit.predict(untried, points_of([(2, 8.0, 1.0)]))[1][0]))
     assert said[1] > 3 * said[0]
@@ -191,11 +193,11 @@ def test_what_runs_counts_as_measured() -> None:
 def test_the_gradient_is_that_of_the_prediction() -> None:
     rng = np.random.default_rng(1)
     theta, points = truth_of(rng), drawn(rng, 12)
-    _, gradient = LAYOUT.predict(theta, points)
+    _, gradient = Design(LAYOUT, points).predict(theta)
     for column in range(len(theta)):
         step = 1e-5 * np.eye(len(theta))[column]
-        up, down = (LAYOUT.predict(theta + sign * step, points)[0] for sign in (1, -1))
-        assert np.allclose(gradient[:, column], (up - down) / 2e-5, atol=2e-4)
+        up, down = (Design(LAYOUT, points).predict(theta + sign * step)[0] for sign in (1, -1))
+        assert np.allclose(gradient[:, column], (up - down) / 2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [10, 400])

@@ -207,16 +207,19 @@ def test_the_users_own_batch_is_compared_too() -> None:
 
 def test_a_paired_interval_by_hand() -> None:
     differences = (0.10, 0.14, 0.12)
-    pairs = [(level, level + d) for level, d in zip((0.0, 5.0, -3.0), differences, strict=True)]
-    found = Comparison.of_pairs(pairs, (0.0, 0.0))
+    pairs = [(own, own + d) for own, d in zip((0.01, 0.05, -0.03), differences, strict=True)]
+    found = Comparison.of_pairs(pairs, (-0.02, 0.9))
     assert found.mean == pytest.approx(0.12)
-    assert found.standard_error == pytest.approx(0.02 / math.sqrt(3))
-    assert found.freedom == 2
-    assert found.noise == pytest.approx(0.02 / math.sqrt(2))
-    margin = 5.6428 * 0.02 / math.sqrt(3)  # the quantile of 97 %
-    assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-5)
+    # Two differences of 0.02 from their mean, and the own run of the search 0.03 from the others.
+    spread = (2 * 0.02**2 + 2 * 0.03**2 * 3 / 4) / 3
+    assert found.standard_error == pytest.approx(math.sqrt(spread / 3))
+    assert found.freedom == 3
+    assert found.noise == pytest.approx(math.sqrt(spread / 2))
+    margin = 3.8960 * math.sqrt(spread / 3)  # the quantile of 97 %
+    assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-3)
     assert found.is_better
-    assert found.is_clear(None), "0.12 is 10.4 standard errors, and 9.9 are asked for"
+    assert found.is_clear(None), "0.12 is 7.6 standard errors, and 5.8 are asked for"
+    assert not Comparison.of_pairs(pairs, (-0.2, 0.9)).is_clear(None), "its runs vary more"
 
 
 @pytest.mark.parametrize(
