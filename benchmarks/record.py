@@ -76,34 +76,21 @@ SETTINGS = tuple(
 )
 
 
-def _apart(name: str, values: Sequence[Any], others: Mapping[str, Sequence[Any]]) -> Settings:
-    """Values of a knob with the first values of others, then with the last ones.
-
-    Half of a full factorial design of two levels: the knobs meet in both directions.
-    """
-    first = {key: choices[0] for key, choices in others.items()}
-    last = {key: choices[-1] for key, choices in others.items()}
-    return [{name: value, **rest} for rest in (first, last) for value in values]
-
-
-# What matters on two slots: buckets, overlap, what is gathered, and what stage 3 keeps.
-_OVERLAP = [False, True]
-_PARTITIONED = {
-    "reduce_bucket_size": [5 * 10**5, 10**7],
-    "allgather_bucket_size": [10**8, 5 * 10**5],
-}
-_GATHERED = {
-    "stage3_prefetch_bucket_size": [5 * 10**4, 5 * 10**7],
-    "stage3_param_persistence_threshold": [10**5, 0],
-}
-TWO_SLOTS = (
-    {"stage": 0},
-    *({"stage": 1, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
-    *({"stage": 2, **settings} for settings in _apart("overlap_comm", _OVERLAP, _PARTITIONED)),
-    *(
-        {"stage": 3, "reduce_bucket_size": 5 * 10**6, **settings}
-        for settings in _apart("overlap_comm", _OVERLAP, _GATHERED)
-    ),
+# What matters on two slots: buckets, what is gathered, and what stage 3 keeps. Processor cores have
+# no streams to overlap communication on, and `overlap_comm` changes nothing without accumulation.
+TWO_SLOTS = tuple(
+    grid(stage=[0])
+    + grid(
+        stage=[1, 2],
+        reduce_bucket_size=[5 * 10**5, 10**7],
+        allgather_bucket_size=[10**8, 5 * 10**5],
+    )
+    + grid(
+        stage=[3],
+        reduce_bucket_size=[5 * 10**6],
+        stage3_prefetch_bucket_size=[5 * 10**4, 5 * 10**7],
+        stage3_param_persistence_threshold=[10**5, 0],
+    )
 )
 CHECKPOINTED = tuple(
     {**settings, CHECKPOINTING: is_on} for settings in TWO_SLOTS[:7:2] for is_on in (False, True)
