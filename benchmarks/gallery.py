@@ -1,6 +1,6 @@
 """Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
 
-    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...]
+    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...] [--traces FOLDER]
 
 `make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
 configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
@@ -17,11 +17,13 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.traces import SLOTS, kept
 from dsat.app import estimate, project
-from dsat.app.project import Projector
+from dsat.app.project import Projector, Traced
 from dsat.inputs.cards import find
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import LORA
@@ -40,7 +42,6 @@ PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
 SEQUENCE = 4096
 PREDICTED, MEASURED = "predicted", "measured"
 _GIB = 2**30
-_TRACED = 8  # slots
 _Speed = tuple[float | None, float | None, float | None]  # with the ends of the interval
 _NO_SPEED: _Speed = (None, None, None)
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
@@ -132,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--no-speed", action="store_true", help="memory alone, in a third the time")
+    parser.add_argument("--traces", type=Path, help="folder that keeps what was simulated")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, list[Row]] = {}
@@ -140,7 +141,7 @@ def main() -> None:
         rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
     rows |= {path.name: [measured(path)] for path in args.measured}
     for name in args.models:
-        rows[name] = list(predicted(name, MODELS[name], with_speed=not args.no_speed))
+        rows[name] = list(predicted(name, MODELS[name], args.traces))
         ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
         write_tables(ordered, FOLDER)
         PAGE.write_text(page(ordered), encoding="utf-8")
@@ -156,38 +157,27 @@ def _order(model: str) -> int:
     return list(MODELS).index(model) if model in MODELS else -1
 
 
-def predicted(name: str, model: Model, *, with_speed: bool = True) -> Iterator[Row]:
+def predicted(name: str, model: Model, folder: Path | None = None) -> Iterator[Row]:
     """Yield the rows of a model, which is simulated once.
 
     Args:
-        with_speed: trace a step of each strategy that a machine needs first.
+        folder: keeps what was simulated.
 
     Raises:
         RuntimeError: its configuration makes another number of parameters than are published.
     """
     path = CONFIGS / f"{model.file}.json"
-    lora = LORA.read(model.lora) if model.lora else None
-    settings = EstimateSettings(
-        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
-    )
-    with estimate.simulator_of(settings) as (_, base, simulator):
-        facts = simulator.facts(base)
-        found = dict(_memory(facts, base))
-        first = {
-            machine: next((s for s in sorted(fits, key=_offloads) if fits[s].most >= 1), None)
-            for machine, fits in found.items()
-        }
-        strategies = list(dict.fromkeys(filter(None, first.values())))
-        traced = None
-        if strategies and with_speed:
-            traced = project.trace(base, simulator, _TRACED, lambda _: strategies)
+    file = f"{model.file}{'-lora' if model.lora else ''}-{SEQUENCE}.json"
+    traced = kept(folder and folder / file, partial(_traced, path, model))
+    facts = traced.facts
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
-    for machine, fits in found.items():
+    for machine, fits in _memory(facts, traced.base):
         cards, gib, card = MACHINES[machine]
+        first = _first(fits)
         for strategy, fit in fits.items():
             speed = _NO_SPEED
-            if traced is not None and strategy == first[machine]:
+            if strategy == first and strategy in traced.traces:
                 speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
             yield Row(
                 name,
@@ -204,6 +194,26 @@ def predicted(name: str, model: Model, *, with_speed: bool = True) -> Iterator[R
                 model.source,
                 _command(path, model, cards, gib),
             )
+
+
+def _traced(path: Path, model: Model) -> Traced:
+    """Trace a step of each strategy that is the first to fit a machine."""
+    lora = LORA.read(model.lora) if model.lora else None
+    settings = EstimateSettings(
+        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
+    )
+
+    def firsts(found: Traced) -> list[Strategy]:
+        first = [_first(fits) for _, fits in _memory(found.facts, found.base)]
+        return list(dict.fromkeys(strategy for strategy in first if strategy is not None))
+
+    with estimate.simulator_of(settings) as (_, base, simulator):
+        return project.trace(base, simulator, SLOTS, firsts)
+
+
+def _first(fits: Mapping[Strategy, _Fit]) -> Strategy | None:
+    """Return the first strategy that fits, one without offloading if there is one."""
+    return next((s for s in sorted(fits, key=_offloads) if fits[s].most >= 1), None)
 
 
 def _offloads(one: Row | Strategy) -> bool:

@@ -13,27 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dsat.app import project
-from dsat.app.estimate import simulator_of
+from benchmarks.traces import kept, traced
 from dsat.app.project import Traced
 from dsat.inputs import cards
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MemoryEstimate
 from dsat.search.projected_speed import ProjectedSpeed
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of
-from dsat.values.codec import decode, encode
-from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
@@ -49,7 +43,6 @@ EXPLANATION = (
     "expect somewhat larger ones of a source that is not here.",
 )
 _APART = 1.05  # pairs of strategies that differ by less are not compared
-_TRACED_ON = 8
 _PUBLISHED_SD = 0.02  # of what was published
 
 
@@ -64,7 +57,9 @@ class Row:
         recompute: activations are recomputed: 1, 0, or the part of it that is.
         gas: micro steps of a step.
         tokens_per_second: of a card.
+        network: Gbit/s of a card between hosts; as in the table of cards if it is None.
         fitted: it was used to set constants.
+        held_out: it was written down before it was predicted for the first time.
     """
 
     source: str
@@ -79,7 +74,9 @@ class Row:
     micro_batch: int
     gas: int
     tokens_per_second: float
+    network: float | None = None
     fitted: bool = False
+    held_out: bool = False
 
     @property
     def tokens(self) -> int:
@@ -100,35 +97,19 @@ class Row:
 def read() -> tuple[list[Row], Mapping[str, str], Mapping[str, Any]]:
     """Return the rows, the sources and the models' configurations."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    rows = [Row(**dict(zip(data["columns"], values, strict=True))) for values in data["rows"]]
+    rows = [Row(**each) for each in _records(data)]
+    rows += [Row(**each, held_out=True) for each in _records(data["held_out"])]
     return rows, data["sources"], data["models"]
 
 
-def traced(
-    model: Mapping[str, Any], seq: int, *, recompute: bool, strategies: Sequence[Strategy]
-) -> Traced:
-    """Simulate a model with some strategies on eight cards."""
-    with tempfile.TemporaryDirectory() as folder:
-        config, settings = Path(folder) / "config.json", Path(folder) / "ds.json"
-        config.write_text(json.dumps(model), encoding="utf-8")
-        zero = {"stage": 3, "overlap_comm": True}
-        gas = 2 if any(strategy.stage < 3 for strategy in strategies) else 1
-        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas}
-        settings.write_text(json.dumps({**batch, "zero_optimization": zero}), encoding="utf-8")
-        asked = ProjectSettings(
-            hf_config=str(config),
-            seq_length=seq,
-            ds_config=settings,
-            activation_checkpointing="on" if recompute else "off",
-        )
-        with simulator_of(asked) as (_, base, simulator):
-            return project.trace(base, simulator, _TRACED_ON, lambda _: strategies)
+def _records(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(data["columns"], values, strict=True)) for values in data["rows"]]
 
 
-def compare(rows: Sequence[Row], models: Mapping[str, Any], kept: Path | None) -> list[Compared]:
+def compare(rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None) -> list[Compared]:
     """Project all rows, each by the table alone, and corrected by the fitted rows of its stack."""
     found = []
-    whole = _trace_all(rows, models, kept)
+    whole = _trace_all(rows, models, folder)
     for row in rows:
         mine = [each for each in rows if each.fitted and each.stack == row.stack]
         mine = [each for each in mine if each.card == row.card] or mine
@@ -137,8 +118,15 @@ def compare(rows: Sequence[Row], models: Mapping[str, Any], kept: Path | None) -
             _rates(row.tokens, [statistics.fmean(ends) for ends in zip(*which, strict=True)])
             for which in zip(*times, strict=True)
         )
-        found.append(Compared(row, *by_table, *corrected))
+        filled = statistics.fmean(_filled(row, each) for each in _parts(row, whole))
+        found.append(Compared(row, filled, bool(mine), *by_table, *corrected))
     return found
+
+
+def _filled(row: Row, traced: Traced) -> float:
+    """Return the predicted peak of memory, as a part of the card's."""
+    card = cards.find(row.card)
+    return traced.memory(row.strategy, row.cards, row.micro_batch, card)[0] / card.memory_bytes
 
 
 def _rates(tokens: float, seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -179,74 +167,29 @@ def _both(
 
 
 def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
-    cluster = Cluster.of(cards.find(row.card), row.cards)
+    network = None if row.network is None else 1e9 / 8 * row.network
+    cluster = Cluster.of(cards.find(row.card), row.cards, network)
     work = traced.work(row.strategy, row.micro_batch, cluster)
     return speed.points(work, row.strategy, row.micro_batch, row.gas)
 
 
 def _trace_all(
-    rows: Sequence[Row], models: Mapping[str, Any], kept: Path | None
+    rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None
 ) -> dict[Key, Traced]:
     """Trace each model once for all of its rows, with and without recomputation as they have it."""
-    groups: dict[Key, list[Row]] = {}
+    groups: dict[Key, list[Strategy]] = {}
     for row in rows:
         for on in (False, True):
             if row.recompute in (on, 0.5):
-                groups.setdefault((row.model, row.seq, on), []).append(row)
-    return {
-        (model, seq, on): _kept(model, models[model], seq, on, members, kept)
-        for (model, seq, on), members in groups.items()
-    }
-
-
-def _kept(
-    name: str, model: Any, seq: int, recompute: bool, rows: Sequence[Row], folder: Path | None
-) -> Traced:
-    """Trace a model, or take it from a folder of traces."""
-    path = folder / f"{name}-{seq}-{recompute}.json" if folder is not None else None
-    if path is not None and path.is_file():
-        again: _Kept = decode(_Kept, json.loads(path.read_text(encoding="utf-8")))
-        return again.traced()
-    strategies = list(dict.fromkeys(row.strategy for row in rows))
-    found = traced(model, seq, recompute=recompute, strategies=strategies)
-    if path is not None:
-        path.write_text(json.dumps(encode(_Kept.of(found))), encoding="utf-8")
+                groups.setdefault((row.model, row.seq, on), []).append(row.strategy)
+    found = {}
+    for (model, seq, on), strategies in groups.items():
+        path = folder / f"{model}-{seq}-{on}.json" if folder is not None else None
+        trace = partial(
+            traced, models[model], seq, recompute=on, strategies=list(dict.fromkeys(strategies))
+        )
+        found[model, seq, on] = kept(path, trace)
     return found
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A traced model as a file has it."""
-
-    base: Mapping[str, Any]
-    facts: ModelFacts
-    model: ModelTrace
-    strategies: tuple[Strategy, ...]
-    traces: tuple[StepTrace, ...]
-    memory: tuple[MemoryEstimate, ...]
-    failures: Mapping[str, str]
-    sequence_length: int | None
-
-    @classmethod
-    def of(cls, found: Traced) -> _Kept:
-        traces, memory = zip(*found.traces.values(), strict=True)
-        return cls(
-            dict(found.base),
-            found.facts,
-            found.model,
-            tuple(found.traces),
-            traces,
-            memory,
-            dict(found.failures),
-            found.sequence_length,
-        )
-
-    def traced(self) -> Traced:
-        pairs = zip(self.traces, self.memory, strict=True)
-        traces = dict(zip(self.strategies, pairs, strict=True))
-        return Traced(
-            self.base, self.facts, self.model, traces, self.failures, self.sequence_length
-        )
 
 
 @dataclass(frozen=True)
@@ -254,11 +197,15 @@ class Compared:
     """A row with its projections, in tokens/s of a card.
 
     Attributes:
+        filled: predicted peak of memory, as a part of the card's.
+        is_corrected: rows of its stack were fitted.
         by_table, table_low, table_high: by the table of cards alone, with its interval.
         corrected, low, high: after the fitted rows of its stack.
     """
 
     row: Row
+    filled: float
+    is_corrected: bool
     by_table: float
     table_low: float
     table_high: float
@@ -302,16 +249,17 @@ def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
 
 def _table(found: Sequence[Compared]) -> list[str]:
     lines = [
-        "| source | model | cards | strategy | recomputed | batch | measured | by the table "
-        "| error | corrected | error | in interval |",
-        "|---|---|---|---|---|---|---:|---:|---:|---:|---:|---|",
+        "| source | model | cards | strategy | recomputed | batch | memory | measured "
+        "| by the table | error | corrected | error | in interval |",
+        "|---|---|---|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for each in found:
         row = each.row
         lines.append(
-            f"| {row.source}{' (fitted)' if row.fitted else ''} | {row.model}, {row.seq} tokens "
+            f"| {row.source}{_mark(row)} | {row.model}, {row.seq} tokens "
             f"| {row.cards} x {row.card} | {row.strategy.label} | {row.recompute:g} "
-            f"| {row.micro_batch} x {row.gas} | {row.tokens_per_second:,.0f} "
+            f"| {row.micro_batch} x {row.gas} | {100 * each.filled:.0f} % "
+            f"| {row.tokens_per_second:,.0f} "
             f"| {each.by_table:,.0f} | {100 * each.table_error:+.1f} % "
             f"| {each.corrected:,.0f} | {100 * each.error:+.1f} % "
             f"| {'yes' if each.holds else 'no'} |"
@@ -319,19 +267,37 @@ def _table(found: Sequence[Compared]) -> list[str]:
     return lines
 
 
+def _mark(row: Row) -> str:
+    return " (fitted)" if row.fitted else " (held out)" if row.held_out else ""
+
+
 def _verdict(found: Sequence[Compared]) -> list[str]:
-    predicted = [each for each in found if not each.row.fitted]
     right, pairs = ordered_pairs(found)
+    groups = {
+        "held out": [each for each in found if each.row.held_out],
+        "in sight": [each for each in found if not (each.row.fitted or each.row.held_out)],
+    }
+    said = [f"{len(found)} rows, {sum(each.row.fitted for each in found)} of them fitted.", ""]
+    for name, rows in groups.items():
+        if rows:
+            corrected = [each for each in rows if each.is_corrected]
+            said += _told(
+                f"{name}, by the table of cards alone",
+                [(r.table_error, r.table_holds) for r in rows],
+            )
+            said += _told(f"{name}, corrected", [(r.error, r.holds) for r in corrected])
     return [
-        f"{len(found)} rows, {len(found) - len(predicted)} of them fitted. Of the others:",
-        "",
-        f"- corrected: {_errors([each.error for each in predicted])}; the 90 % interval holds "
-        f"{sum(each.holds for each in predicted)} of {len(predicted)}",
-        f"- by the table of cards alone: {_errors([each.table_error for each in found])}; the "
-        f"90 % interval holds {sum(each.table_holds for each in found)} of {len(found)} (all rows)",
+        *said,
         f"- order of two configurations that differ by 5 % or more: {right} of {pairs} right "
         f"(bar {100 * PAIRS_BAR:.0f} %)",
     ]
+
+
+def _told(name: str, rows: Sequence[tuple[float, bool]]) -> list[str]:
+    held = sum(holds for _, holds in rows)
+    errors = [error for error, _ in rows]
+    interval = f"the 90 % interval holds {held} of {len(rows)}"
+    return [f"- {name}: {_errors(errors)}; {interval}"] if rows else []
 
 
 def _errors(errors: Sequence[float]) -> str:
@@ -352,8 +318,6 @@ def main() -> None:
     args = parser.parse_args()
     rows, sources, models = read()
     chosen = [row for row in rows if args.only in f"{row.source} {row.model}"]
-    if args.traces is not None:
-        args.traces.mkdir(parents=True, exist_ok=True)
     found = compare(chosen, models, args.traces)
     print("\n".join([*_table(found), "", *_verdict(found), ""]))
     for name in dict.fromkeys(row.source for row in chosen):

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import cards, installed_deepspeed, longest, packages
+from dsat.app import fewest_cards, installed_deepspeed, longest, packages
 from dsat.app import source as sources
 from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
@@ -178,9 +178,11 @@ def tables(
             exact=exact,
         )
         return Estimate(name, facts, (), (), missing, rows)
-    found = lines(base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact)
+    found, basis = lines(
+        base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
+    )
     length = simulator.sequence_length
-    choices = cards.fewest(facts, partial(configuration, base), ladder(base), length)
+    choices = fewest_cards.fewest(basis, partial(configuration, base), ladder(base), length)
     return Estimate(name, facts, found, choices, missing)
 
 
@@ -261,8 +263,8 @@ def lines(
     slot_memories: Sequence[int],
     *,
     exact: bool,
-) -> list[Line]:
-    """Return a line for every rung with every number of slots.
+) -> tuple[list[Line], Basis]:
+    """Return a line for every rung with every number of slots, and what they rest on.
 
     Args:
         base: the user's DeepSpeed configuration.
@@ -284,10 +286,14 @@ def lines(
             closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)
             for config, micro_batch, slots, _ in questions
         ]
+    anchors = [
+        Anchor(asked.config, 1, estimate, asked.slots)
+        for asked, estimate in zip(questions, estimates, strict=True)
+        if estimate.source == SIMULATED
+    ]
+    basis = Basis((Variant({}, facts, tuple(anchors)),))
     found = []
     for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
-        anchors = (Anchor(config, 1, estimate),) if estimate.source == SIMULATED else ()
-        basis = Basis((Variant({}, facts, anchors),))
         least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
         needed = least.predicted_bytes(least.shape(config, {}), 1)
         largest = {}
@@ -295,7 +301,7 @@ def lines(
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
             largest[size] = int(min(model.largest(model.shape(config, {})), LARGEST_MICRO_BATCH))
         found.append(Line(strategy, slots, estimate, needed, largest))
-    return found
+    return found, basis
 
 
 def configuration(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.app import cards, longest
-from dsat.app.cards import Choice
+from dsat.app import fewest_cards, longest
+from dsat.app.fewest_cards import Choice
 from dsat.app.longest import Longest
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE
@@ -106,9 +106,9 @@ def _text(estimate: Estimate) -> list[str]:
         *_not_simulated(lines),
         *(_missing_line(estimate.missing) if estimate.missing else ()),
         "",
-        "The fewest cards of each size, by formula, with 5 % to spare:",
+        f"The fewest cards of each size, by {sources}, with 5 % to spare:",
         "",
-        *cards.table(estimate.cards),
+        *fewest_cards.table(estimate.cards),
     ]
 
 

@@ -6,7 +6,6 @@ table of cards (`dsat.inputs.cards`) and the physical model of the search.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE
-from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.projection import Projection, Row
@@ -32,15 +30,19 @@ from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.values.outcome import Metrics
 from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.step_trace import ModelTrace, StepTrace
-from dsat.values.trial import TrialKind
+from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import NONE, Strategy, of_config
 
 _SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
-_MOST_MICRO_BATCH = 512
+_MICRO_BATCHES = tuple(2**n for n in range(10))
+# By which parameters (a part) and FLOPs of a sample (a factor, since samples of real data have many
+# lengths) of a run of the same model may differ.
+_SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
 _NEARLY = 0.98  # of the best throughput; of those the smallest micro batch is taken
 _BEST = 3  # strategies that are shown for each size
 
@@ -52,7 +54,7 @@ class Traced:
     Attributes:
         base: the user's DeepSpeed configuration.
         model: the passes of the model by itself.
-        traces: a step of each strategy, and its memory.
+        traces: a step of each strategy, and its memory, from which that of all sizes follows.
         failures: why strategies could not be simulated, by their labels.
         sequence_length: tokens of a sample; None if samples are no sequences.
     """
@@ -60,7 +62,7 @@ class Traced:
     base: Mapping[str, Any]
     facts: ModelFacts
     model: ModelTrace
-    traces: Mapping[Strategy, tuple[StepTrace, MemoryEstimate]]
+    traces: Mapping[Strategy, tuple[StepTrace, Anchor]]
     failures: Mapping[str, str]
     sequence_length: int | None
 
@@ -83,11 +85,12 @@ class Traced:
     def gas(self, slots: int, micro_batch: int) -> int:
         """Return the accumulation steps that keep the user's global batch size, if one is given.
 
-        0 if the slots need a larger one.
+        0 if the slots cannot share it evenly.
         """
         total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
-            return total // (self.parallelism.data(slots) * micro_batch)
+            found, left = divmod(total, self.parallelism.data(slots) * micro_batch)
+            return 0 if left else found
         return gas if isinstance(gas, int) else 1
 
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
@@ -103,28 +106,17 @@ class Traced:
         of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
         return work_of(of_slots, self.model, micro_batch, cluster, self.parallelism.shared)
 
-    def memory(self, strategy: Strategy, slots: int, card: Card) -> _Memory:
-        """Return what a strategy needs of a card's memory on so many slots."""
-        config = self.config(strategy, slots)
-        anchors: tuple[Anchor, ...] = ()
-        if strategy in self.traces and self.traces[strategy][0].slots == slots:
-            step, found = self.traces[strategy]
-            anchors = (Anchor(config, step.micro_batch, found),)
-        basis = Basis((Variant({}, self.facts, anchors),))
+    def memory(
+        self, strategy: Strategy, slots: int, micro_batch: int, card: Card
+    ) -> tuple[int, bool]:
+        """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
+        gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
+        basis = Basis(
+            (Variant({}, self.facts, tuple(anchor for _, anchor in self.traces.values())),)
+        )
         model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
-        return _Memory(model, config)
-
-
-class _Memory:
-    """Memory of one strategy on one number of slots."""
-
-    def __init__(self, model: MemoryModel, config: Mapping[str, Any]) -> None:
-        self._model, self._shape = model, model.shape(config, {})
-        self.largest = int(min(model.largest(self._shape), _MOST_MICRO_BATCH))
-
-    def bytes(self, micro_batch: int) -> int:
-        """Return the predicted peak."""
-        return self._model.predicted_bytes(self._shape, micro_batch)
+        shape = model.shape({**self.config(strategy, slots), **gas}, {})
+        return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)
 
 
 def project(settings: ProjectSettings) -> Projection:
@@ -134,18 +126,23 @@ def project(settings: ProjectSettings) -> Projection:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
+    _check_packages(settings)
+    past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
     card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
-    _check_packages(settings)
-    with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
+
+    def chosen(found: Traced) -> list[Strategy]:
+        _check_slots(found, count)
         always = settings.hf_config is None or settings.ds_config is not None
-        traced = trace(
-            base, simulator, count, lambda found: _worthwhile(found, card, count, always=always)
-        )
+        measured = [] if past is None else [strategy for strategy, *_ in _measured(past, found)]
+        return [*measured, *_worthwhile(found, card, count, always=always)]
+
+    with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
+        traced = trace(base, simulator, count, chosen)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
-    if settings.from_run is not None:
-        projector.calibrate(past_runs.load(settings.from_run), settings.cards)
+    if past is not None:
+        projector.calibrate(past, settings.cards)
     return projector.projection(title, settings)
 
 
@@ -157,6 +154,62 @@ def _check_packages(settings: ProjectSettings) -> None:
             where="--hf-config",
             hint=HOW_TO_SIMULATE,
         )
+
+
+def _check_slots(traced: Traced, count: int) -> None:
+    """Raise UserInputError if so many cards cannot run the user's configuration at all."""
+    shared = traced.parallelism.shared
+    if count % shared:
+        raise UserInputError(
+            f"{count} cards are no multiple of the {shared} that share a sample by your "
+            "configuration (autotp_size, sequence_parallel_size)",
+            where="--to",
+        )
+    if not traced.gas(count, 1):
+        total = traced.base[ds_config.BATCH_KEYS[0]]
+        raise UserInputError(
+            f"{count} cards cannot share your global batch of {total} samples evenly",
+            where="--to",
+            hint="Ask about another number of cards, or change train_batch_size.",
+        )
+
+
+def _measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
+    """Return the trials of a run that measured the user's own model.
+
+    Raises:
+        UserInputError: the run is of another model, or has no such trial.
+    """
+    run, where = past.run, str(past.folder)
+    assert run.plan is not None
+    profile, facts, own_flops = run.profile, traced.facts, traced.model.model_flops_per_sample
+    if profile is not None:
+        kinds = {"num_params": "parameters", "trainable_params": "trained parameters"}
+        for name, kind in kinds.items():
+            theirs, ours = getattr(profile, name), getattr(facts, name)
+            if abs(theirs - ours) > _SAME_MODEL * ours:
+                raise UserInputError(
+                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}", where=where
+                )
+        if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
+            raise UserInputError(
+                f"its samples take {profile.flops_per_sample:.2e} FLOPs and yours {own_flops:.2e}: "
+                "they have another length",
+                where=where,
+                hint="--seq-length sets that of --hf-config.",
+            )
+    found = []
+    for trial in run.trials.values():
+        outcome, config = run.outcomes.get(trial.id), run.plan.config(trial.overrides)
+        if outcome is None or not outcome.ok or outcome.metrics is None:
+            continue
+        if trial.kind is TrialKind.PROFILE or parallelism_of(config) != traced.parallelism:
+            continue
+        if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
+            found.append((of_config(config), trial, outcome.metrics))
+    if not found:
+        raise UserInputError("has no measured trial of your model as it is now", where=where)
+    return found
 
 
 def trace(
@@ -180,7 +233,7 @@ def trace(
     slots = max(slots, _LEAST_TRACED)
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.sequence_length)
-    strategies = choose(found)
+    strategies = list(dict.fromkeys(choose(found)))
     # Later micro steps of a step are like the first of two.
     accumulates = any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
@@ -188,7 +241,9 @@ def trace(
     answers = dict(zip(strategies, simulator.traces(questions), strict=True))
     failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
     traces = {
-        s: (answer[1], answer[0]) for s, answer in answers.items() if not isinstance(answer, str)
+        s: (answer[1], Anchor(asked.config, asked.micro_batch, answer[0], slots))
+        for (s, answer), asked in zip(answers.items(), questions, strict=True)
+        if not isinstance(answer, str)
     }
     if not traces:
         raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
@@ -208,7 +263,7 @@ def _worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[
     """
 
     def fits(rung: Strategy, sizes: Sequence[int]) -> bool:
-        return any(found.memory(rung, slots, card).largest >= 1 for slots in sizes)
+        return any(found.memory(rung, slots, 1, card)[1] for slots in sizes)
 
     rungs = [rung for rung in estimates.ladder(found.base) if fits(rung, _SIZES)]
     plain = [rung for rung in rungs if NONE == rung.offload_optimizer == rung.offload_param]
@@ -244,21 +299,19 @@ class Projector:
         else:
             named = run.profile.device_name if run.profile else ""
             card = cards.find(named or machine, own_cards)
+        cluster = Cluster(card, slots, run.plan.slots_per_host or slots, card.network_bandwidth)
         points, log_s, errors = [], [], []
-        for trial in run.trials.values():
-            outcome = run.outcomes.get(trial.id)
-            strategy = of_config(run.plan.config(trial.overrides))
-            if outcome is None or not outcome.ok or outcome.metrics is None:
-                continue
-            if strategy not in traced.traces or trial.kind is TrialKind.PROFILE:
-                continue
-            batch = trial.batch
-            work = traced.work(strategy, batch.micro_batch, Cluster.of(card, slots))
-            points.append(self.speed.points(work, strategy, batch.micro_batch, batch.gas))
-            log_s.append(math.log(outcome.metrics.latency / 1000))
-            errors.append(outcome.metrics.standard_error)
+        for strategy, trial, metrics in _measured(past, traced):
+            if strategy in traced.traces:
+                micro_batch, gas = trial.batch.micro_batch, trial.batch.gas
+                work = traced.work(strategy, micro_batch, cluster)
+                points.append(self.speed.points(work, strategy, micro_batch, gas))
+                log_s.append(math.log(metrics.latency / 1000))
+                errors.append(metrics.standard_error)
         if not points:
-            raise UserInputError("has no measured trial of this script", where=str(past.folder))
+            raise UserInputError(
+                "none of the strategies that it measured can be simulated", where=str(past.folder)
+            )
         self.speed = self.speed.calibrated(
             hardware_of(card), Points.of(points), np.array(log_s), np.array(errors)
         )
@@ -302,12 +355,9 @@ class Projector:
         return tuple(found[:_BEST])
 
     def _rows(self, strategy: Strategy, slots: int) -> Iterator[Row]:
-        largest = self._traced.memory(strategy, slots, self._card).largest
-        powers = itertools.takewhile(lambda m: m <= largest, (2**n for n in range(10)))
-        own = self._traced.own_micro_batch
-        for micro_batch in sorted({*powers, *([own] if own <= largest else [])}):
+        for micro_batch in sorted({*_MICRO_BATCHES, self._traced.own_micro_batch}):
             row = self.row(strategy, slots, micro_batch)
-            if row is not None:
+            if row is not None and row.fits:
                 yield row
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
@@ -316,7 +366,7 @@ class Projector:
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
         if gas < 1 or slots % parallelism.shared:
             return None
-        memory = traced.memory(strategy, slots, self._card)
+        memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
         time = self.step_time(strategy, slots, micro_batch, gas)
         samples = parallelism.data(slots) * micro_batch * gas / time.seconds
         peak = self._card.peak(traced.facts.param_bytes)
@@ -326,8 +376,8 @@ class Projector:
             micro_batch=micro_batch,
             gas=gas,
             time=time,
-            memory_bytes=memory.bytes(micro_batch),
-            fits=micro_batch <= memory.largest,
+            memory_bytes=memory_bytes,
+            fits=fits,
             samples_per_second=samples,
             mfu=samples * traced.model.model_flops_per_sample / (slots * peak),
         )

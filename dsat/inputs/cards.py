@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dsat.inputs.experiment import read_mapping
 _GIB = 2**30
 USUAL_SHAPES = 0.92  # of what matrix products of the best shape reach
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
+_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
 
 
@@ -92,10 +94,15 @@ def of_device(name: str) -> Card | None:
 
 
 def _named(name: str, known: Mapping[str, Card]) -> Card | None:
-    """Return the card whose name has all of its parts in another one, or the other way round."""
-    wanted = _plain(name)
-    inside = [key for key in known if all(_plain(part) in wanted for part in key.split("-"))]
-    around = [key for key in known if wanted and wanted in _plain(key)]
+    """Return the card whose name has all of its words in another one, or the other way round."""
+    wanted = _words(name)
+    words = {key: _words(key) for key in known}
+    inside = [
+        key
+        for key, own in words.items()
+        if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
+    ]
+    around = [key for key, own in words.items() if wanted and wanted <= own]
     if inside:
         return known[max(inside, key=len)]
     return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
@@ -106,6 +113,12 @@ def table() -> dict[str, Card]:
     """Return all cards, by name."""
     text = (resources.files("dsat.inputs") / "cards.json").read_text(encoding="utf-8")
     return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
+
+
+def _words(name: str) -> frozenset[str]:
+    """`NVIDIA A100-SXM4-80GB` without its marks; `80G` is `80gb`."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
 
 
 def _plain(name: str) -> str:
@@ -126,15 +139,22 @@ def _read(path: Path) -> dict[str, Card]:
 
 def _card(name: str, entry: Mapping[str, Any]) -> Card:
     """Return a card of its entry in the file, where bandwidths are in 10^9 bytes/s."""
+
+    def number(key: str, entries: Mapping[str, Any] = entry) -> float:
+        value = entries[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            raise ValueError(f"{key} is {value!r}")
+        return float(value)
+
     return Card(
         name=name,
-        memory_bytes=int(entry["memory_gib"] * _GIB),
-        flops={int(size): 1e12 * peak for size, peak in entry["tflops"].items()},
-        matmul=float(entry["matmul"]),
-        attention=float(entry["attention"]),
-        memory_bandwidth=1e9 * entry["bandwidth"],
-        link_bandwidth=1e9 * entry["link"] * entry["link_part"],
-        pcie_bandwidth=1e9 * entry["pcie"] * _PCIE_PART,
-        network_bandwidth=1e9 / 8 * entry["network"] * _NETWORK_PART,
-        per_host=int(entry["per_host"]),
+        memory_bytes=int(number("memory_gib") * _GIB),
+        flops={int(size): 1e12 * number(size, entry["tflops"]) for size in entry["tflops"]},
+        matmul=number("matmul"),
+        attention=number("attention"),
+        memory_bandwidth=1e9 * number("bandwidth"),
+        link_bandwidth=1e9 * number("link") * number("link_part"),
+        pcie_bandwidth=1e9 * number("pcie") * _PCIE_PART,
+        network_bandwidth=1e9 / 8 * number("network") * _NETWORK_PART,
+        per_host=math.ceil(number("per_host")),
     )

@@ -40,11 +40,16 @@ _WORKSPACES, _UNSEEN = 0.05, 0.5
 
 @dataclass(frozen=True)
 class Anchor:
-    """A configuration that was simulated."""
+    """A configuration that was simulated.
+
+    Attributes:
+        slots: at which; those that are asked about if it is None.
+    """
 
     config: Mapping[str, Any]
     micro_batch: int
     estimate: MemoryEstimate
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,16 +126,20 @@ _HOST = "host"
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
+    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`).
+
+    Where a group was simulated at several numbers of slots, the nearest one counts.
+    """
     found: dict[str, dict[str, float]] = {}
-    for anchor in variant.anchors:
-        formula = closed_form.lines(variant.facts, anchor.config, slots=slots)
+    for anchor in sorted(variant.anchors, key=lambda a: abs(math.log((a.slots or slots) / slots))):
+        simulated = anchor.slots or slots
+        formula = closed_form.lines(variant.facts, anchor.config, slots=simulated)
         more = {
             name: getattr(anchor.estimate, name)
             - closed_form.highest(formula[name], anchor.micro_batch)
             for name in PHASES
         }
-        by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=slots))
+        by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=simulated))
         more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
         found.setdefault(_group(anchor.config), more)
     return found

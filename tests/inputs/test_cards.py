@@ -19,7 +19,10 @@ from dsat.inputs import cards
         ("A100", "A100-80GB"),
         ("a100-40gb", "A100-40GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("A100 80G", "A100-80GB"),
+        ("rtx4090", "RTX-4090"),
         ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("AMD Instinct MI300X", "MI300X"),
@@ -28,6 +31,15 @@ from dsat.inputs import cards
 )
 def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) -> None:
     assert cards.find(given).name == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "GB", "-"],
+)
+def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
+    with pytest.raises(UserInputError, match="is no known card"):
+        cards.find(given)
 
 
 def test_every_card_has_sources_for_its_numbers() -> None:
@@ -45,5 +57,10 @@ def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
     own.write_text(json.dumps({"cards": {"H20": entry}}), encoding="utf-8")
     with pytest.raises(UserInputError, match="per_host"):
         cards.find("H20", own)
+    for wrong in ("96", 0, -1, True, None, float("nan")):
+        broken = {**entry, "per_host": 8, "memory_gib": wrong}
+        own.write_text(json.dumps({"cards": {"H20": broken}}), encoding="utf-8")
+        with pytest.raises(UserInputError, match="memory_gib"):
+            cards.find("H20", own)
     with pytest.raises(UserInputError, match="known are A100-40GB"):
         cards.find("K80")

@@ -18,6 +18,7 @@ import importlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,6 @@ class FakeParameters:
 
     Attributes:
         fake_bytes: size of the parameters and buffers that are fake.
-        uses_zero_init: the script makes its model in `zero.Init`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,17 @@ class FakeParameters:
         self._real_bytes = 0
         self._mode = ScriptMode()
         self._undo = contextlib.ExitStack()
-        self.uses_zero_init = False
+        self._opened_zero_init = False
+        self._made_by_transformers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def partitions_in_stage_3(self, model: torch.nn.Module) -> bool:
+        """Return whether stage 3 partitions a model's parameters while the script makes it.
+
+        The script opens `zero.Init`, or transformers does so by the DeepSpeed configuration that it
+        knew when it made the model: whatever the stage now, a candidate's would be in its place.
+        """
+        made = self._made_by_transformers
+        return self._opened_zero_init or any(module in made for module in model.modules())
 
     def install(self) -> None:
         """Change torch, DeepSpeed and transformers, now or when it is imported."""
@@ -96,9 +106,7 @@ class FakeParameters:
             self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
         self._replace_zero_init()
-        wrapt.register_post_import_hook(
-            self._replace_from_pretrained, "transformers.modeling_utils"
-        )
+        wrapt.register_post_import_hook(self._adapt_transformers, "transformers.modeling_utils")
 
     def uninstall(self) -> None:
         """Undo `install`; fake tensors stay fake."""
@@ -173,26 +181,34 @@ class FakeParameters:
 
     # -- libraries
 
-    def _replace_from_pretrained(self, module: Any) -> None:
-        original = module.PreTrainedModel.__dict__["from_pretrained"]
-        module.PreTrainedModel.from_pretrained = classmethod(_from_config_alone)
-        self._undo.callback(setattr, module.PreTrainedModel, "from_pretrained", original)
+    def _adapt_transformers(self, module: Any) -> None:
+        base = module.PreTrainedModel
+        from_config = base.__dict__["_from_config"]
+
+        def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            model = from_config.__get__(None, cls)(*args, **kwargs)
+            if module.deepspeed_config() is not None:
+                self._made_by_transformers.add(model)
+            return model
+
+        self._replace(base, "from_pretrained", lambda _: classmethod(_from_config_alone))
+        self._replace(base, "_from_config", lambda _: classmethod(noted))
 
     def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
         inherited = name not in vars(place)
-        original = getattr(place, name, None)
-        setattr(place, name, made(original))
+        before = vars(place).get(name)
+        setattr(place, name, made(getattr(place, name, None)))
         if inherited:
             self._undo.callback(delattr, place, name)
         else:
-            self._undo.callback(setattr, place, name, original)
+            self._undo.callback(setattr, place, name, before)
 
     def _replace_zero_init(self) -> None:
         """Make `zero.Init` only take note: it would leave the script with empty parameters."""
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
         def note(*_: Any, enabled: bool = True, **__: Any) -> None:
-            self.uses_zero_init |= enabled
+            self._opened_zero_init |= enabled
 
         def nothing(*_: Any) -> None: ...
 

@@ -120,6 +120,7 @@ class SimulationServer:
         if passed is None or not config_injection.trains(bound.arguments, passed) or self._was_used:
             return self._initialize(*args, **kwargs)
         model = borrowed_model.BorrowedModel(self._initialize, bound.arguments, passed.content)
+        model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
         result = model.engine_for_the_script()
         model.on_first_training_forward(functools.partial(self._serve, model))
         self._was_used = True
@@ -130,7 +131,6 @@ class SimulationServer:
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answer candidates. Returns in a child only, with the engine's outputs."""
         self._fakes.uninstall()
-        model.uses_zero_init = self._fakes.uses_zero_init
         self._fakes = None
         self._connection.connect(str(self._address))
         model.keep_integers(args, kwargs)

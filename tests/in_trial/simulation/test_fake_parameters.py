@@ -127,6 +127,23 @@ def test_zero_init_leaves_fake_parameters_whole(fakes: FakeParameters) -> None:
         layer = torch.nn.Linear(WIDE, WIDE)
     assert layer.weight.shape == (WIDE, WIDE) and is_scripts(layer.weight)
     assert not hasattr(layer.weight, "ds_id")
+    assert fakes.partitions_in_stage_3(layer)
+
+
+def test_stage_3_partitions_what_transformers_makes_by_a_configuration(
+    fakes: FakeParameters,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    make = transformers.AutoModelForCausalLM.from_config
+    before = make(config)
+    known = transformers.integrations.HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    after, by_hand = make(config), transformers.LlamaForCausalLM(config)
+    assert not fakes.partitions_in_stage_3(before)
+    assert fakes.partitions_in_stage_3(torch.nn.Sequential(after))  # as adapters wrap it
+    assert not fakes.partitions_in_stage_3(by_hand)
+    del known
+    assert not fakes.partitions_in_stage_3(make(config))
 
 
 def test_everything_is_undone() -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.inputs import cards as known
-from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
-from dsat.memory.predictor import Basis, MemoryModel, Variant
+from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -46,31 +44,31 @@ class Choice:
 
 
 def fewest(
-    facts: ModelFacts,
+    basis: Basis,
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
     sequence_length: int | None,
 ) -> list[Choice]:
-    """Return the fewest cards of each size, by formula: without offloading, and with it if fewer.
+    """Return the fewest cards of each size: without offloading, and with it if fewer.
 
     Args:
-        facts: of the model.
+        basis: what memory is predicted from.
         configuration: the DeepSpeed configuration of a strategy on so many cards.
         strategies: the ladder.
-        sequence_length: of the samples from which the facts come.
+        sequence_length: of the samples.
     """
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
-    without, basis = [s for s in strategies if s not in offloading], Basis((Variant({}, facts),))
+    without = [s for s in strategies if s not in offloading]
 
     def first(size: int, among: Sequence[Strategy], counts: Sequence[int]) -> Choice | None:
         for cards, strategy in itertools.product(counts, among):
             model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
-            config = configuration(strategy, cards)
-            most = min(model.largest(model.shape(config, {})), float(LARGEST_MICRO_BATCH))
+            shape = model.shape(configuration(strategy, cards), {})
+            most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
             if most >= 1:
-                needed = closed_form.estimate(facts, config, slots=cards, micro_batch=int(most))
                 longest = None if sequence_length is None else int(sequence_length * most)
-                return Choice(size, cards, strategy, int(most), needed.host, longest)
+                host = round(shape.host_bytes)
+                return Choice(size, cards, strategy, int(most), host, longest)
         return None
 
     choices = []

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dsat.app import cards, estimate
+from dsat.app import estimate, fewest_cards
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
+from dsat.memory.predictor import Basis, Variant
 from dsat.values.zero_strategy import Strategy
 
 GIB = 2**30
@@ -24,12 +25,13 @@ SEVEN_BILLION = ModelFacts(
 )
 
 
-def chosen(facts: ModelFacts) -> list[cards.Choice]:
+def chosen(facts: ModelFacts) -> list[fewest_cards.Choice]:
     configuration = partial(estimate.configuration, BF16)
-    return cards.fewest(facts, configuration, estimate.LADDER, 1000)
+    basis = Basis((Variant({}, facts),))
+    return fewest_cards.fewest(basis, configuration, estimate.LADDER, 1000)
 
 
-def peak(choice: cards.Choice, **changes: Any) -> int:
+def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
     """Memory of a card by formula, with another strategy, micro batch or number of cards."""
     wanted = replace(choice, **changes)
     config = estimate.configuration(BF16, wanted.strategy, wanted.cards)
@@ -59,9 +61,9 @@ def test_offloading_is_shown_where_it_saves_cards() -> None:
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
     offloaded = [choice for choice in found if choice.host_bytes]
     assert offloaded and all(each.cards < counts[each.memory_bytes] for each in offloaded)
-    assert len(cards.table(found)) == len(found) + 2
+    assert len(fewest_cards.table(found)) == len(found) + 2
 
 
 def test_a_model_that_fits_nowhere() -> None:
     found = chosen(ModelFacts(10**9, 10**9, 10**8, 1e15, 1e15, 1e15))
-    assert found == [] and "1024 cards" in cards.table(found)[0]
+    assert found == [] and "1024 cards" in fewest_cards.table(found)[0]
