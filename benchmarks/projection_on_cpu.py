@@ -1,6 +1,6 @@
 """Steps of two and four ranks on this machine's cores, projected from a step of one: a table.
 
-    python3 -m benchmarks.projection_on_cpu
+    python3 -m benchmarks.projection_on_cpu [--stages N ...] [--rounds N]
 
 The one rank's measured step corrects the projection, as `dsat project --from RUN` does; the machine
 is measured as `--to Nxhere` does, with as many processes as there are ranks.
@@ -8,6 +8,7 @@ is measured as `--to Nxhere` does, with as many processes as there are ranks.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -33,9 +34,7 @@ from dsat.values.zero_strategy import Strategy
 SCRIPT = Path(__file__).parent / "programs" / "steps" / "train.py"
 BAR = 0.15
 _MICRO_BATCH, _STEPS, _RANKS = 4, 10, (2, 4)
-_STRATEGIES = (Strategy(0), Strategy(2))
-_LIMIT_S = 300.0
-_ROUNDS = 2
+_LIMIT_S = 120.0
 
 
 def _config(strategy: Strategy) -> dict[str, Any]:
@@ -65,28 +64,33 @@ def measured(config: Mapping[str, Any], ranks: int, folder: Path) -> float:
             words,
             env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=(folder / f"{rank}.err").open("w"),
             text=True,
         )
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=_LIMIT_S)[0] for process in processes]
+        said, _ = processes[0].communicate(timeout=_LIMIT_S)
+        return float(json.loads(said.strip().splitlines()[-1])["step_s"])
+    except (subprocess.TimeoutExpired, IndexError) as error:
+        last = [(folder / f"{rank}.err").read_text()[-600:] for rank in range(ranks)]
+        raise RuntimeError("\n".join([f"{ranks} ranks did not train", *last])) from error
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return float(json.loads(said[0].strip().splitlines()[-1])["step_s"])
 
 
-def compared(traced: Traced, strategy: Strategy, folder: Path) -> dict[int, tuple[float, float]]:
-    """Return the measured and the projected seconds of a step, by the number of ranks.
+def compared(
+    traced: Traced, strategy: Strategy, folder: Path, rounds: int
+) -> dict[int, tuple[float, float, float]]:
+    """Return measured and projected seconds of a step, and the largest error, by number of ranks.
 
     Machine and ranks are measured in turns, since other work on the machine comes and goes.
     """
     config = _config(strategy)
     pairs: dict[int, list[tuple[float, float]]] = {ranks: [] for ranks in _RANKS}
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         alone, one = probe.card_here(1), measured(config, 1, folder)
         for ranks in _RANKS:
             card = probe.card_here(ranks)
@@ -101,27 +105,38 @@ def compared(traced: Traced, strategy: Strategy, folder: Path) -> dict[int, tupl
             found = speed.predict(speed.points(work, strategy, _MICRO_BATCH, 1))
             pairs[ranks].append((real, found.seconds))
     return {
-        ranks: (statistics.median(r for r, _ in both), statistics.median(f for _, f in both))
+        ranks: (
+            statistics.median(real for real, _ in both),
+            statistics.median(found for _, found in both),
+            max((found / real - 1 for real, found in both), key=abs),
+        )
         for ranks, both in pairs.items()
     }
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, nargs="*", default=[0, 2, 3])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    strategies = [Strategy(stage) for stage in args.stages]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ds_config = folder / "own.json"
-        ds_config.write_text(json.dumps(_config(_STRATEGIES[0])), encoding="utf-8")
+        ds_config.write_text(json.dumps(_config(strategies[0])), encoding="utf-8")
         words = (str(SCRIPT), "--deepspeed_config", str(ds_config))
         with simulator_of(ProjectSettings(command=words), as_cpu=True) as (_, base, simulator):
-            traced = project.trace(base, simulator, max(_RANKS), lambda _: _STRATEGIES)
-        print("| strategy | ranks | measured | projected | error |")
-        print("|---|---:|---:|---:|---:|")
-        for strategy in _STRATEGIES:
-            for ranks, (real, found) in compared(traced, strategy, folder).items():
+            traced = project.trace(base, simulator, max(_RANKS), lambda _: strategies)
+        print("| strategy | ranks | measured | projected | error | largest of a round |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for strategy in strategies:
+            for ranks, found in compared(traced, strategy, folder, args.rounds).items():
+                real, projected, largest = found
                 print(
-                    f"| {strategy.label} | {ranks} | {1000 * real:.0f} ms | {1000 * found:.0f} ms "
-                    f"| {100 * (found / real - 1):+.1f} % |",
+                    f"| {strategy.label} | {ranks} | {1000 * real:.0f} ms "
+                    f"| {1000 * projected:.0f} ms | {100 * (projected / real - 1):+.1f} % "
+                    f"| {100 * largest:+.1f} % |",
                     flush=True,
                 )
 

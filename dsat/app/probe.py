@@ -9,12 +9,13 @@ import sys
 from typing import Any
 
 from dsat.engines.local import ports
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.local.machine import find_machine
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card, find
+from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card
 
 HERE = "here"  # the name of a card that is measured
 _LIMIT_S = 180.0
+_SHARING = 2  # ranks of a CPU that share a slot's cores, at most
 
 
 def card_here(slots: int) -> Card:
@@ -25,38 +26,35 @@ def card_here(slots: int) -> Card:
         DsatError: they cannot be measured.
     """
     machine = find_machine()
-    if slots > machine.num_slots and not machine.is_cpu:
+    if slots > machine.num_slots * (_SHARING if machine.is_cpu else 1):
         raise UserInputError(
             f"this machine has {machine.describe()}",
             where=f"--to {slots}x{HERE}",
             hint=f"Name the kind of card instead, such as --to {slots}xH100.",
         )
+    if machine.accelerator not in ("cpu", "cuda"):
+        raise UserInputError(
+            f"{machine.accelerator} slots cannot be measured",
+            where=f"--to {slots}x{HERE}",
+            hint="Describe the card in a file and name it with --cards.",
+        )
     found = _measured(slots)
-    if machine.is_cpu:
-        pcie, network, launch_s = found["memory_bandwidth"], found["memory_bandwidth"], 0.0
-    else:
-        known = _known(machine)
-        pcie, network, launch_s = known.pcie_bandwidth, known.network_bandwidth, found["kernel_s"]
+    memory_bandwidth = found["memory_bandwidth"]
     return Card(
         name=f"{found['device']}, measured",
         memory_bytes=machine.memory_bytes // (slots if machine.is_cpu else 1),
         flops={size: found[f"flops_{size}"] for size in (2, 4)},
         matmul=1 / USUAL_SHAPES,
-        attention=1.0 if machine.is_cpu else _known(machine).attention,
-        memory_bandwidth=found["memory_bandwidth"] / MEMORY_PART,
-        link_bandwidth=found.get("link_bandwidth", network),
-        pcie_bandwidth=pcie,
-        network_bandwidth=network,
+        attention=found["attention"],
+        memory_bandwidth=memory_bandwidth / MEMORY_PART,
+        link_bandwidth=found.get("link_bandwidth", memory_bandwidth),
+        pcie_bandwidth=found.get("pcie_bandwidth", memory_bandwidth),
+        network_bandwidth=memory_bandwidth,  # of no other host
         per_host=max(slots, machine.num_slots),
         kernel_s=found["kernel_s"] if machine.is_cpu else Card.kernel_s,
-        launch_s=launch_s,
+        launch_s=0.0 if machine.is_cpu else found["kernel_s"],
         hop_s=found.get("hop_s", Card.hop_s),
     )
-
-
-def _known(machine: Machine) -> Card:
-    """Return the table's card of this machine's kind, for what cannot be measured in a minute."""
-    return find(machine.device_name)
 
 
 def _measured(slots: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measure what this machine's slots do: matrix products, memory, calls, collectives.
+"""Measure what this machine's slots do: matrix products, attention, memory, calls, links.
 
     python -m dsat.in_trial.probe
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 _SIZES = {"cpu": (256, 1024, 4_000_000), "cuda": (1024, 8192, 256_000_000)}
+_ATTENTION = {"cpu": (4, 512, 64), "cuda": (32, 4096, 128)}  # heads, tokens, elements of a head
 _REPEATS = 10  # of each, on all ranks at once
 _SMALL, _LARGE = 1024, 8_000_000  # elements of a collective
 
@@ -67,8 +68,17 @@ def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
         matrices = [torch.randn(large, large, device=device).to(dtype) for _ in range(2)]
         itemsize = matrices[0].element_size()
         found[f"flops_{itemsize}"] = 2 * large**3 / seconds(lambda m=matrices: m[0] @ m[1])  # type: ignore[misc]
+    heads, tokens, size = _ATTENTION[kind]
+    q = torch.randn(1, heads, tokens, size, device=device, dtype=_computed_in(kind))
+    took = seconds(
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
+    found["attention"] = 2 * heads * tokens**2 * size / took / found[f"flops_{q.element_size()}"]
     x, y = (torch.ones(elements, device=device) for _ in range(2))
     found["memory_bandwidth"] = 3 * 4 * elements / seconds(lambda: torch.add(x, 1.0, out=y))
+    if kind == "cuda":
+        pinned = torch.ones(elements // 4, pin_memory=True)
+        found["pcie_bandwidth"] = elements / seconds(lambda: x[: elements // 4].copy_(pinned))
     tiny = torch.ones(small, device=device)
     found["kernel_s"] = seconds(lambda: [tiny + 1 for _ in range(100)]) / 100
     if ranks > 1:
@@ -79,6 +89,10 @@ def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
         found["link_bandwidth"] = moved / max(1e-9, taken)
         found["hop_s"] = latency / (2 * (ranks - 1))
     return found
+
+
+def _computed_in(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind == "cuda" else torch.float32
 
 
 def _name(kind: str) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from dsat.inputs import cards
+from dsat.inputs.cards import Card
 from dsat.inputs.ds_config import AUTO
 from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search.normal import Array
@@ -135,14 +136,20 @@ class Job:
 
 
 def _hardware_of(profile: ModelProfile) -> Hardware:
-    """Return a slot's hardware: of its card, if that is in the table; the network is not known."""
+    """Return a slot's hardware, by the table of cards if its card is there."""
     card = cards.of_device(profile.device_name)
     if card is None:
         return Hardware() if profile.host_memory_bytes else CPU_CORE
+    return hardware_of(card, profile.param_bytes)
+
+
+def hardware_of(card: Card, itemsize: int) -> Hardware:
+    """Return what a card of a usual host does with elements of so many bytes."""
     return Hardware(
-        flops=card.peak(profile.param_bytes) * card.matmul * cards.USUAL_SHAPES,
+        flops=card.peak(itemsize) * card.matmul * cards.USUAL_SHAPES,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
         link_bandwidth=card.link_bandwidth,
+        host_link_bandwidth=card.network_bandwidth,
         pcie_bandwidth=card.pcie_bandwidth,
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card
+from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
 from dsat.values.step_trace import (
@@ -103,13 +104,9 @@ class Cluster:
 
 
 def hardware_of(card: Card) -> Hardware:
-    """Return what a card does in a second."""
-    return Hardware(
-        flops=card.peak(2) * card.matmul * USUAL_SHAPES,
-        memory_bandwidth=card.memory_bandwidth * MEMORY_PART,
-        link_bandwidth=card.link_bandwidth,
-        host_link_bandwidth=card.network_bandwidth,
-        pcie_bandwidth=card.pcie_bandwidth,
+    """Return what a card does in a second with traced work, which is counted in seconds of it."""
+    return replace(
+        step_time.hardware_of(card, 2),
         host_memory_bandwidth=_HOST_MEMORY,
         launch_s=_UNIT_S,
         latency_s=card.hop_s,
