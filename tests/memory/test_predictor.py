@@ -68,6 +68,21 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
         assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
 
 
+def test_a_simulation_moves_its_strategy_at_other_numbers_of_slots_too() -> None:
+    def found_on(slots: int, more: int) -> Anchor:
+        plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=20)
+        peaks = {phase: getattr(plain, phase) + more for phase in PHASES}
+        return Anchor(config(3), 20, replace(plain, **peaks, source=SIMULATED), slots)
+
+    basis = Basis((Variant({}, FACTS, (found_on(64, 300 * MIB), found_on(4, 200 * MIB))),))
+    for slots, more in ((1, 200), (4, 200), (8, 200), (32, 300), (512, 300)):  # the nearest counts
+        memory = MemoryModel(basis, slots=slots, limit_bytes=8 * GIB)
+        plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=9)
+        predicted = memory.predicted_bytes(memory.shape(config(3), {}), 9)
+        assert predicted == pytest.approx(plain.peak + more * MIB, abs=2)
+    assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
+
+
 def test_a_simulation_moves_its_strategy_and_no_other() -> None:
     memory = model(simulated(2, 20, 300 * MIB))
     for stage, more in ((1, 0), (2, 300 * MIB)):
