@@ -11,7 +11,7 @@ from typing import Any
 from dsat.engines.local import ports
 from dsat.engines.local.machine import find_machine
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card
+from dsat.inputs.cards import MEMORY_PART, Card
 
 HERE = "here"  # the name of a card that is measured
 _LIMIT_S = 180.0
@@ -44,7 +44,7 @@ def card_here(slots: int) -> Card:
         name=f"{found['device']}, measured",
         memory_bytes=machine.memory_bytes // (slots if machine.is_cpu else 1),
         flops={size: found[f"flops_{size}"] for size in (2, 4)},
-        matmul=1 / USUAL_SHAPES,
+        matmul=1.0,
         attention=found["attention"],
         memory_bandwidth=memory_bandwidth / MEMORY_PART,
         link_bandwidth=found.get("link_bandwidth", memory_bandwidth),

@@ -16,7 +16,6 @@ from dsat.errors import UserInputError
 from dsat.inputs.experiment import read_mapping
 
 _GIB = 2**30
-USUAL_SHAPES = 0.92  # of what matrix products of the best shape reach
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
 _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
@@ -29,7 +28,7 @@ class Card:
     Attributes:
         memory_bytes: of the card.
         flops: dense peak in FLOP/s, by the bytes of an element.
-        matmul, attention: parts of the peak that large matrix products and attention reach.
+        matmul, attention: parts of the peak that matrix products of a training and attention reach.
         memory_bandwidth: peak in bytes/s.
         link_bandwidth: bytes/s of a large collective in one host.
         pcie_bandwidth: bytes/s between card and host.

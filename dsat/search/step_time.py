@@ -146,7 +146,7 @@ def _hardware_of(profile: ModelProfile) -> Hardware:
 def hardware_of(card: Card, itemsize: int) -> Hardware:
     """Return what a card of a usual host does with elements of so many bytes."""
     return Hardware(
-        flops=card.peak(itemsize) * card.matmul * cards.USUAL_SHAPES,
+        flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
         link_bandwidth=card.link_bandwidth,
         host_link_bandwidth=card.network_bandwidth,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dsat.inputs.cards import MEMORY_PART, USUAL_SHAPES, Card
+from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
@@ -203,7 +203,7 @@ def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
     total = 0.0
     for k in kernels:
         if k.phase == phase and k.kind in COMPUTE_KINDS:
-            part = card.attention if k.kind == ATTENTION else card.matmul * USUAL_SHAPES
+            part = card.attention if k.kind == ATTENTION else card.matmul
             computed = k.flops / (card.peak(k.itemsize) * part)
             moved = k.bytes / (card.memory_bandwidth * MEMORY_PART)
             total += k.count * (max(computed, moved) + card.kernel_s)
