@@ -34,13 +34,14 @@ DATA = Path(__file__).parent / "data" / "projection.json"
 MEDIAN_BAR, WORST_BAR, PAIRS_BAR = 0.10, 0.20, 0.9
 EXPLANATION = (
     "Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from "
-    "the table of cards alone. `corrected`: after the rows of the same source that are marked as "
-    "fitted, as `dsat project --from RUN` does with a run of your own; the source without such a "
-    "row is not corrected. FSDP counts as stage 3. The factor between the roofline of the table "
-    "and what scripts reach (`PRIORS` in `dsat/search/traced_work.py`), and the memory bandwidth "
-    "of a rank on the host, were chosen by the fitted rows. All rows were in sight while constants "
-    "and the way of correcting were chosen, so the errors of the others are no blind predictions: "
-    "expect somewhat larger ones of a source that is not here.",
+    "the table of cards alone. `corrected`: after the rows of the same software that are marked as "
+    "fitted, as `dsat project --from RUN` does with a run of your own; software without such a row "
+    "is not corrected. FSDP counts as stage 3. `memory`: predicted peak, of the card's. The factor "
+    "between the roofline of the table and what scripts reach (`PRIORS` in "
+    "`dsat/search/traced_work.py`), and the memory bandwidth of a rank on the host, were chosen by "
+    "the fitted rows, with all rows in sight but those that are held out. These were written down "
+    "with their sources before any of them was predicted, and predicted once, after the last "
+    "change of a constant.",
 )
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _PUBLISHED_SD = 0.02  # of what was published
