@@ -3,8 +3,8 @@
     python -m testing.own_commands [FRAMEWORK ...]
 
 Each is installed beside the environment, in .cache/own_commands/, in versions that work together
-and without torch, DeepSpeed and what is here already. Prints a line for each framework; ends with 1
-if one of them was not tuned.
+and without torch, DeepSpeed and what is here already. The command that a search prints is run to
+its end. Prints a line for each framework; ends with 1 if one of them was not tuned.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def environment(packages: Path) -> dict[str, str]:
 
 
 def tuned(name: str, folder: Path) -> str:
-    """Tune a framework's training in a folder.
+    """Tune a framework's training in a folder, and train with the printed command.
 
     Returns:
         "tuned" or what went wrong.
@@ -146,9 +146,11 @@ def tuned(name: str, folder: Path) -> str:
     wanted = f"{framework.micro_batch}: {run.best.batch.micro_batch}  # what fits"
     if wanted not in copy or "best_ds_config.json" not in copy:
         return f"the copy of its file is {copy}"
-    line = (folder / "run" / "summary.md").read_text().partition("Train with it: `")[2]
-    named = str((folder / "run" / framework.file).resolve())
-    return "tuned" if named in line else f"the command is {line}"
+    line = told.stdout.rpartition("Train with it: ")[2].strip()
+    trained = _run(["bash", "-c", line], Path.home(), env)
+    if trained.returncode or "train_runtime" not in trained.stdout + trained.stderr:
+        return f"{line}\nended with {trained.returncode}: {trained.stderr.strip()[-600:]}"
+    return "tuned"
 
 
 def _run(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

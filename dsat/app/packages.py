@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 
 from dsat.errors import UserInputError
 
+_DISTRIBUTION = "deepspeed-autotune"
 _EXTRA = "deepspeed"  # torch and DeepSpeed are no dependencies: they are the user's own
 TRAINING = ("torch", "deepspeed")
 
@@ -16,7 +17,7 @@ TRAINING = ("torch", "deepspeed")
 def requirements() -> list[Requirement]:
     """Return the packages that trials need, dsat's own dependencies among them."""
     try:
-        named = importlib.metadata.requires("dsat") or []
+        named = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder
         named = list(TRAINING)
     required = map(Requirement, named)
@@ -48,7 +49,7 @@ def check() -> None:
         raise UserInputError(
             " and ".join(problem for _, problem in unfit),
             where="environment",
-            hint=f"Run pip install {wanted}, or install dsat where you train. "
+            hint=f"Run pip install {wanted}, or install dsat in the environment that you train in. "
             "`dsat doctor` checks everything.",
         )
 

@@ -42,7 +42,9 @@ def check_installed(master: str) -> None:
         problem = "the installed determined has no custom searchers (0.28 to 0.37 have)"
     else:
         return
-    raise UserInputError(problem, where=master, hint=f"Run pip install 'dsat[determined]'. {LOCAL}")
+    raise UserInputError(
+        problem, where=master, hint=f"Run pip install 'determined>=0.28,<0.38'. {LOCAL}"
+    )
 
 
 def connect(address: str, say: Callable[[str], None]) -> Master:

@@ -76,7 +76,7 @@ def _adapt(task: LocalTask, determined: Any) -> None:
     if found is None or not first <= (int(found[1]), int(found[2])) <= last:
         raise InvalidTrial(
             f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
-            "pip install 'dsat[determined]'"
+            "pip install 'determined>=0.28,<0.38'"
         )
     from determined import _info, core
 

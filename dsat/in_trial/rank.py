@@ -63,8 +63,11 @@ class _Rank:
             if "deepspeed" not in sys.modules:
                 self._progress.set_activity("importing torch and DeepSpeed in a fresh process")
             self._prepare()
-            self._progress.set_activity("your script runs, up to its first optimizer step")
-            _run_program(Entrypoint.from_json(self._spec.program))
+            program = Entrypoint.from_json(self._spec.program)
+            # For --hf-config dsat has a script of its own.
+            runs = "the model" if program.module.startswith("dsat.") else "your script"
+            self._progress.set_activity(f"{runs} runs, up to its first optimizer step")
+            _run_program(program)
         except (TrialComplete, server.ScriptSimulated):
             _leave(0)
         except SystemExit as stop:

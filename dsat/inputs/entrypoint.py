@@ -311,7 +311,7 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
         raise UserInputError(
             f"{launcher} is not installed",
             where=_WHERE,
-            hint="Run pip install 'dsat[determined]', or leave the launcher out.",
+            hint="Run pip install 'determined>=0.28,<0.38', or leave the launcher out.",
         )
     is_torch = launcher.endswith("torch_distributed")
     if "--" in words and (is_torch or words[0] == "--"):

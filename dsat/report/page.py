@@ -1,7 +1,7 @@
 """`report.html`: the results of a run in one file that opens anywhere without a network.
 
-Plots need vl-convert (`pip install 'dsat[report]'`), which holds Vega as one script; without it the
-page has the same texts and tables.
+Plots need vl-convert (`pip install vl-convert-python`), which holds Vega as one script; without it
+the page has the same texts and tables.
 """
 
 from __future__ import annotations

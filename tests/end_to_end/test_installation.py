@@ -117,7 +117,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install dsat` alone brings along, as far as scripts could tell."""
+    """What an installation without extras brings along, as far as scripts could tell."""
     folder = tmp_path_factory.mktemp("bare")
     return Environment(folder, wheel, without=("determined", "transformers", "accelerate"))
 
@@ -145,7 +145,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     copy_sources(tmp_path)
     code = "from setuptools import build_meta; build_meta.build_sdist('out')"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    [archive] = (tmp_path / "out").glob("dsat-*.tar.gz")
+    [archive] = (tmp_path / "out").glob("deepspeed_autotune-*.tar.gz")
     with tarfile.open(archive) as opened:
         names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
     with zipfile.ZipFile(wheel) as zipped:
@@ -157,7 +157,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
         assert set(data) <= set(found)
         assert not [name for name in found if name.split("/")[0] in ("tests", "benchmarks")]
     folders = {name.split("/")[0] for name in in_wheel}
-    assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
+    assert folders == {"dsat", f"deepspeed_autotune-{dsat.__version__}.dist-info"}
 
 
 CONFIG = {
@@ -232,7 +232,7 @@ def test_a_trainer_script_is_tuned_without_determined(wheel: Path, tmp_path: Pat
 def test_what_needs_determined_says_how_to_get_it(bare: Environment, example: str) -> None:
     told = bare.run(EXAMPLES / example, "dsat", "random", "deepspeed.yaml", ".")
     assert told.returncode == 2
-    assert "pip install 'dsat[determined]'" in told.stderr
+    assert "pip install 'determined>=0.28,<0.38'" in told.stderr
     assert told.stderr.count("\n") == 1, told.stderr
 
 
@@ -241,5 +241,5 @@ def test_a_cluster_needs_determined(bare: Environment) -> None:
         PROGRAMS / "tiny", "dsat", "random", "deepspeed.yaml", ".", "--engine", "determined"
     )
     assert told.returncode == 2
-    assert "pip install 'dsat[determined]'" in told.stderr
+    assert "pip install 'determined>=0.28,<0.38'" in told.stderr
     assert told.stderr.count("\n") == 1, told.stderr

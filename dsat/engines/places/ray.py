@@ -103,7 +103,7 @@ class Reservation:
             raise UserInputError(
                 "needs Ray, which is not installed",
                 where="--engine ray",
-                hint="pip install 'dsat[ray]'.",
+                hint="Run pip install 'ray>=2.40'.",
             )
         self._folder = Path(tempfile.mkdtemp(prefix="dsat-"))
         socket = str(self._folder / "s")
