@@ -55,12 +55,19 @@ def begin(folder: str, start: Mapping[str, Any]) -> None:
         _begun.prepare(start)
     elif _begun is None:
         start_record.install(Path(folder), start, waits=True)
+        failures.report_uncaught(functools.partial(_report_first, Path(folder)))
 
 
 def failed(error: BaseException) -> None:
     """Report the error with which this process ends, if it was to be a rank."""
     if _begun is not None:
         _begun.failed(error)
+
+
+def _report_first(folder: Path, error: BaseException) -> None:
+    """Report an error before `deepspeed.initialize`, which the command may write to a file."""
+    if not any(folder.glob(result_file("*"))):
+        write_outcome(folder, rank_and_size()[0], failures.outcome(error))
 
 
 def ended() -> None:

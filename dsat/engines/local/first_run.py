@@ -138,10 +138,10 @@ class FirstRun:
                 break
         self._recorded = self._read()
         if not self._recorded:
-            reports = trial_result.reported(self.folder, 0.0)
-            if reports and reports[0].kind is OutcomeKind.INVALID:
-                raise UserInputError(reports[0].message, where="command")
-            raise self._failure()
+            report = next(iter(trial_result.reported(self.folder, 0.0)), None)
+            if report is not None and report.kind is OutcomeKind.INVALID:
+                raise UserInputError(report.message, where="command")
+            raise self._failure(report)
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
@@ -246,8 +246,12 @@ class FirstRun:
     def _kill(self) -> None:
         self._supervisors.send(_HERE, {"op": "kill", "trial": _OWN.id, "grace_s": 0})
 
-    def _failure(self) -> ScriptFailed:
-        """Return the error of a command that did not reach its training."""
+    def _failure(self, report: Outcome | None) -> ScriptFailed:
+        """Return the error of a command that did not reach its training.
+
+        Args:
+            report: of a rank that failed; the command may have written its log to a file.
+        """
         log = trial_result.log_tail(self.folder)
         if not self._has_ended:
             problem = (
@@ -255,6 +259,8 @@ class FirstRun:
             )
         elif status := trial_result.status_of(self._running):
             said = next(filter(trial_result.is_error, reversed(log.splitlines())), "")
+            if not said and report is not None:
+                said, log = report.message, report.detail
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
             problem += f": {said.rstrip('.')}" if said else ""
         else:
