@@ -56,17 +56,23 @@ def examine(cluster: str | None) -> list[Finding]:
         cluster: address of the Determined master that is configured; None if none is.
     """
     findings = list(_packages())
+    # torch and DeepSpeed find the accelerators.
+    if all(packages.version(name) is not None for name in packages.TRAINING):
+        findings += _accelerators()
+    return [*findings, _compiler(), _shared_memory(), _place(cluster)]
+
+
+def _accelerators() -> Iterator[Finding]:
     try:
         machine = find_machine()
     except EngineError as error:
         problem, _, remedy = str(error).partition(" Check that ")
         remedy = f"check that {remedy}" if remedy else "see the message"
-        findings.append(Finding("accelerators", "unknown", FAILS, problem, remedy))
-    else:
-        findings.append(_slots(machine))
-        if machine.accelerator == "cuda":
-            findings.append(_toolkit())
-    return [*findings, _compiler(), _shared_memory(), _place(cluster)]
+        yield Finding("accelerators", "unknown", FAILS, problem, remedy)
+        return
+    yield _slots(machine)
+    if machine.accelerator == "cuda":
+        yield _toolkit()
 
 
 def _packages() -> Iterator[Finding]:
