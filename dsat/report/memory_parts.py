@@ -37,10 +37,11 @@ def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if run.best is None or run.profile is None or outcome is None or outcome.memory is None:
         return [], []
     parts, rows, measured = _parts(run, run.best), [], []
-    for phase, used in outcome.memory.by_phase.items():
-        if phase not in _IN_PHASE:
+    for phase, names in _IN_PHASE.items():
+        used = outcome.memory.by_phase.get(phase)
+        if used is None:
             continue
-        known = {name: parts[name] for name in _IN_PHASE[phase]}
+        known = {name: parts[name] for name in names}
         rest = max(0.0, used - sum(known.values()))
         rows += [
             {"phase": phase, "part": name, "gib": size / 2**30, "order": PARTS.index(name)}
