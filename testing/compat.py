@@ -130,7 +130,7 @@ def _interpreter(version: str) -> str:
 def _others() -> list[str]:
     """Return the requirements of dsat and of the tests' extras, other than the pair."""
     found = []
-    for text in requires("deepspeed-autotune") or ():
+    for text in requires("dsat") or ():
         requirement = Requirement(text)
         if requirement.name in ("torch", "deepspeed"):
             continue
