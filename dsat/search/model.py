@@ -23,6 +23,7 @@ from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Proposal
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
+_LEAST = math.log(0.01)  # of a gain, for which the first trial of another strategy waits
 _CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
 # Of a first trial: gains that justify the double cost, and that it fails, after which predictions
 # leave more room everywhere.
@@ -266,12 +267,14 @@ class ModelSearch(Search):
         candidates = self._candidates()
         if candidates is None:
             return None
-        first = np.isin(candidates.points.strategy, list(self._unopened()))
-        first &= (candidates.index == 0) & (candidates.runs > _UNLIKELY)
+        opened = ~np.isin(candidates.points.strategy, list(self._unopened()))
+        first = ~opened & (candidates.index == 0) & (candidates.runs > _UNLIKELY)
         gain = log_expected_gain(candidates.gain, candidates.sd)
         worth = gain + candidates.runs
         if not self.speed.points:
             score = candidates.gain + _CAUTION * candidates.runs
+        elif first.any() and np.any(better := opened & (worth > max(_LEAST, *worth[first]))):
+            score = np.where(better, worth, -np.inf)
         elif first.any():
             score = (
                 candidates.gain + _HOPE * candidates.sd - _FAILURE * (1 - np.exp(candidates.runs))
@@ -280,12 +283,12 @@ class ModelSearch(Search):
             score = np.where(first, score, -np.inf)
         else:
             score = worth + (_CAUTION - 1) * candidates.runs - np.log(candidates.cost)
-        better = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs
+        chance = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs
         return _Choice(
             candidates,
             int(np.argmax(score)),
             expected=math.inf if first.any() else math.exp(float(worth.max())),
-            chance=math.exp(float(better.max())),
+            chance=math.exp(float(chance.max())),
         )
 
     def _candidates(self) -> _Candidates | None:
