@@ -217,7 +217,7 @@ class ModelSearch(Search):
         self._next = None
         branch, index = self._keys[lineage.id]
         if outcome.smaller_may_run:
-            gas = self._predictions.gas(branch, index, micro_batch)
+            gas = self.space.accumulation(micro_batch, lineage.settings)
             self._starved.append((micro_batch, gas))
             if outcome.most_samples is not None:
                 self._starved.append((outcome.most_samples + 1, 1))
@@ -377,7 +377,5 @@ class ModelSearch(Search):
         return np.repeat(indexes, [len(each) for each in found]), np.concatenate(found).astype(int)
 
     def _lacks_data(self, branch: int, index: int, micro_batch: int) -> bool:
-        return any(
-            micro_batch >= size and self._predictions.gas(branch, index, micro_batch) >= steps
-            for size, steps in self._starved
-        )
+        gas = self.space.accumulation(micro_batch, self._predictions.settings.of(branch, index))
+        return any(micro_batch >= size and gas >= steps for size, steps in self._starved)

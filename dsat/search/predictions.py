@@ -59,7 +59,6 @@ class Predictions:
         self._feasibility = Feasibility(count, predicted=predicted, on_device=on_device)
         # Of the memory, what a sample takes.
         self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
-        self._gas: dict[tuple[int, int, int], int] = {}
         self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
         self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
 
@@ -88,27 +87,23 @@ class Predictions:
         numbers, where = np.unique(index, return_inverse=True)
         rows = [self.settings.row(branch, int(number)) for number in numbers]
         edges = np.array([self.edge(branch, int(number)) for number in numbers])
-        sizes = zip(index.tolist(), micro_batch.tolist(), strict=True)
+        gas = np.ones(len(index))
+        for position, number in enumerate(numbers):
+            here = where == position
+            settings = self.settings.of(branch, int(number))
+            gas[here] = self._space.accumulation(micro_batch[here], settings)
         return Points(
             strategy=np.full(len(index), branch),
             work=np.stack([row.work for row in rows])[where],
             knobs=np.stack([row.knobs for row in rows])[where],
             micro_batch=micro_batch.astype(float),
-            gas=np.array([self.gas(branch, number, size) for number, size in sizes], float),
+            gas=gas,
             room=(edges[where] - micro_batch) * self._sample_part,
         )
 
     def edge(self, branch: int, index: int) -> float:
         """The largest micro batch that should fit; in the middle between it and the next."""
         return math.floor(self._largest(self.settings.of(branch, index))) + 0.5
-
-    def gas(self, branch: int, index: int, micro_batch: int) -> int:
-        """Accumulation steps that settings have with a micro batch."""
-        key = branch, index, micro_batch
-        if key not in self._gas:
-            settings = self.settings.of(branch, index)
-            self._gas[key] = self._space.batch(micro_batch, settings).gas
-        return self._gas[key]
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""

@@ -251,7 +251,10 @@ class Fit:
         outlier = _OUTLIER if len(points) >= _MANY else math.inf
 
         def misfit(at: Array, error: Array) -> float:
-            return float(((error / noise) ** 2).sum() + ((at - mean) ** 2 / variance).sum())
+            z = error / noise
+            counted = _huber(z, outlier)
+            squares = counted * (2 - counted) * z**2
+            return float(squares.sum() + ((at - mean) ** 2 / variance).sum())
 
         following = design.predict(theta)
         for _ in range(_ITERATIONS):

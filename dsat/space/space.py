@@ -183,14 +183,18 @@ class Space:
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         """Return the batch sizes of a micro batch, with settings that may name gas."""
         shared = self.freedom.parallelism(settings)
-        step = micro_batch * shared.data(self.slots)
-        if self.train_batch_size is not None:
-            gas = self.train_batch_size // step
-        elif self.max_train_batch_size is not None:
-            gas = max(1, self.max_train_batch_size // step)
-        else:
-            gas = int((settings or {}).get(GAS, self.gas))
+        gas = self.accumulation(micro_batch, settings)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
+
+    def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
+        """Return the accumulation steps of a micro batch (also an array), as `batch` does."""
+        step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
+        if self.train_batch_size is not None:
+            return self.train_batch_size // step
+        if self.max_train_batch_size is not None:
+            steps = self.max_train_batch_size // step
+            return steps + (steps < 1)
+        return int((settings or {}).get(GAS, self.gas))
 
     def describe(self) -> list[str]:
         """Return one line per branch with the knobs that are searched in it."""
