@@ -47,6 +47,11 @@ class Costs(Protocol):
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
         ...
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that the search may still take."""
+        ...
+
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""
         ...

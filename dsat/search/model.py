@@ -273,7 +273,7 @@ class ModelSearch(Search):
         worth = gain + candidates.runs
         if not self.speed.points:
             score = candidates.gain + _CAUTION * candidates.runs
-        elif first.any() and np.any(better := opened & (worth > max(_LEAST, *worth[first]))):
+        elif first.any() and np.any(better := opened & self._cannot_wait(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
         elif first.any():
             score = (
@@ -290,6 +290,16 @@ class ModelSearch(Search):
             expected=math.inf if first.any() else math.exp(float(worth.max())),
             chance=math.exp(float(chance.max())),
         )
+
+    def _cannot_wait(self, candidates: _Candidates, worth: Array, first: Array) -> Array:
+        """Return which gain surely more than first trials, whose cost would leave too little."""
+        if self._costs is None:
+            return np.zeros(len(worth), bool)
+        strategy, cost = candidates.points.strategy, candidates.cost
+        firsts_s = sum(cost[first & (strategy == branch)].max() for branch in set(strategy[first]))
+        gains: Array = worth > max(_LEAST, float(worth[first].max()))
+        too_dear: Array = gains & (cost + firsts_s > self._costs.left_s)
+        return too_dear
 
     def _candidates(self) -> _Candidates | None:
         """All configurations to compare that may be tried."""
@@ -356,8 +366,9 @@ class ModelSearch(Search):
             return np.zeros(0, int), np.zeros(0, int)
         edges = {index: predictions.edge(branch, index) for index in indexes}
         near = [] if reference is None else [float(reference.micro_batch[0])]
-        positions = self._sizes.positions(edges=(edges[indexes[0]], max(edges.values())), best=near)
         most = self._oom_limit(branch)
+        ends = [min(most, edges[indexes[0]]), min(most, max(edges.values()))]
+        positions = self._sizes.positions(edges=ends, best=near)
         found = []
         for index in indexes:
             lineage = self._lineage_of.get((branch, index))

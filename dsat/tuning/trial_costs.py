@@ -71,12 +71,19 @@ class TrialCosts:
 
         A verdict on a configuration needs further runs of it in the finals.
         """
+        longest_s = max(_LONGEST * self._own_s, _LONGEST_S)
+        return self.trial_s(step_s) > min(self.left_s, longest_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the search may still take."""
+        return max(_SEARCH * self._own_s, _SEARCH_S) - self._spent_s
+
+    @property
+    def _own_s(self) -> float:
+        """Seconds of the user's own trial; infinite if it did not run."""
         own = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
-        if not own or not own.ok:
-            return step_s > math.inf
-        trial_s = self.trial_s(step_s)
-        left_s = max(_SEARCH * own.duration_s, _SEARCH_S) - self._spent_s
-        return trial_s > min(left_s, max(_LONGEST * own.duration_s, _LONGEST_S))
+        return own.duration_s if own and own.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """At least about so many seconds an optimizer step takes; 0 if nothing is known.

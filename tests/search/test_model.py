@@ -77,6 +77,21 @@ def test_a_trial_that_costs_more_than_a_verdict_may_is_not_proposed() -> None:
     assert 60 < max(p.micro_batch for p in asked[1:]) < 200, "once a step is known"
 
 
+def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> None:
+    """On a single slot partitioning only costs time."""
+    space = Space(
+        strategies=plain(0, 1, 2), micro_batches=range(1, 256), slots=1, freedom=Freedom(fix=_ALL)
+    )
+
+    def asked(left_s: float) -> list[Proposal]:
+        search = model_of(space, ceiling=40, costs=Price(1.0, left_s=left_s))
+        return proposals_of(search, lambda p: timed(p.micro_batch), limit=3)
+
+    assert {proposal.settings["stage"] for proposal in asked(math.inf)} == {0, 1, 2}
+    first, second, _ = asked(1.0)
+    assert first.settings == second.settings and second.micro_batch > first.micro_batch
+
+
 def test_a_strategy_that_should_not_fit_is_not_the_first() -> None:
     search = ModelSearch(
         _profile(),
@@ -281,6 +296,7 @@ class Price:
     besides_s: float
     longest_step_s: float = math.inf
     most_s: float = math.inf
+    left_s: float = math.inf
 
     def trial_s(self, step_s: Any) -> Any:
         return self.besides_s + 7 * step_s
