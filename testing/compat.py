@@ -36,6 +36,8 @@ TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_
 # Of frameworks and launchers what is installed everywhere.
 _FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer")
 _SHORT = ("HF Trainer", "--launchers", "torchrun", "--ranks", "2")
+# DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
+_COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"
 _WRITTEN = "requirements.txt"  # the last file of an installation
 HEAD = "python torch deepspeed transformers tests searches memory date".split()
 
@@ -85,6 +87,7 @@ def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]
     python = folder / "bin" / "python"
     if not (keep and _installed(PAIRS[name], folder)):
         install(PAIRS[name], folder)
+    _in(folder, "-c", _COMPILING)
     row = {
         **_versions(python),
         "tests": "" if short else _tests(folder, workers),
@@ -154,12 +157,12 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def _in(folder: Path, *arguments: str) -> tuple[str, int]:
-    """Run a module with an environment's interpreter, seen on the terminal.
+    """Run an environment's interpreter, seen on the terminal.
 
     Returns:
         Its output and status.
     """
-    command = [str(folder / "bin" / "python"), "-m", *arguments]
+    command = [str(folder / "bin" / "python"), *arguments]
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
@@ -184,7 +187,7 @@ def _tests(folder: Path, workers: int) -> str:
     # Libraries of another time warn of one another.
     warnings = ("-o", "filterwarnings=default")
     chosen = ("-n", str(workers), "--dist", "loadfile", "-m", "not nightly and not cluster")
-    _in(folder, "pytest", *chosen, *warnings, f"--junitxml={report}", *TESTS)
+    _in(folder, "-m", "pytest", *chosen, *warnings, f"--junitxml={report}", *TESTS)
     suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
     ran, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
@@ -195,14 +198,14 @@ def _tests(folder: Path, workers: int) -> str:
 
 
 def _searches(folder: Path, arguments: Sequence[str]) -> str:
-    output, _ = _in(folder, "testing.frameworks", *arguments)
+    output, _ = _in(folder, "-m", "testing.frameworks", *arguments)
     cells = [cell.strip() for line in output.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
     return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
 
 
 def _memory(folder: Path, model: str) -> str:
-    output, status = _in(folder, "benchmarks.memory_accuracy", model)
+    output, status = _in(folder, "-m", "benchmarks.memory_accuracy", model)
     errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", output)]
     failed = output.count("| failed: ")
     if not errors:
