@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero import stage_1_and_2
 
 from dsat.tuning.same_training import Agreement, Finding, compare, suspects
 from dsat.values.outcome import OutcomeKind, TrainingCurve
@@ -106,6 +108,10 @@ def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
         assert found.differs, found
 
 
+@pytest.mark.skipif(
+    "use_muon" not in inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor),
+    reason="this DeepSpeed has the defect itself",
+)
 def test_muon_whose_gradients_were_scattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
