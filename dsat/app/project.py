@@ -7,7 +7,7 @@ table of cards (`dsat.inputs.cards`) and the physical model of the search.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ _MICRO_BATCHES = tuple(2**n for n in range(10))
 # By which parameters (a part) and FLOPs of a sample (a factor, since samples of real data have many
 # lengths) of a run of the same model may differ.
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
-_NEARLY = 0.98  # of the best throughput; of those the smallest micro batch is taken
+_NEARLY = 0.98  # of the best throughput; the smallest micro batch and stage come first
 _BEST = 3  # strategies that are shown for each size
 
 
@@ -322,7 +322,7 @@ class Projector:
         traced, (count, _) = self._traced, settings.to
         is_here = settings.to[1] == probe.HERE  # measured with so many slots, and no network
         sizes = sorted({count, *(n for n in _SIZES if n <= count or not is_here)})
-        own = [self._own(n) for n in sizes] if traced.own in traced.traces else []
+        own = [self.row(traced.own, n, traced.own_micro_batch) for n in sizes]
         best = {n: self._best(n) for n in sizes}
         return Projection(
             name=title,
@@ -339,32 +339,30 @@ class Projector:
             price=settings.price,
         )
 
-    def _own(self, slots: int) -> Row | None:
-        traced = self._traced
-        return self.row(traced.own, slots, traced.own_micro_batch)
-
     def _best(self, slots: int) -> tuple[Row, ...]:
         """Return the fastest strategies that fit, each at its best micro batch."""
-        found = []
-        for strategy in self._traced.traces:
-            rows = list(self._rows(strategy, slots))
+        traced, found = self._traced, []
+        sizes = sorted({*_MICRO_BATCHES, traced.own_micro_batch})
+        for strategy in traced.traces:
+            rows = [
+                row for row in (self.row(strategy, slots, m) for m in sizes) if row and row.fits
+            ]
             if rows:
                 most = max(row.samples_per_second for row in rows)
                 found.append(next(r for r in rows if r.samples_per_second >= _NEARLY * most))
-        found.sort(key=lambda row: -row.samples_per_second)
-        return tuple(found[:_BEST])
+        most = max((row.samples_per_second for row in found), default=0.0)
 
-    def _rows(self, strategy: Strategy, slots: int) -> Iterator[Row]:
-        for micro_batch in sorted({*_MICRO_BATCHES, self._traced.own_micro_batch}):
-            row = self.row(strategy, slots, micro_batch)
-            if row is not None and row.fits:
-                yield row
+        def order(row: Row) -> tuple[bool, float]:
+            is_near = row.samples_per_second >= _NEARLY * most
+            return not is_near, row.strategy.stage if is_near else -row.samples_per_second
+
+        return tuple(sorted(found, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Project one configuration; None if the slots cannot share the global batch size."""
+        """Project one configuration; None if it is not simulated or cannot share the batch."""
         traced = self._traced
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
-        if gas < 1 or slots % parallelism.shared:
+        if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:
             return None
         memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
         time = self.step_time(strategy, slots, micro_batch, gas)
