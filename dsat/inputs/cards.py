@@ -37,8 +37,9 @@ class Card:
         kernel_s: seconds of the shortest kernel.
         launch_s: seconds in which Python and torch call one operator; 0 if that is a part of the
             kernels, as on a CPU.
-        hop_s, host_hop_s: seconds of a hop of a collective in a host, and between hosts (NCCL,
-            src/graph/tuning.cc: simple protocol).
+        protocols: of collectives, of which the fastest is taken: part of the bandwidth, seconds of
+            a hop in a host, and between hosts (NCCL, src/graph/tuning.cc: rings of LL, LL128 and
+            Simple).
     """
 
     name: str
@@ -53,8 +54,11 @@ class Card:
     per_host: int
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
-    hop_s: float = 3.4e-6
-    host_hop_s: float = 14e-6
+    protocols: tuple[tuple[float, float, float], ...] = (
+        (0.5, 0.6e-6, 2.7e-6),
+        (120 / 128, 1.9e-6, 4.0e-6),
+        (1.0, 3.4e-6, 14e-6),
+    )
 
     @property
     def is_cpu(self) -> bool:

@@ -39,7 +39,7 @@ from dsat.values.step_trace import (
 )
 
 _PASSES = (FORWARD, BACKWARD)
-_UNIT_S = 1e-3  # of launches
+_UNIT_S, _HOP_S = 1e-3, 3.4e-6  # of launches, and of hops
 _HOOK_S = 4e-5  # in which the hook of one parameter runs
 # Bytes/s of one thread for each rank, as launchers set OMP_NUM_THREADS (a row of the benchmark).
 _HOST_MEMORY = 3e9
@@ -95,12 +95,16 @@ class Cluster:
             bandwidth = min(bandwidth, inside * self.network_bandwidth)
         rounds = 2 if collectives.kind == ALL_REDUCE else 1
         moved = rounds * (ranks - 1) / ranks * collectives.bytes
-        hop_s, host_hop_s = self.card.hop_s, self.card.host_hop_s
-        hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
-        if collectives.kind == ALL_REDUCE and hosts > 1:  # NCCL takes a tree where that is sooner
-            tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
-            hops = min(hops, 2 * tree)
-        return moved / bandwidth, collectives.count * hops
+
+        def spent(protocol: tuple[float, float, float]) -> tuple[float, float]:
+            part, hop_s, host_hop_s = protocol
+            hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
+            if rounds > 1 and hosts > 1:  # NCCL takes a tree where that is sooner
+                tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
+                hops = min(hops, 2 * tree)
+            return moved / (bandwidth * part), collectives.count * hops
+
+        return min(map(spent, self.card.protocols), key=sum)
 
 
 def hardware_of(card: Card) -> Hardware:
@@ -109,7 +113,7 @@ def hardware_of(card: Card) -> Hardware:
         step_time.hardware_of(card, 2),
         host_memory_bandwidth=_HOST_MEMORY,
         launch_s=_UNIT_S,
-        latency_s=card.hop_s,
+        latency_s=_HOP_S,
         filling=0.0,
         unaligned=0.0,
     )
@@ -244,12 +248,12 @@ def _links(collectives: Sequence[Collectives], cluster: Cluster) -> _Links:
         moved, hops = cluster.link(group)
         if group.phase == STEP:
             found["boundary"] += moved
-            found["boundaries"] += hops / cluster.card.hop_s
+            found["boundaries"] += hops / _HOP_S
         elif not group.overlapped:
             found["waited"] += moved + hops
         elif group.kind == ALL_GATHER:  # one half in each pass
             found["gathered"] += moved / len(_PASSES)
-            found["gathers"] += hops / cluster.card.hop_s / len(_PASSES)
+            found["gathers"] += hops / _HOP_S / len(_PASSES)
         else:
             found["reduced"] += moved + hops
             found["reductions"] += group.count
