@@ -104,7 +104,8 @@ class Traced:
         """Count what a strategy does on a cluster; see `traced_work.work_of`."""
         step, _ = self.traces[strategy]
         of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
-        return work_of(of_slots, self.model, micro_batch, cluster, self.parallelism.shared)
+        shared = self.parallelism.shared
+        return work_of(of_slots, self.model, micro_batch, cluster, strategy.stage, shared)
 
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, card: Card

@@ -21,7 +21,7 @@ from dsat.values.zero_strategy import Strategy
 
 # Standard deviation of the logarithm of a step, whatever the terms: of any configuration, and what
 # trials on one kind of card do not tell of another.
-_SD, _OTHER_CARD_SD = 0.05, 0.07
+_SD, _OTHER_CARD_SD = 0.05, 0.10
 _NORMAL_90 = 1.645
 # Columns that a part of the step consists of; what is left are the kernels.
 _PARTS = {

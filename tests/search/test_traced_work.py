@@ -62,7 +62,9 @@ def time_of(
     trace: StepTrace, slots: int, micro_batch: int = 4, card: cards.Card = A100
 ) -> StepTime:
     speed = ProjectedSpeed(hardware_of(card), [STAGE_3])
-    work = work_of(scaled(trace, slots, sharded=True), MODEL, micro_batch, Cluster.of(card, slots))
+    work = work_of(
+        scaled(trace, slots, sharded=True), MODEL, micro_batch, Cluster.of(card, slots), 3
+    )
     return speed.predict(speed.points(work, STAGE_3, micro_batch, 1))
 
 
@@ -117,13 +119,13 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     speed = ProjectedSpeed(hardware_of(A100), [STAGE_3])
     points, log_s = [], []
     for micro_batch in (1, 4, 16):
-        work = work_of(scaled(step(), 1, sharded=True), MODEL, micro_batch, Cluster.of(A100, 1))
+        work = work_of(scaled(step(), 1, sharded=True), MODEL, micro_batch, Cluster.of(A100, 1), 3)
         points.append(speed.points(work, STAGE_3, micro_batch, 1))
         log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower than said
     fitted = speed.calibrated(
         hardware_of(A100), Points.of(points), np.array(log_s), np.full(3, 0.01)
     )
-    work = work_of(step(*gathers()), MODEL, 8, Cluster.of(A100, 8))
+    work = work_of(step(*gathers()), MODEL, 8, Cluster.of(A100, 8), 3)
     asked = speed.points(work, STAGE_3, 8, 1)
     before, after = speed.predict(asked), fitted.predict(asked)
     assert after.seconds == pytest.approx(1.3 * before.seconds, rel=0.05)
