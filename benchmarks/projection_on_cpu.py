@@ -33,8 +33,8 @@ from dsat.values.zero_strategy import Strategy
 
 SCRIPT = Path(__file__).parent / "programs" / "steps" / "train.py"
 BAR = 0.15
-_MICRO_BATCH, _STEPS, _RANKS = 4, 10, (2, 4)
-_LIMIT_S = 120.0
+_MICRO_BATCH, _STEPS, _RANKS = 4, 8, (2, 4)
+_LIMIT_S = 300.0
 
 
 def _config(strategy: Strategy) -> dict[str, Any]:

@@ -205,15 +205,18 @@ def _by_formula(
     settings: EstimateSettings, path: Path
 ) -> tuple[str, dict[str, Any], Simulator | Formula]:
     """Return the name of a model, its DeepSpeed configuration and the formula for it."""
-    missing = ", ".join(hf_config.missing_packages())
     name, base = _name_of(path), _config_of(settings, path)
     if settings.exact or _needs_simulation(base):
-        raise UserInputError(
-            f"needs a simulation, and {missing} is not installed",
-            where="--exact" if settings.exact else "optimizer.type",
-            hint=HOW_TO_SIMULATE,
-        )
+        check_packages("--exact" if settings.exact else "optimizer.type")
     return name, base, Formula(read_mapping(path), settings, str(path))
+
+
+def check_packages(where: str) -> None:
+    """Raise UserInputError if packages are missing that simulate the model of a configuration."""
+    missing = ", ".join(hf_config.missing_packages())
+    if missing:
+        problem = f"needs a simulation, and {missing} is not installed"
+        raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
 
 
 def _name_of(path: Path) -> str:

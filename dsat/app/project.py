@@ -18,11 +18,10 @@ from dsat.app import estimate as estimates
 from dsat.app import past_runs, probe
 from dsat.app.past_runs import PastRun
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs import cards, ds_config, hf_config
+from dsat.inputs import cards, ds_config
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.config_facts import HOW_TO_SIMULATE
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.projection import Projection, Row
@@ -127,7 +126,8 @@ def project(settings: ProjectSettings) -> Projection:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    _check_packages(settings)
+    if settings.hf_config is not None:
+        estimates.check_packages("--hf-config")
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
     card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
@@ -145,16 +145,6 @@ def project(settings: ProjectSettings) -> Projection:
     if past is not None:
         projector.calibrate(past, settings.cards)
     return projector.projection(title, settings)
-
-
-def _check_packages(settings: ProjectSettings) -> None:
-    missing = hf_config.missing_packages() if settings.hf_config is not None else []
-    if missing:
-        raise UserInputError(
-            f"needs a simulation, and {', '.join(missing)} is not installed",
-            where="--hf-config",
-            hint=HOW_TO_SIMULATE,
-        )
 
 
 def _check_slots(traced: Traced, count: int) -> None:

@@ -12,7 +12,8 @@ same trials.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -189,15 +190,15 @@ def work_of(
         "copies": _added_bytes(trace, model),
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
         "hooks": _hooks_s(kernels, stage) * trace.parameters / _UNIT_S,
-        "overlaps": float(last.reduced > 0),
-        "reduced": each.reduced,
-        "reduced_last": last.reduced if last.reduced > each.reduced else 0.0,
-        "reductions": last.reductions,
-        "waited": each.waited,
-        "gathered": each.gathered,
-        "gathers": each.gathers,
-        "boundary": last.boundary + last.waited - each.waited,
-        "boundaries": last.boundaries,
+        "overlaps": float(last["reduced"] > 0),
+        "reduced": each["reduced"],
+        "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
+        "reductions": last["reductions"],
+        "waited": each["waited"],
+        "gathered": each["gathered"],
+        "gathers": each["gathers"],
+        "boundary": last["boundary"] + last["waited"] - each["waited"],
+        "boundaries": last["boundaries"],
         "optimizer": trace.bytes_of(MEMORY, (STEP,)),
         "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
@@ -246,21 +247,9 @@ def _added_bytes(trace: StepTrace, model: ModelTrace) -> float:
     return max(0.0, trace.bytes_of(MEMORY, _PASSES) - of_model)
 
 
-@dataclass(frozen=True)
-class _Links:
-    """Seconds of links of a micro step, and numbers of hops in units of the shortest."""
-
-    reduced: float = 0.0
-    reductions: float = 0.0
-    gathered: float = 0.0
-    gathers: float = 0.0
-    waited: float = 0.0
-    boundary: float = 0.0
-    boundaries: float = 0.0
-
-
-def _links(collectives: Sequence[Collectives], cluster: Cluster) -> _Links:
-    found = dict.fromkeys(_Links.__dataclass_fields__, 0.0)
+def _links(collectives: Sequence[Collectives], cluster: Cluster) -> Mapping[str, float]:
+    """Seconds of links of a micro step, and numbers of hops in units of `_HOP_S`, by column."""
+    found: defaultdict[str, float] = defaultdict(float)
     for group in collectives:
         moved, hops = cluster.link(group)
         if group.phase == STEP:
@@ -274,4 +263,4 @@ def _links(collectives: Sequence[Collectives], cluster: Cluster) -> _Links:
         else:
             found["reduced"] += moved + hops
             found["reductions"] += group.count
-    return _Links(**found)
+    return found
