@@ -92,7 +92,7 @@ def prevent_side_effects(spec: RankSpec, folder: Path) -> None:
     Registered after the recorder of the configuration that the script passes.
     """
     if not spec.is_full_run:
-        side_effects.install(folder, _print)
+        side_effects.install(folder, _print, simulated=spec.simulation_socket is not None)
 
 
 def default_local_rank(local_rank: str) -> None:

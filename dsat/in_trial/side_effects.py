@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,19 @@ _FILE_WRITERS: Mapping[str, tuple[str, int, str]] = {
 }
 
 
-def install(folder: Path, warn: Callable[[str], None]) -> None:
+def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = False) -> None:
     """Make the savers and trackers that a script may use do nothing in this process.
 
-    Modules are adapted when the script imports them; DeepSpeed must be importable.
+    Modules are adapted when the script imports them; DeepSpeed must be importable. What a script
+    writes before `deepspeed.initialize` is prepared data, which it reads again.
 
     Args:
         folder: of the trial, where anything may be written.
         warn: takes one message for each saver, the first time that it is called.
+        simulated: tensors may be fake, and none is written.
     """
     warned: set[str] = set()
+    trains = threading.Event()
 
     def skip(name: str) -> None:
         if name not in warned:
@@ -75,11 +79,15 @@ def install(folder: Path, warn: Callable[[str], None]) -> None:
     hook = wrapt.register_post_import_hook
     os.environ.update(trackers_off(folder))
     config_injection.on_initialize(_without_reports)
+    if simulated:
+        trains.set()
+    else:
+        config_injection.on_initialize(lambda _: trains.set())
     hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
     for module, names in _SAVERS.items():
         hook(functools.partial(_adapt_savers, skip, names), module)
     for module, writer in _FILE_WRITERS.items():
-        hook(functools.partial(_adapt_writer, skip, folder.resolve(), writer), module)
+        hook(functools.partial(_adapt_writer, skip, trains, folder.resolve(), writer), module)
     hook(functools.partial(_adapt_tensorboard, folder), "torch.utils.tensorboard.writer")
     hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
 
@@ -137,13 +145,18 @@ def _adapt_savers(skip: Callable[[str], None], names: tuple[str, ...], module: A
 
 
 def _adapt_writer(
-    skip: Callable[[str], None], folder: Path, writer: tuple[str, int, str], module: Any
+    skip: Callable[[str], None],
+    trains: threading.Event,
+    folder: Path,
+    writer: tuple[str, int, str],
+    module: Any,
 ) -> None:
     name, position, keyword = writer
 
     def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         path = kwargs.get(keyword, args[position] if len(args) > position else None)
-        if isinstance(path, (str, os.PathLike)) and not Path(path).resolve().is_relative_to(folder):
+        named = isinstance(path, (str, os.PathLike))
+        if trains.is_set() and named and not Path(path).resolve().is_relative_to(folder):
             skip(f"{module.__name__}.{name}")
             return None
         return original(*args, **kwargs)

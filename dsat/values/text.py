@@ -37,7 +37,7 @@ _HARMLESS = re.compile(
     r"|_token_id$"
 )
 _BEGINNINGS = (
-    r"hf_|sk-|gh[opsur][_-]|github_pat_|glpat-|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
+    r"hf_(?=[A-Za-z0-9]{16})|sk-|gh[opsur][_-]|github_pat_|glpat-|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
     r"r8_|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
     r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_"
 )

@@ -36,6 +36,7 @@ SHOWN = {
     "s3://bucket/key and git@host:repo": "s3://bucket/key and git@host:repo",
     "Authorization: Bearer abcdefgh12345": "Authorization: Bearer ***",
     "hf_abcdefghijklmnopqrstuv in a text": "*** in a text",
+    "in transformers/hf_argparser.py": "in transformers/hf_argparser.py",
     'KeyError: {"api_key": "x y", "lr": 1}': 'KeyError: {"api_key": "***", "lr": 1}',
     "WANDB_API_KEY=0123 python": "WANDB_API_KEY=*** python",
     "train.py --hf-token abc --lr 1": "train.py --hf-token *** --lr 1",

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tempfile
 
 import deepspeed
 import torch
@@ -15,6 +16,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
+
+with tempfile.NamedTemporaryFile() as cache:  # of prepared data
+    torch.save(torch.ones(WIDTH), cache.name)
+    assert torch.load(cache.name).sum() == WIDTH
 
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
