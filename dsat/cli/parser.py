@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from dsat import __version__
 from dsat.app.keywords import help_of
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
@@ -91,10 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="dsat",
         description="Finds the DeepSpeed configuration with which a training script runs fastest, "
         "by running short trials of it.",
-        epilog="Examples: python3 -m dsat asha deepspeed.yaml . | "
-        "python3 -m dsat model --slots 2 -- train.py --deepspeed_config ds.json | "
-        "python3 -m dsat tune --num_gpus 2 train.py --deepspeed_config ds.json",
+        epilog="Examples: dsat model -- deepspeed train.py --deepspeed_config ds.json | "
+        "dsat estimate -- deepspeed train.py --deepspeed_config ds.json | dsat doctor",
     )
+    parser.add_argument("--version", action="version", version=f"dsat {__version__}")
     names = [*SEARCHES, TUNE, RUN, ESTIMATE, PROJECT, *LOOKS]
     commands = parser.add_subparsers(dest="method", required=True, metavar=f"{{{','.join(names)}}}")
     for name, search in SEARCHES.items():

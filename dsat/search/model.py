@@ -91,7 +91,9 @@ class ModelSearch(Search):
         early_stopping: end the search after so many trials without a new best.
     """
 
-    summary = "tries next what models of memory and speed expect most of; every trial corrects them"
+    summary = (
+        "the usual choice: predicts speed and memory of everything, and tries the most promising"
+    )
     options: ClassVar[Mapping[str, Option]] = {
         "stop_when": search_option(
             "--stop-when",
