@@ -86,6 +86,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+METHODS = (*SEARCHES, TUNE, RUN, ESTIMATE, PROJECT, *LOOKS)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
@@ -96,8 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
         "dsat estimate -- deepspeed train.py --deepspeed_config ds.json | dsat doctor",
     )
     parser.add_argument("--version", action="version", version=f"dsat {__version__}")
-    names = [*SEARCHES, TUNE, RUN, ESTIMATE, PROJECT, *LOOKS]
-    commands = parser.add_subparsers(dest="method", required=True, metavar=f"{{{','.join(names)}}}")
+    metavar = f"{{{','.join(METHODS)}}}"
+    commands = parser.add_subparsers(dest="method", required=True, metavar=metavar)
     for name, search in SEARCHES.items():
         command = _command(commands, name, search.summary)
         _add_target(command, name)

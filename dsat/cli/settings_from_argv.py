@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import keywords
-from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, build_parser
+from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, METHODS, build_parser
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
@@ -36,6 +36,8 @@ def parse(argv: Sequence[str]) -> AnySettings:
         import argcomplete
 
         argcomplete.autocomplete(parser)
+    if own_argv and own_argv[0] not in METHODS and _is_program(own_argv[0]):
+        parser.error(f"to tune a command, write it behind --: dsat model -- {own_argv[0]} ...")
     values = vars(parser.parse_args(own_argv))
     try:
         return _settings(values, command)
@@ -95,7 +97,10 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
             f"a command comes after --: dsat {values['method']} -- {values['config']} ..."
         )
     elif values["model_dir"] is None:
-        raise UserInputError("what to tune is missing: CONFIG MODEL_DIR, or -- COMMAND")
+        method = values["method"]
+        raise UserInputError(
+            f"what to tune is missing: dsat {method} -- COMMAND, or a yaml file and its folder"
+        )
     elif values["ds_config"] is not None:
         raise UserInputError(
             "--ds-config is for a command after --; in an experiment configuration it is "

@@ -170,7 +170,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
         raise UserInputError(
             f"there is no file {found.script!r} in {model_dir}",
             where=_WHERE,
-            hint="Give the script's path relative to the model folder.",
+            hint="Go to the folder where it is, or give its path from here.",
         )
     return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
