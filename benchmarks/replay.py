@@ -45,6 +45,7 @@ class Episode:
         out_of_memory: how many trials did.
         finals: how many trials ran after the search to decide.
         slot_s: slots times the seconds that the trials took, finals included.
+        times_own: these seconds in trials of the user's own configuration.
         decide_s: seconds of this process, the tuner's own imports left out.
     """
 
@@ -57,6 +58,7 @@ class Episode:
     out_of_memory: int
     finals: int
     slot_s: float
+    times_own: float
     decide_s: float
 
     def best_after(self, count: int) -> float:
@@ -92,6 +94,7 @@ class Summary:
     median_oom: float
     worst_oom: int
     median_slot_s: float
+    median_times_own: float
     median_trials: float
     median_finals: float
 
@@ -131,7 +134,8 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
         if chosen is None
         else (table.answer(chosen).value(OBJECTIVE) or 0.0) / best
     )
-    all_outcomes = [*ledger.outcomes, *ledger.finals]
+    took_s = sum(outcome.duration_s for outcome in (*ledger.outcomes, *ledger.finals))
+    own_s = table.answer({**table.header.ds_config, **table.header.switches}).duration_s
     return Episode(
         table=table.header.name,
         tuner=tuner,
@@ -141,7 +145,8 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
         recommended=recommended,
         finals=len(ledger.finals),
         out_of_memory=sum(outcome.kind is OutcomeKind.OOM for outcome in ledger.outcomes),
-        slot_s=table.header.slots * sum(outcome.duration_s for outcome in all_outcomes),
+        slot_s=table.header.slots * took_s,
+        times_own=took_s / own_s,
         decide_s=decide_s,
     )
 
@@ -164,6 +169,7 @@ def summarise(episodes: Sequence[Episode]) -> Summary:
         median_oom=statistics.median(e.out_of_memory for e in episodes),
         worst_oom=max(e.out_of_memory for e in episodes),
         median_slot_s=statistics.median(e.slot_s for e in episodes),
+        median_times_own=statistics.median(e.times_own for e in episodes),
         median_trials=statistics.median(len(e.values) for e in episodes),
         median_finals=statistics.median(e.finals for e in episodes),
     )
@@ -212,7 +218,7 @@ def lines(found: Sequence[Summary]) -> list[str]:
         "recommended",
         *(f"trials to {g:.0%}" for g in GOALS),
     ]
-    heads += ["99 % within 10", "out of memory", "trials", "finals", "slot s"]
+    heads += ["99 % within 10", "out of memory", "trials", "finals", "slot s", "own trials"]
     rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for s in found:
         cells = [s.tuner]
@@ -225,6 +231,7 @@ def lines(found: Sequence[Summary]) -> list[str]:
         ]
         cells += [f"{s.within_10_of_99}/{s.seeds}", f"{s.median_oom:g} ({s.worst_oom})"]
         cells += [f"{s.median_trials:g}", f"{s.median_finals:g}", f"{s.median_slot_s:.0f}"]
+        cells.append(f"{s.median_times_own:.0f}")
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 

@@ -24,7 +24,8 @@ from tests.benchmarks.made_up_table import (
 
 def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> Episode:
     best = max(value for value in values if value is not None)
-    return Episode("made-up", tuner, seed, values, values, best, oom, 4, 10.0 * len(values), 0.1)
+    slot_s = 10.0 * len(values)
+    return Episode("made-up", tuner, seed, values, values, best, oom, 4, slot_s, 8.0, 0.1)
 
 
 def test_summaries_count_trials_from_one() -> None:
