@@ -266,18 +266,17 @@ class Search(abc.ABC):
     def _told(self, proposal: Proposal, outcome: Outcome) -> Lineage:
         """Record an outcome in its lineage and return the lineage."""
         lineage = self._lineages[proposal.lineage]
-        self._note_memory(lineage.branch, proposal.micro_batch, outcome)
-        lineage.record(
-            proposal.micro_batch,
-            outcome.kind,
-            outcome.value(self.objective),
-            self.objective,
-            smaller_may_run=outcome.smaller_may_run,
-        )
+        self._record(lineage, proposal.micro_batch, outcome)
+        return lineage
+
+    def _record(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
+        """Record an outcome in a lineage."""
+        self._note_memory(lineage.branch, micro_batch, outcome)
+        value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
+        lineage.record(micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks)
         if outcome.most_samples is not None:
             self._most_samples = min(outcome.most_samples, self._most_samples)
             lineage.limit(self._most_samples)
-        return lineage
 
     def _note_memory(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
         """Record if memory was enough in a branch."""

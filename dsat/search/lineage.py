@@ -17,6 +17,7 @@ class Lineage:
 
     Attributes:
         branch: the number of its branch of the space.
+        index: their number in the branch, where that is known.
         settings: what is tried, but for the micro batch.
         micro_batches: all allowed micro batches, ascending.
         ceiling: the largest micro batch to begin with.
@@ -25,6 +26,7 @@ class Lineage:
         best: the best value of the objective so far.
         out_of_memory: whether a trial ran out of memory.
         abandoned: it failed in a way that no other micro batch would avoid.
+        asked: positions that were proposed, where that is kept.
     """
 
     id: int
@@ -39,6 +41,8 @@ class Lineage:
     out_of_memory: bool = False
     abandoned: bool = False
     timeouts: int = 0
+    index: int = 0
+    asked: set[int] = field(default_factory=set)
     _slow_from: int | None = None
 
     def __post_init__(self) -> None:

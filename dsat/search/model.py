@@ -124,9 +124,6 @@ class ModelSearch(Search):
         )
         self.speed = self._predictions.speed
         self._sizes = MicroBatches(space.micro_batches)
-        self._keys: list[tuple[int, int]] = []  # the same by lineage
-        self._lineage_of: dict[tuple[int, int], Lineage] = {}
-        self._asked: list[set[int]] = []  # positions of micro batches, by lineage
         self._running: dict[tuple[int, int], Points] = {}  # by lineage and micro batch
         self._openings = [0] * len(space.branches)  # first trials of each strategy
         self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
@@ -142,7 +139,7 @@ class ModelSearch(Search):
         branch = int(candidates.points.strategy[at])
         lineage = self._open(branch, int(candidates.index[at]))
         position = int(candidates.position[at])
-        self._asked[lineage.id].add(position)
+        lineage.asked.add(position)
         self._openings[branch] += branch in self._unopened()
         proposal = self._propose(lineage, position)
         self._running[lineage.id, proposal.micro_batch] = candidates.points.only(np.array([at]))
@@ -166,15 +163,8 @@ class ModelSearch(Search):
             return
         lineage = self._open(branch, 0)
         if micro_batch in self.space.micro_batches:
-            self._asked[lineage.id].add(lineage.position(micro_batch))
-            self._note_memory(branch, micro_batch, outcome)
-            lineage.record(
-                micro_batch,
-                outcome.kind,
-                outcome.value(self.objective),
-                self.objective,
-                smaller_may_run=outcome.smaller_may_run,
-            )
+            lineage.asked.add(lineage.position(micro_batch))
+            self._record(lineage, micro_batch, outcome)
         self._update(lineage, micro_batch, outcome)
 
     @in_one_thread
@@ -182,8 +172,8 @@ class ModelSearch(Search):
         lineage = next((each for each in self._lineages if each.settings == settings), None)
         if lineage is None:
             return None
-        branch, index = self._keys[lineage.id]
-        points = self._predictions.points(branch, np.array([index]), np.array([micro_batch]))
+        index, size = np.array([lineage.index]), np.array([micro_batch])
+        points = self._predictions.points(lineage.branch, index, size)
         return float(self._predictions.log_rate(points)[0])
 
     @property
@@ -217,31 +207,32 @@ class ModelSearch(Search):
     def _update(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
         """Update the models with the outcome of a trial."""
         self._next = None
-        branch, index = self._keys[lineage.id]
         if outcome.smaller_may_run:
             gas = self.space.accumulation(micro_batch, lineage.settings)
             self._starved.append((micro_batch, gas))
             if outcome.most_samples is not None:
                 self._starved.append((outcome.most_samples + 1, 1))
-        self._predictions.update(branch, index, micro_batch, outcome)
+        self._predictions.update(lineage.branch, lineage.index, micro_batch, outcome)
 
     def _open(self, branch: int, index: int) -> Lineage:
         """The lineage of a branch's settings number `index`."""
-        known = self._lineage_of.get((branch, index))
+        known = self._of(branch).get(index)
         if known is not None:
             return known
         lineage = Lineage(
             id=len(self._lineages),
             branch=branch,
+            index=index,
             settings=self._predictions.settings.of(branch, index),
             micro_batches=self.space.micro_batches,
             ceiling=self.space.micro_batches[-1],
         )
         self._lineages.append(lineage)
-        self._lineage_of[branch, index] = lineage
-        self._keys.append((branch, index))
-        self._asked.append(set())
         return lineage
+
+    def _of(self, branch: int) -> dict[int, Lineage]:
+        """The lineages of a branch, by the numbers of their settings."""
+        return {each.index: each for each in self._lineages if each.branch == branch}
 
     # -- what to try
 
@@ -249,7 +240,7 @@ class ModelSearch(Search):
         """Strategies without offloading whose first trial is to come, or failed for its size."""
         found = set()
         ran = self._predictions.branches_that_ran
-        running = {self._keys[lineage][0] for lineage, _ in self._running}
+        running = {self._lineages[lineage].branch for lineage, _ in self._running}
         for branch, strategy in enumerate(self.space.strategies):
             tries = self._openings[branch]
             if strategy.burden - (strategy.stage == 3) or branch in running:
@@ -341,53 +332,48 @@ class ModelSearch(Search):
             The configurations, the numbers of their settings, the positions of their micro batches
             and the logarithms of their chances; None if there is none.
         """
-        index, at = self._open_ones(branch, reference)
-        if not len(index):
-            return None
-        sizes = self.space.micro_batches
-        points = self._predictions.points(branch, index, np.array([sizes[each] for each in at]))
-        fits, sound = self._predictions.log_runs(branch, points, index)
-        for number in np.unique(index):
-            lineage = self._lineage_of.get((branch, int(number)))
-            if lineage is not None and lineage.lo:
-                fits[(index == number) & (points.micro_batch < sizes[lineage.lo - 1])] = 0.0
-        return points, index, at, fits + sound
-
-    def _open_ones(self, branch: int, reference: Points | None) -> tuple[Array, Array]:
-        """Numbers of settings and positions of micro batches of a branch that may be tried."""
-        predictions, sizes = self._predictions, self.space.micro_batches
-        best = predictions.best_settings(branch)
+        predictions, sizes, known = self._predictions, self.space.micro_batches, self._of(branch)
         closed = {
-            self._keys[lineage.id][1]
-            for lineage in self._lineages
-            if lineage.branch == branch
-            and (lineage.abandoned or len(self._asked[lineage.id]) > lineage.open_hi)
+            each.index
+            for each in known.values()
+            if each.abandoned or len(each.asked) > each.open_hi
         }
+        best = predictions.best_settings(branch)
         indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
         if not indexes:
-            return np.zeros(0, int), np.zeros(0, int)
-        edges = {index: predictions.edge(branch, index) for index in indexes}
+            return None
+        edges = {number: predictions.edge(branch, number) for number in indexes}
         near = [] if reference is None else [float(reference.micro_batch[0])]
         most = self._oom_limit(branch)
-        ends = [min(most, edges[indexes[0]]), min(most, max(edges.values()))]
+        ends = [min(most, edge) for edge in (edges[indexes[0]], max(edges.values()))]
         positions = self._sizes.positions(edges=ends, best=near)
-        found = []
-        for index in indexes:
-            lineage = self._lineage_of.get((branch, index))
-            asked: set[int] = set() if lineage is None else self._asked[lineage.id]
-            top = math.inf if lineage is None else (-1 if lineage.abandoned else lineage.open_hi)
-            largest = min(most, edges[index] if self._gated else math.inf)
+        found: list[list[int]] = []
+        for number in indexes:
+            lineage = known.get(number)
+            asked: set[int] = set() if lineage is None else lineage.asked
+            top = math.inf if lineage is None else lineage.open_hi
+            largest = min(most, edges[number] if self._gated else math.inf)
             found.append(
                 [
-                    at
-                    for at in positions
-                    if at <= top
-                    and sizes[at] <= largest
-                    and at not in asked
-                    and not (self._starved and self._lacks_data(branch, index, sizes[at]))
+                    each
+                    for each in positions
+                    if each <= top
+                    and sizes[each] <= largest
+                    and each not in asked
+                    and not (self._starved and self._lacks_data(branch, number, sizes[each]))
                 ]
             )
-        return np.repeat(indexes, [len(each) for each in found]), np.concatenate(found).astype(int)
+        if not any(found):
+            return None
+        at = np.concatenate(found).astype(int)
+        index = np.repeat(indexes, [len(each) for each in found])
+        points = predictions.points(branch, index, np.array([sizes[each] for each in at]))
+        fits, sound = predictions.log_runs(branch, points, index)
+        for lineage in known.values():
+            if lineage.lo:
+                ran = points.micro_batch < sizes[lineage.lo - 1]
+                fits[(index == lineage.index) & ran] = 0.0
+        return points, index, at, fits + sound
 
     def _lacks_data(self, branch: int, index: int, micro_batch: int) -> bool:
         gas = self.space.accumulation(micro_batch, self._predictions.settings.of(branch, index))

@@ -113,7 +113,7 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return the predicted logarithms of the objective, larger is better, (n,)."""
-        rates: Array = self.log_work(points) - self.speed.fit.mean(points)
+        rates: Array = self.log_work(points) - self.speed.fit.predict(points)[0]
         return rates
 
     def seconds(self, log_s: Array) -> Array | None:

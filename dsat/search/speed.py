@@ -195,10 +195,6 @@ class Fit:
         """Standard deviation of a measurement, as a fraction."""
         return math.hypot(min(self.run_sd, _RUN_SD), self.own_sd)
 
-    def mean(self, points: Points) -> Array:
-        """Return the mean of the natural logarithm of the seconds, (n,)."""
-        return Design(self.layout, points).predict(self.theta)[0]
-
     def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
 
