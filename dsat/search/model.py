@@ -28,7 +28,6 @@ _CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse th
 # Of a first trial: gains that justify the double cost, and that it fails, after which predictions
 # leave more room everywhere.
 _DOUBLING, _FAILURE = 0.01, 0.25
-_HOPE = 0.4  # standard deviations by which first trials may be better than expected
 _UNLIKELY = math.log(0.5)  # that it runs
 _MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
@@ -269,11 +268,8 @@ class ModelSearch(Search):
         elif first.any() and np.any(better := opened & self._cannot_wait(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
         elif first.any():
-            score = (
-                candidates.gain + _HOPE * candidates.sd - _FAILURE * (1 - np.exp(candidates.runs))
-            )
-            score = score - _DOUBLING * np.log2(candidates.cost)
-            score = np.where(first, score, -np.inf)
+            score = candidates.gain - _FAILURE * (1 - np.exp(candidates.runs))
+            score = np.where(first, score - _DOUBLING * np.log2(candidates.cost), -np.inf)
         else:
             score = worth + (_CAUTION - 1) * candidates.runs - np.log(candidates.cost)
         chance = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs

@@ -31,8 +31,7 @@ from dsat.values.zero_strategy import Strategy
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
 _OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
-KNOB_MEAN = 0.015  # defaults were chosen well: another value of a knob rather costs time
-KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
+_KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
 _SWITCH_SD = 0.1  # of the effect of a switch of the script on the whole step
 _RUN_SD = 0.01  # of measurements from run to run
 _PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of knobs
@@ -108,14 +107,12 @@ class Layout:
         terms = np.array([self.priors[name] for name in TERMS])
         count = len(self.strategies)
         others = np.repeat(
-            (_STRATEGY_SD, _GROWTH_SD, _REST_SD, KNOB_SD * knob_scale),
+            (_STRATEGY_SD, _GROWTH_SD, _REST_SD, _KNOB_SD * knob_scale),
             (count, count, _OCTAVES, self.num_values),
         )
         first = len(others) - self.num_values
         others[first:] = np.where(self.whole > 0, _SWITCH_SD, others[first:])
-        means = np.zeros(len(others))
-        means[first:] = KNOB_MEAN
-        return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
+        return np.append(terms[:, 0], np.zeros(len(others))), np.append(terms[:, 1], others)
 
 
 class Design:
@@ -315,8 +312,8 @@ def _scale(theta: Array, covariance: Array, ordinary: Array, scale: float) -> fl
         return scale
     first = len(theta) - len(ordinary)
     effects, variance = theta[first:][ordinary], np.diag(covariance)[first:][ordinary]
-    determined = np.clip(1 - variance / (KNOB_SD * scale) ** 2, 0.0, 1.0).sum()
-    total = _KNOB_WEIGHT + float(((effects / KNOB_SD) ** 2).sum())
+    determined = np.clip(1 - variance / (_KNOB_SD * scale) ** 2, 0.0, 1.0).sum()
+    total = _KNOB_WEIGHT + float(((effects / _KNOB_SD) ** 2).sum())
     return math.sqrt(total / (_KNOB_WEIGHT + float(determined)))
 
 
