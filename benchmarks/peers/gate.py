@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 from benchmarks.ledger import STAGES, Ledger, Workload
@@ -59,11 +60,15 @@ class Gated:
         ledger.run({**header.ds_config, **plan.own_batch.config()})
 
     def largest(self, settings: dict[str, Any]) -> int:
-        """The largest micro batch that is predicted to fit; 0 if none is."""
-        return int(min(self._forecast.largest(settings), self.space.micro_batches[-1]))
+        """The largest micro batch that is allowed and predicted to fit; 0 if none is."""
+        sizes = self.space.micro_batches
+        fitting = bisect.bisect_right(sizes, self._forecast.largest(settings))
+        return sizes[fitting - 1] if fitting else 0
 
     def run(self, settings: dict[str, Any], micro_batch: int) -> Outcome:
-        """Run a trial, and learn what it used."""
+        """Run a trial of the next smaller allowed micro batch, and learn what it used."""
+        sizes = self.space.micro_batches
+        micro_batch = sizes[max(0, bisect.bisect_right(sizes, micro_batch) - 1)]
         batch = self.space.batch(micro_batch, settings)
         outcome = self._ledger.run(self._ledger.table.config(settings, batch))
         self._forecast.learn(overrides_for(settings, batch), script_args_for(settings), outcome)

@@ -24,6 +24,7 @@ from dsat.values import student
 # With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in more
 # than half of all runs. They take 30 % of the search's time at most, but for the least.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
+_UNCLEAR = 7  # whatever they cost: three pairs and a run with the own batch, if two are not enough
 SHARE, MOST_COST = 0.25, 0.30
 SHORT_RUN, LEAST_RUN = 12, 8  # trials of a run; one pair in a short one, none in a shorter one
 _PAIR = 2
@@ -59,7 +60,7 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
     """
     room = min(reserved(max_trials, asked), max_trials - searched)
     if asked is None:
-        room = min(room, max(LEAST_TRIALS, int(MOST_COST / cost)))
+        room = min(room, max(_UNCLEAR, int(MOST_COST / cost)))
     return room if room >= _PAIR else 0
 
 

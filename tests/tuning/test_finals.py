@@ -57,7 +57,7 @@ def test_finals_keep_a_share_of_the_trials(max_trials: int, asked: int | None, k
 @pytest.mark.parametrize(
     ("searched", "asked", "cost", "trials"),
     [
-        *((38, None, 0.02, 12), (38, None, 0.03, 10), (14, None, 0.07, 5)),
+        *((38, None, 0.02, 12), (38, None, 0.03, 10), (14, None, 0.07, 7)),
         *((45, None, 0.02, 5), (49, None, 0.02, 0), (14, 20, 0.07, 20)),
     ],
 )
