@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak clean
+.PHONY: setup demo lint quick browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak clean
 
 setup: $(VENV)/.installed
 
@@ -53,9 +53,12 @@ browser:
 
 # Trials find DeepSpeed's operator compiled: beside other tests that takes longer than they may. It
 # is compiled anew by another ninja than theirs.
-test: lint
+operator: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(PY) -c "from deepspeed.ops.op_builder import cpu; \
 		cpu.ShareMemCommBuilder().load(verbose=False)"
+
+test:
+	$(MAKE) --jobs 2 lint operator
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster and not nightly'
 
 # What takes longer than a change can wait for: browsers, the site, attacks, clusters, fresh versions.

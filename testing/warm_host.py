@@ -80,7 +80,8 @@ def serve(address: str) -> None:
     """Forks supervisors until the standard input ends; then removes the folder of its socket."""
     from dsat.engines.local.supervisors import WARM_MODULES
 
-    for name in (*WARM_MODULES, "dsat.in_trial.simulation.borrowed_model"):
+    # As after a first trial of a Trainer script: each would take seconds for it.
+    for name in (*WARM_MODULES, "dsat.in_trial.simulation.borrowed_model", "transformers.trainer"):
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

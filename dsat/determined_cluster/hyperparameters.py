@@ -29,8 +29,8 @@ def declared(plan: Plan) -> dict[str, Any]:
         "strategy": _categorical({strategy.name for strategy in strategies}),
         "stage": _categorical({strategy.stage for strategy in strategies}),
         "micro_batch": _integer(sizes),
-        "gradient_accumulation": _integer(
-            {1, plan.own_batch.gas, *(space.batch(s, each).gas for s in sizes for each in settings)}
+        "gradient_accumulation": _integer(  # the smallest micro batch has the most
+            {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
         ),
     }
 

@@ -44,6 +44,7 @@ def test_deepspeeds_launcher_can_find_it() -> None:
     assert entry.load() is autotuner.run_autotuning
 
 
+@pytest.mark.nightly
 def test_deepspeeds_launcher_tunes_with_dsat(tmp_path: Path) -> None:
     place = tmp_path / "plain"
     shutil.copytree(ROOT / "examples" / "plain", place)

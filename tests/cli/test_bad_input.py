@@ -136,7 +136,13 @@ BY_DEEPSPEED: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.slow  # imports DeepSpeed
-@pytest.mark.parametrize("case", BY_DEEPSPEED)
+@pytest.mark.parametrize(
+    "case",  # all problems, asked in one process: tests/in_trial/test_config_check.py
+    [
+        pytest.param(case, marks=pytest.mark.nightly if number else [])
+        for number, case in enumerate(BY_DEEPSPEED)
+    ],
+)
 def test_settings_that_deepspeed_refuses(
     folder: Folder, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

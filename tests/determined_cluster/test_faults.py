@@ -157,6 +157,7 @@ def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
         assert there.master.wait_ended(SEARCH) == "STATE_ERROR"
 
 
+@pytest.mark.nightly
 def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
     with cluster(tmp_path, poll_s=60.0) as there:
         slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})

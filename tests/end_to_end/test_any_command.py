@@ -77,7 +77,7 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
         "num_processes: 1  # one\n"
     )
     options = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1"
-    options += " --max-micro-batch 16 --run-dir run"
+    options += " --max-micro-batch 16 --run-dir run --start-profile-step 2 --end-profile-step 3"
     command = "accelerate launch --config_file accelerate.yaml train.py"
     found(place, options, [*command.split(), "--per_device_train_batch_size", "4"])
     run = run_of(place / "run")

@@ -85,7 +85,7 @@ def test_the_full_length_run_uses_it_too(single: Bench) -> None:
     }
 
 
-@pytest.mark.parametrize("way", ["dict", "positional"])
+@pytest.mark.parametrize("way", [pytest.param("dict", marks=pytest.mark.nightly), "positional"])
 def test_a_first_run_learns_it_and_measures_it(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

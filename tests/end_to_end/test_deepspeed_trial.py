@@ -139,7 +139,11 @@ def test_a_worse_model_makes_no_checkpoint(single: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [({"epochs": 2}, "BBBBVBBBBV"), ({"records": 12}, "BBBV"), ({"batches": 5}, "BBBBVBV")],
+    [
+        ({"epochs": 2}, "BBBBVBBBBV"),
+        pytest.param({"records": 12}, "BBBV", marks=pytest.mark.nightly),
+        pytest.param({"batches": 5}, "BBBBVBV", marks=pytest.mark.nightly),
+    ],
 )
 def test_units_of_the_length(single: Bench, length: dict[str, int], expected: str) -> None:
     folder = train(

@@ -51,23 +51,13 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE, re.S | re.M)
 
 
-def test_what_fits_is_launched(folder: Path) -> None:
-    [shown] = [block for block in blocks("console") if "--fits" in block]
-    line, *said = shown.splitlines()[1:]
-    done = shell(folder, line.removeprefix("$ "))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-len(said) :] == said
-
-
 def test_what_does_not_fit_is_not_launched(folder: Path) -> None:
     own = SCRIPT.replace("ds_config.json", "stage0.json")
-    done = shell(folder, f"dsat estimate --fits 4x150MiB {own} && echo launch")
-    assert done.returncode == 0 and done.stdout.endswith("launch\n"), done
-    done = shell(folder, f"dsat estimate --fits 4x120MiB {own} && echo launch")
-    assert done.returncode == 1 and "launch" not in done.stdout
-    assert "does not fit 4 x 120.0 MiB" in done.stdout
-    told = json.loads(shell(folder, f"dsat estimate --json --fits 4x120MiB {own}").stdout)
+    done = shell(folder, f"dsat estimate --json --fits 4x120MiB {own} && echo launch")
+    assert done.returncode == 1, done
+    told = json.loads(done.stdout)
     assert told["fits"] is False and told["largest"] < 2
+    assert 114 * 2**20 < told["needed_bytes"] < 142 * 2**20, "4x150MiB would do"
     assert told["batch"] == {"train_batch_size": 8, "micro_batch": 2, "gas": 1}
 
 

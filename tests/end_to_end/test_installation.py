@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "testing" / "programs"
 QUICK = "--max-trials 2 --slot-memory 400MiB --metric throughput".split()
 QUICK += "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
-QUICK += ["--memory-model", "formula"]
+QUICK += ["--memory-model", "formula", "--finals", "0"]
 
 
 _FINDER = """

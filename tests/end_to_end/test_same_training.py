@@ -77,8 +77,9 @@ def _apart(one: float | None, other: float | None) -> float:
     return abs(one - other) / abs(one)
 
 
-@pytest.mark.parametrize("parameter", ["embedding.weight", "norm.bias", "head.bias"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("parameter", "stage"), [("embedding.weight", 1), ("norm.bias", 0), ("head.bias", 1)]
+)
 def test_an_optimizer_that_drops_one_gradient(alone: Trainings, parameter: str, stage: int) -> None:
     found = alone.compare(f"forgets {parameter}", stage=stage)
     assert found.differs, found

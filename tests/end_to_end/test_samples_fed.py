@@ -77,7 +77,7 @@ def samples_per_s(folder: Path, run: Run) -> tuple[float, float]:
 
 
 def test_no_micro_batch_is_larger_than_the_data(tmp_path: Path) -> None:
-    run, _ = tuned(tmp_path, "-mt", "6", every=1)
+    run, _ = tuned(tmp_path, "-mt", "5", every=1)
     sizes = [trial.batch.micro_batch for trial in run.trials.values()]
     assert SAMPLES / 4 <= max(sizes) <= SAMPLES, "its data loader tells how many there are"
     assert {outcome.kind for outcome in run.outcomes.values()} == {OutcomeKind.OK}

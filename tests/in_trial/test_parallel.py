@@ -46,8 +46,14 @@ def alone(bench: Bench) -> Outcome:
     return trained(bench, DATA_ONLY, 1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared", [TENSOR, SEQUENCE])
+@pytest.mark.parametrize(
+    ("shared", "stage"),
+    [
+        pytest.param(shared, stage, marks=[] if stage % 2 else pytest.mark.nightly)
+        for shared in (TENSOR, SEQUENCE)
+        for stage in range(4)
+    ],
+)
 def test_losses_and_counts_are_those_of_data_parallelism(
     bench: Bench, alone: Outcome, shared: Parallelism, stage: int
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     done = _search(
         tmp_path / "run",
         warm_command.words(imported),
-        *("--max-trials", "5", "--zero-stages", "1", "2"),
+        *("--max-trials", "5", "--zero-stages", "1", "2", "--finals", "0"),
     )
     assert done.returncode == 0, done.stderr
     assert "predicted by formula" not in done.stdout + done.stderr

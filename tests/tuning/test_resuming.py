@@ -30,9 +30,8 @@ from testing.tuners import ONE_LINEAGE, begun, events_of, tuner_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("slots", "twins"), [(1, False), (3, True)])
 @pytest.mark.parametrize("method", SEARCHES)
-@pytest.mark.parametrize("twins", [False, True])
 def test_a_run_cut_off_after_any_event_continues_as_if_it_were_not(
     method: str, slots: int, twins: bool
 ) -> None:

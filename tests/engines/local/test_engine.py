@@ -323,13 +323,8 @@ def test_close_ends_everything(tmp_path: Path) -> None:
     assert buffers_of(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "cold"),
-    [
-        (signal.SIGKILL, True),
-        pytest.param(signal.SIGSEGV, False, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly  # a command that is killed: tests/end_to_end/test_command.py
+@pytest.mark.parametrize(("number", "cold"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
 def test_the_engines_process_may_be_killed(
     tmp_path: Path, number: signal.Signals, cold: bool
 ) -> None:
@@ -555,6 +550,7 @@ def test_a_trials_folder(pair: Bench) -> None:
     assert set(pair.read(trial, "stdout.log").splitlines()) >= {"rank 0 runs", "rank 1 runs"}
 
 
+@pytest.mark.nightly  # two ranks that import all: tests/end_to_end/test_conditions.py has one
 def test_cmd_txt_can_be_pasted_into_a_shell(pair: Bench) -> None:
     trial = pair.trial()
     first = pair.run(trial)

@@ -214,6 +214,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\n"

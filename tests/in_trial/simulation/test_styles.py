@@ -23,15 +23,14 @@ def style(name: str) -> Style:
 null_cuda = needs("torch", "2.11", "the null CUDA is made of headers of CUDA 13")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "on_device"),
     [
-        pytest.param("the same, stage 3", False, marks=pytest.mark.nightly),
-        pytest.param("vision and language", False, marks=pytest.mark.nightly),
-        pytest.param("packed sequences", True, marks=[pytest.mark.nightly, null_cuda]),
-        pytest.param(
-            "torch_autocast section, stage 3", True, marks=[pytest.mark.nightly, null_cuda]
-        ),
+        ("the same, stage 3", False),
+        ("vision and language", False),
+        pytest.param("packed sequences", True, marks=null_cuda),
+        pytest.param("torch_autocast section, stage 3", True, marks=null_cuda),
         pytest.param("Lightning's DeepSpeedStrategy", True, marks=null_cuda),
     ],
 )
