@@ -22,7 +22,8 @@ def declared(plan: Plan) -> dict[str, Any]:
     """Return types and ranges, as an experiment's configuration declares them."""
     space = make_space(plan)
     strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
-    sizes = {plan.own_batch.micro_batch, *space.micro_batches}
+    allowed = space.micro_batches  # ascending, perhaps a million
+    sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
     listed = [values for branch in space.branches for key, values in branch.knobs if key == GAS]
     settings = [{GAS: gas} for values in listed for gas in values] or [{}]
     return {

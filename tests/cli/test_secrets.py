@@ -86,6 +86,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_is_shown_has_no_secret(
     run_dir: Path,
     tmp_path: Path,

@@ -98,6 +98,7 @@ class Layer(torch.nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_dynamo_itself_is_seen() -> None:
     layer = Layer(4, 4)
     layer.compile(backend="eager")

@@ -81,6 +81,7 @@ def test_a_script_without_arguments_cannot_have_them_set() -> None:
     assert {name: s.values for name, s in plain.found.items()} == {"torch_compile": (False, True)}
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_switched() -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers.PreTrainedModel, "set_attn_implementation"):

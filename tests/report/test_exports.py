@@ -44,6 +44,7 @@ def compared(run: Run) -> list[Trial]:
     return [t for t in run.trials.values() if t.id in run.outcomes and t.kind.value != "profile"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["csv", "parquet"])
 def test_a_table_is_read_by_pandas(run: Run, tmp_path: Path, to: str) -> None:
     import pandas

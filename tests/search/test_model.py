@@ -61,6 +61,7 @@ def test_it_begins_with_each_strategy_near_the_end_of_memory() -> None:
     assert all(32 <= p.micro_batch <= 40 for p in first)
 
 
+@pytest.mark.slow
 def test_it_knows_the_users_own_configuration() -> None:
     search = model_of(space_of(1), ceiling=40)
     search.learn(0, 8, ran(70.0))

@@ -203,6 +203,7 @@ def _tune(path: Path, plan: Plan) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fast_disk")
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
 def test_a_run_continues_from_any_line_of_its_journal(path: Path, method: str) -> None:
@@ -264,6 +265,7 @@ def test_a_journal_without_fields_that_came_later_is_read() -> None:
     assert "all 12 trials are done" in summary.markdown(RunView.of(run), "train")
 
 
+@pytest.mark.slow
 def test_a_run_of_the_last_version_is_resumed_from_any_event() -> None:
     events = read_events(JOURNALS / "before_moves.jsonl")
     plan = plan_of("asha", max_trials=12)

@@ -218,6 +218,7 @@ accelerators.answer_to(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_look_at_devices_does_not_wait_for_one_that_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +249,7 @@ supervisor.Supervisor().run()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
     """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
     process = subprocess.Popen(

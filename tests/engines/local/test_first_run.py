@@ -137,6 +137,7 @@ def test_what_is_not_one_training_on_one_machine_is_refused(
     assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

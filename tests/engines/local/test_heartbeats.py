@@ -124,6 +124,7 @@ def until_lost(talk: Supervisors, host: int, limit_s: float = 10.0) -> str:
     raise AssertionError(f"host {host} was not lost within {limit_s:g} s")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
     talk = Supervisors(made_up(ANSWERS, FALLS_SILENT, ANSWERS), tmp_path, env={})
@@ -149,6 +150,7 @@ def test_a_supervisor_that_dies_within_a_line_is_lost(tmp_path: Path) -> None:
         talk.close()
 
 
+@pytest.mark.slow
 def test_a_trial_launched_on_a_host_that_was_just_lost_runs_on_another(tmp_path: Path) -> None:
     reads = ANSWERS.replace('"text": None', '"text": open(asked.get("file", "/dev/null")).read()')
     reads = reads.replace("    op =", "    asked = json.loads(line)\n    op =")
@@ -283,6 +285,7 @@ def supervisor() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_cut_off_ends_with_its_trials(
     tmp_path: Path, supervisor: subprocess.Popen[str]
 ) -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 from typing import Any
 
 from dsat.engines.local import warm_up
@@ -43,6 +45,7 @@ def warmed(folder: Path, code: str, **environment: str) -> tuple[dict[str, Any],
     return json.loads(found.stdout), found.stderr
 
 
+@pytest.mark.slow
 def test_an_import_that_starts_a_thread_forbids_to_fork(tmp_path: Path) -> None:
     answer, _ = warmed(tmp_path, STARTS_A_THREAD)
     assert (answer["ok"], answer["reason"]) == (False, "an import started threads")
