@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typing import Any
 
 from dsat.engines.local import warm_up
 from testing.local import is_alive, wait_until
