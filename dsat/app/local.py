@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
@@ -85,12 +84,7 @@ class LocalSearch:
     def __enter__(self) -> LocalSearch:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._engine is not None:
                 self._engine.close()

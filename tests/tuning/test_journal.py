@@ -206,12 +206,12 @@ def _tune(path: Path, plan: Plan) -> bytes:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fast_disk")
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
-def test_a_run_continues_from_any_line_of_its_journal(path: Path, method: str) -> None:
+def test_a_run_continues_from_lines_of_its_journal(path: Path, method: str) -> None:
     plan = plan_of(method, max_trials=9)
     whole = _tune(path, plan)
     ends = [0, *(n + 1 for n, byte in enumerate(whole) if byte == ord("\n"))]
     assert len(ends) > 15
-    for begin, end in zip(ends, [*ends[1:], len(whole)], strict=True):
+    for begin, end in list(zip(ends, [*ends[1:], len(whole)], strict=True))[::3]:
         # Torn in the middle of the next line, as by a kill.
         path.write_bytes(whole[: (begin + end) // 2])
         assert _tune(path, plan) == whole
@@ -270,7 +270,7 @@ def test_a_run_of_the_last_version_is_resumed_from_any_event() -> None:
     events = read_events(JOURNALS / "before_moves.jsonl")
     plan = plan_of("asha", max_trials=12)
     ids = [event["trial"]["id"] for event in events if event["event"] == "proposed"]
-    for count in range(1, len(events) + 1):
+    for count in (*range(1, len(events), 5), len(events)):
         journal = MemoryJournal(events[:count])
         tuner = Tuner(plan, journal, events=events[:count], clock=FakeClock())
         drive(tuner, World(), slots=2)
