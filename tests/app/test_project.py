@@ -14,6 +14,7 @@ from dsat.cli.main import main
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import SIMULATED
+from testing import warm_command, warm_host
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,11 @@ CONFIG = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+
+
+@pytest.fixture(autouse=True)
+def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dsat.app.estimate import simulated
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.config_facts import Decoder, Formula
+from testing import warm_command, warm_host
 
 LLAMA: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,8 +77,12 @@ def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
     ],
 )
 def test_activations_are_those_of_the_simulation(
-    config: Mapping[str, Any], options: dict[str, Any], tmp_path: Path
+    config: Mapping[str, Any],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EstimateSettings(hf_config=str(tmp_path), seq_length=512, **options)
     with simulated(settings) as (_, base, simulator):
