@@ -33,10 +33,10 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "latest").write_text("global_step9999")
     before = snapshot(folder)
-    words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --finals 0".split()
+    words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --max-micro-batch 8".split()
     script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
     told = subprocess.run(
-        [*warm_command.words(), *words, *FAST, "--", *script],
+        [*warm_command.words(), *words, *FAST, "--finals", "0", "--", *script],
         cwd=folder,
         capture_output=True,
         text=True,
