@@ -160,7 +160,7 @@ def default(path: str) -> Any:
 
 
 def _of_parallelism(path: str) -> int:
-    """Return the size of what DeepSpeed does not divide: 1, where it can divide at all."""
+    """Return the default size of a parallelism, where this DeepSpeed supports it: 1."""
     package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
     if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:
         raise KeyError(path)

@@ -147,7 +147,7 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
-    """Return what differences of losses are compared with at least."""
+    """Return the smallest scale that differences of losses are compared with."""
     losses = [loss for curve in curves for loss in curve.values()]
     usual = statistics.median(map(abs, losses))
     return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0
