@@ -100,7 +100,7 @@ class Forecast:
             self._ran[shape.strategy] = max(micro_batch, self._ran.get(shape.strategy, 0))
 
     def _shapes_of(self, settings: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
-        """Return the shapes with the most and with the fewest accumulation steps."""
+        """Return the shapes with the most accumulation steps and, if they differ, the fewest."""
         key = repr(settings)  # a search asks for thousands of them at each decision
         found = self._shapes.get(key)
         if found is None:
