@@ -137,11 +137,11 @@ def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Pa
 
 
 def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
-    options = ["--slots", 2, "--max-trials", 4, "--train-batch-size", 48]
+    options = ["--slots", 2, "--max-trials", 6, "--train-batch-size", 48]
     options += ["--zero-stages", 0, 1, 2, 3]
     run_dir, _ = tune(tmp_path, "hf_trainer", "random", *options)
     ran = check_what_the_models_saw(run_dir)
-    assert len(ran) == 4
+    assert len(ran) == 6
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
