@@ -146,7 +146,8 @@ def tuned(name: str, folder: Path) -> str:
     wanted = f"{framework.micro_batch}: {run.best.batch.micro_batch}  # what fits"
     if wanted not in copy or "best_ds_config.json" not in copy:
         return f"the copy of its file is {copy}"
-    line = told.stdout.rpartition("Train with it: ")[2].strip()
+    said = (folder / "run" / "summary.md").read_text().partition("Train with it: `")[2]
+    line = said.partition("`")[0]
     trained = _run(["bash", "-c", line], Path.home(), env)
     if trained.returncode or "train_runtime" not in trained.stdout + trained.stderr:
         return f"{line}\nended with {trained.returncode}: {trained.stderr.strip()[-600:]}"
