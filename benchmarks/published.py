@@ -25,6 +25,7 @@ from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.simulation_client import Simulator
 
 FOLDER = Path(__file__).parent / "programs" / "published"
+_MODELS = Path(__file__).parent / "models"
 _GIB = 2**30
 _TIMEOUT_S = 600.0
 BAR = 0.03
@@ -66,8 +67,8 @@ class Row:
 def _simulated(
     words: Sequence[str], config: Mapping[str, Any], slots: int, micro_batch: int
 ) -> MemoryEstimate:
-    batch = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
-    whole = {**config, **batch}
+    micro = {"train_micro_batch_size_per_gpu": micro_batch}
+    whole = {"gradient_accumulation_steps": 1, **config, **micro}
     user = experiment.of_command(list(words), "published", FOLDER, whole, "the row")
     source = Source(user, entrypoint.parse(list(words), FOLDER))
     with (
@@ -113,6 +114,20 @@ _KEPT_WEIGHTS: Mapping[str, Any] = {"zero_optimization": {"memory_efficient_line
 _OLDER = "with `memory_efficient_linear: false`, as DeepSpeed then was without zero.Init"
 _LARGE = _post_norm(4096, 32, 32, 50257)
 _SMALL = _post_norm(1024, 12, 16, 50000)
+_ULYSSES = "huggingface.co/blog/ulysses-sp, Qwen3-4B, "
+_NOT_OFFLOADED = (
+    "optimizer states on the cards: the post says on the host, but its row of one card has 16 bytes "
+    "for each parameter"
+)
+
+
+def _recomputed(model: str, tokens: int) -> list[str]:
+    """Return the words that train a model of a configuration on sequences of so many tokens."""
+    words = ["python3", "-m", "dsat.in_trial.simulation.config_program", "--gradient-checkpointing"]
+    words += ["--deepspeed_config=ds_config.json", f"--hf-config={_MODELS / model}"]
+    return [*words, f"--seq-length={tokens}"]
+
+
 _LAYERS = 36  # of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
 _ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
 ROWS = (
@@ -141,6 +156,30 @@ ROWS = (
             ("254 M, all in bf16", _ALL_BF16, 1, 5.73, _SMALL, 4),
             ("254 M", _STAGE_3, 4, 3.57, _SMALL, 4),
             ("254 M, all in bf16", _ALL_BF16, 4, 4.44, _SMALL, 4),
+        )
+    ),
+    *(
+        Row(
+            f"{_ULYSSES}{tokens} tokens",
+            "peak",
+            {
+                "bf16": {"enabled": True},
+                "optimizer": _ADAMW,
+                "zero_optimization": {"stage": 3},
+                "sequence_parallel_size": slots,
+                "gradient_accumulation_steps": 8,
+            },
+            slots,
+            gib,
+            _recomputed("qwen3-4b.json", tokens),
+            note=_NOT_OFFLOADED,
+        )
+        for tokens, slots, gib in (
+            (8192, 1, 76.4),
+            (8192, 4, 23.4),
+            (32768, 4, 35.0),
+            (65536, 4, 50.5),
+            (98304, 4, 66.0),
         )
     ),
     Row(

@@ -16,6 +16,7 @@ from dsat.app import keywords, local, past_runs, train_command
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
+from dsat.app.longest import longest as _longest
 from dsat.app.memory_tables import Estimate
 from dsat.app.prepare import Prepared, prepared
 from dsat.app.project import project as _project
@@ -26,6 +27,7 @@ from dsat.errors import DsatError, SearchFailed
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
+from dsat.report.longest_sequence import LongestSequences
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.search import SEARCHES, Search
@@ -211,7 +213,7 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
 
 def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate:
+) -> Estimate | LongestSequences:
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
@@ -220,14 +222,15 @@ def estimate(
         options: see below.
 
     Returns:
-        The table: `lines`, each with its `strategy`, `slots` and memory; `str` of it is what
-        `dsat estimate` prints.
+        The table: `lines`, each with its `strategy`, `slots` and memory; with `longest_sequence`
+        the `longest` of each strategy instead. `str` of it is what `dsat estimate` prints.
 
     Raises:
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _estimate(keywords.model_settings(EstimateSettings, target, model_dir, options))
+    settings = keywords.model_settings(EstimateSettings, target, model_dir, options)
+    return _longest(settings) if settings.longest_sequence else _estimate(settings)
 
 
 def project(

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import fewest_cards, installed_deepspeed, longest, packages
+from dsat.app import fewest_cards, installed_deepspeed, packages
 from dsat.app import source as sources
 from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
@@ -166,18 +166,8 @@ def tables(
     """
     facts = simulator.facts(base)
     is_formula = isinstance(simulator, Formula)
-    exact = not is_formula and (settings.exact or _needs_simulation(base))
+    exact = not is_formula and (settings.exact or needs_simulation(base))
     missing = hf_config.missing_packages() if is_formula else ()
-    if settings.longest_sequence:
-        rows = longest.rows(
-            simulator,
-            partial(configuration, base),
-            ladder(base),
-            settings.slot_counts,
-            settings.slot_memories,
-            exact=exact,
-        )
-        return Estimate(name, facts, (), (), missing, rows)
     found, basis = lines(
         base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
     )
@@ -206,7 +196,7 @@ def _by_formula(
 ) -> tuple[str, dict[str, Any], Simulator | Formula]:
     """Return the name of a model, its DeepSpeed configuration and the formula for it."""
     name, base = _name_of(path), _config_of(settings, path)
-    if settings.exact or _needs_simulation(base):
+    if settings.exact or needs_simulation(base):
         check_packages("--exact" if settings.exact else "optimizer.type")
     return name, base, Formula(read_mapping(path), settings, str(path))
 
@@ -247,7 +237,7 @@ def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
     return Source(experiment, program)
 
 
-def _needs_simulation(config: Mapping[str, Any]) -> bool:
+def needs_simulation(config: Mapping[str, Any]) -> bool:
     """Tell optimizers that the closed form, which is Adam's, does not cover."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
     return not kind.lower().endswith(("adam", "adamw"))
@@ -287,7 +277,7 @@ def lines(
     else:
         estimates = [
             closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)
-            for config, micro_batch, slots, _ in questions
+            for config, micro_batch, slots, *_ in questions
         ]
     anchors = [
         Anchor(asked.config, 1, estimate, asked.slots)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from dsat.app import estimate as estimates
+from dsat.app.project import Projector, Traced
 from dsat.errors import UserInputError
+from dsat.inputs import cards
+from dsat.inputs.cards import Card
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import Formula
-from dsat.memory.estimate import CLOSED_FORM, SIMULATED
+from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import Question, Simulator
-from dsat.report import format as fmt
-from dsat.report.table import Table
+from dsat.report.longest_sequence import Longest, LongestSequences
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 
@@ -26,49 +31,60 @@ Configuration = Callable[[Strategy, int, Parallelism], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Longest:
-    """The longest sequence on a number of slots with a strategy.
+class Grid:
+    """The rows that are asked for: every combination of these.
 
     Attributes:
-        memory_bytes: of a slot.
-        parallelism: with which it is longest; the one that divides least among equals.
-        tokens: 0 if not even a short one fits.
-        host_bytes: of the host's memory, for each slot.
-        source: `SIMULATED` at about this length, or `CLOSED_FORM`.
-        note: why it was not simulated, if it was to be.
+        configuration: the DeepSpeed configuration of a strategy on slots that are divided so.
+        slot_memories: memory of a slot, in bytes.
+        switches: of the model, in place of the script's own.
     """
 
-    slots: int
-    strategy: Strategy
-    memory_bytes: int
-    parallelism: Parallelism
-    tokens: int
-    host_bytes: int
-    source: str = CLOSED_FORM
-    note: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "strategy": self.strategy.name,
-            "parallelism": vars(self.parallelism),
-        }
+    configuration: Configuration
+    strategies: Sequence[Strategy]
+    slot_counts: Sequence[int]
+    slot_memories: Sequence[int]
+    switches: Sequence[Mapping[str, Any]] = ({},)
 
 
-def rows(
-    simulator: Simulator | Formula,
-    configuration: Configuration,
-    strategies: Sequence[Strategy],
-    slot_counts: Sequence[int],
-    slot_memories: Sequence[int],
-    *,
-    exact: bool,
-) -> list[Longest]:
-    """Return a row for every number of slots, strategy and memory of a slot.
+def longest(settings: EstimateSettings) -> LongestSequences:
+    """Answer `dsat estimate --longest-sequence`.
+
+    Raises:
+        UserInputError: something of the settings or the files is wrong, or the samples are no
+            sequences of tokens.
+        DsatError: the script cannot be simulated.
+    """
+    card = None if settings.card is None else cards.find(settings.card)
+    names = list(settings.switches)
+    with estimates.simulated(settings) as (name, base, simulator):
+        is_formula = isinstance(simulator, Formula)
+        if is_formula and (card or names):
+            estimates.check_packages("--card" if card else "--switch")
+        exact = settings.exact or estimates.needs_simulation(base) or bool(card or names)
+        grid = Grid(
+            partial(estimates.configuration, base),
+            estimates.ladder(base),
+            settings.slot_counts,
+            settings.slot_memories if card is None else (card.memory_bytes,),
+            [
+                dict(zip(names, values, strict=True))
+                for values in itertools.product(*settings.switches.values())
+            ],
+        )
+        found = rows(simulator, grid, exact=exact and not is_formula)
+        if card is not None:
+            assert isinstance(simulator, Simulator)
+            found = [_timed(row, grid, simulator, card) for row in found]
+    return LongestSequences(name, found, "" if card is None else card.name)
+
+
+def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Longest]:
+    """Return a row for every number of slots, strategy, combination of switches and memory.
 
     Args:
         simulator: of the script, whose samples must be sequences of tokens.
-        configuration: the DeepSpeed configuration of a strategy on slots that are divided so.
+        grid: what is asked for.
         exact: simulate each row at its length.
 
     Raises:
@@ -81,19 +97,31 @@ def rows(
             "of two dimensions",
             where="--longest-sequence",
         )
-    facts = simulator.facts(configuration(strategies[0], 1, Parallelism()), unit_tokens=UNIT_TOKENS)
+    any_config = grid.configuration(grid.strategies[0], 1, Parallelism())
+    facts = [_facts(simulator, any_config, switches) for switches in grid.switches]
     found = []
-    for slots, strategy in itertools.product(slot_counts, strategies):
+    for slots, strategy in itertools.product(grid.slot_counts, grid.strategies):
         configs = {
-            shared: configuration(strategy, slots, shared)
+            shared: grid.configuration(strategy, slots, shared)
             for shared in _divisions(slots, simulator.attention_heads)
         }
-        for size in slot_memories:
-            best = _by_formula(facts, configs, Longest(slots, strategy, size, Parallelism(), 0, 0))
+        for (of_model, switches), size in itertools.product(
+            zip(facts, grid.switches, strict=True), grid.slot_memories
+        ):
+            row = Longest(slots, strategy, size, Parallelism(), 0, 0, switches=switches)
+            best = _by_formula(of_model, configs, row)
             if exact and best.tokens:
-                best = _simulated(facts, configs[best.parallelism], best, simulator)
+                best = _simulated(of_model, configs[best.parallelism], best, simulator)
             found.append(best)
     return found
+
+
+def _facts(
+    simulator: Simulator | Formula, config: Mapping[str, Any], switches: Mapping[str, Any]
+) -> ModelFacts:
+    if isinstance(simulator, Simulator):
+        return simulator.facts(config, switches, unit_tokens=UNIT_TOKENS)
+    return simulator.facts(config, unit_tokens=UNIT_TOKENS)
 
 
 def _divisions(slots: int, heads: int) -> Iterator[Parallelism]:
@@ -118,7 +146,7 @@ def _simulated(
     facts: ModelFacts, config: Mapping[str, Any], row: Longest, simulator: Simulator | Formula
 ) -> Longest:
     """Return a row corrected by a simulation at its length."""
-    question = Question(config, 1, row.slots, row.tokens)
+    question = Question(config, 1, row.slots, row.tokens, row.switches)
     [estimate] = simulator.estimates([question])
     if estimate.source != SIMULATED:
         return replace(row, note=estimate.note)
@@ -134,43 +162,18 @@ def _with(basis: Basis, config: Mapping[str, Any], row: Longest) -> Longest:
     return replace(row, tokens=tokens, host_bytes=round(shape.host_bytes))
 
 
-def text(found: Sequence[Longest]) -> list[str]:
-    """Lay out tables for people, one for each number of slots."""
-    lines = []
-    for slots, group in itertools.groupby(found, key=lambda each: each.slots):
-        lines += ["", f"{slots} slot{'s' if slots > 1 else ''}:", "", *_of_slots(list(group))]
-    for note in dict.fromkeys(each.note for each in found if each.note):
-        lines += ["", f"By formula where it could not be simulated: {note}"]
-    sources = " and ".join(dict.fromkeys(row.source for row in found))
-    return [
-        *lines[1:],
-        "",
-        "sp: slots that divide each sequence (Ulysses); tp: that divide each layer (AutoTP). "
-        f"Source: {sources}. 5 % are left free; the device's context and the communication library "
-        "come on top.",
-    ]
-
-
-def _of_slots(found: Sequence[Longest]) -> list[str]:
-    sizes = list(dict.fromkeys(each.memory_bytes for each in found))
-    heads = ["strategy", *(f"tokens on {fmt.memory(size)}" for size in sizes), "host per slot"]
-    cells = []
-    for strategy, group in itertools.groupby(found, key=lambda each: each.strategy):
-        of_strategy = list(group)
-        most = max(each.host_bytes for each in of_strategy)
-        cells.append(
-            [
-                strategy.label,
-                *(_length(each) for each in of_strategy),
-                fmt.memory(most) if most else "-",
-            ]
-        )
-    return Table(heads, cells, numbers=heads[1:]).markdown()
-
-
-def _length(row: Longest) -> str:
-    if not row.tokens:
-        return "-"
-    sizes = row.parallelism
-    named = (("tp", sizes.tensor), ("sp", sizes.sequence))
-    return f"{row.tokens:,}" + "".join(f" {name}{size}" for name, size in named if size > 1)
+def _timed(row: Longest, grid: Grid, simulator: Simulator, card: Card) -> Longest:
+    """Return a row with its speed, by traces of a step and of the model at its length."""
+    if not row.tokens or row.source != SIMULATED:
+        return row
+    config = grid.configuration(row.strategy, row.slots, row.parallelism)
+    question = Question(config, 1, row.slots, row.tokens, row.switches)
+    [answer] = simulator.traces([question])
+    if isinstance(answer, str):
+        return replace(row, note=answer)
+    estimate, step = answer
+    facts, model = simulator.traced_facts(config, sequence_length=row.tokens, switches=row.switches)
+    anchor = Anchor(config, 1, estimate, row.slots)
+    traced = Traced(config, facts, model, {row.strategy: (step, anchor)}, {}, row.tokens)
+    speed = Projector(traced, card, None).row(row.strategy, row.slots, 1)
+    return replace(row, speed=speed)

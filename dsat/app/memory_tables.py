@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.app import fewest_cards, longest
+from dsat.app import fewest_cards
 from dsat.app.fewest_cards import Choice
-from dsat.app.longest import Longest
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE
 from dsat.memory.estimate import MemoryEstimate
@@ -54,7 +53,6 @@ class Estimate:
         lines: one for every strategy and number of slots.
         cards: the fewest cards of each usual size.
         missing: packages without which nothing could be simulated.
-        longest: in place of lines and cards, the longest sequence with each strategy.
     """
 
     name: str
@@ -62,13 +60,11 @@ class Estimate:
     lines: Sequence[Line]
     cards: Sequence[Choice]
     missing: Sequence[str] = ()
-    longest: Sequence[Longest] = ()
 
     @property
     def is_complete(self) -> bool:
         """False if a line that was to be simulated could not be."""
-        notes = [line.estimate.note for line in self.lines]
-        return not any([*notes, *(row.note for row in self.longest)])
+        return not any(line.estimate.note for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,7 +73,6 @@ class Estimate:
             "lines": [line.to_json() for line in self.lines],
             "cards": [choice.to_json() for choice in self.cards],
             "missing": list(self.missing),
-            "longest": [row.to_json() for row in self.longest],
         }
 
     def __str__(self) -> str:
@@ -87,9 +82,6 @@ class Estimate:
 def _text(estimate: Estimate) -> list[str]:
     """Lay out the tables for people, with the first rung of the ladder that fits each size."""
     facts, lines = estimate.model, estimate.lines
-    if estimate.longest:
-        head = f"{estimate.name}: the longest sequence of one sample"
-        return [head, "", *longest.text(estimate.longest)]
     said = [
         f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
         f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"

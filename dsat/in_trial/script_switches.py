@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, recomputation
+from dsat.in_trial import config_injection, recomputation, tiled_mlp
 from dsat.inputs import switches as known
-from dsat.inputs.switches import ATTENTION, CHECKPOINTING, COMPILE, LIGER, SWITCHES, WORKERS
+from dsat.inputs.switches import (
+    ATTENTION,
+    CHECKPOINTING,
+    COMPILE,
+    LIGER,
+    SWITCHES,
+    TILED_MLP,
+    WORKERS,
+)
 from dsat.values.outcome import ScriptSwitch
 
 _WORKERS = (2, 4, 8)
@@ -84,7 +92,7 @@ class ScriptSwitches:
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
         if self._has_arguments:
-            wanted.pop(CHECKPOINTING, None)
+            wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
         switch_model(model, wanted)
@@ -102,7 +110,7 @@ class ScriptSwitches:
 
     def _is_missing(self, name: str) -> bool:
         is_field = known.field_of(name) is not None
-        return is_field and name not in (CHECKPOINTING, COMPILE) and not self._has_arguments
+        return is_field and name not in (CHECKPOINTING, COMPILE, LIGER) and not self._has_arguments
 
 
 def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -152,6 +160,8 @@ def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
             and (not package or (may_flash and importlib.util.find_spec(package) is not None))
         ]
         found[ATTENTION] = tuple(dict.fromkeys((kernel, *others)))
+    if any(map(tiled_mlp.is_mlp, model.modules())):
+        found[TILED_MLP] = (False, True)
     return found
 
 
@@ -165,6 +175,10 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
         model, wanted[CHECKPOINTING]
     ):
         raise InvalidTrial("the model has no known switch for gradient checkpointing")
+    if wanted.get(LIGER):
+        _use_liger(model)
+    if wanted.get(TILED_MLP) and not tiled_mlp.tile(model):
+        raise InvalidTrial("no module of the model is an MLP by the name of its class")
     kernel = wanted.get(ATTENTION)
     if kernel is None:
         return
@@ -183,6 +197,15 @@ def _with_attention(model: Any) -> Any:
         if callable(getattr(module, "set_attn_implementation", None)) and callable(can_set):
             return module if can_set() else None
     return None
+
+
+def _use_liger(model: Any) -> None:
+    """Put Liger's kernels into a model of transformers, as its Trainer does."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise InvalidTrial(f"Liger cannot be used: {error}") from None
+    _apply_liger_kernel_to_instance(model=_with_attention(model) or model)
 
 
 def _checkpointing_of(args: Any) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import CARDS, LORA, MEMORY_SIZE, WORD, at_least, option
+from dsat.inputs.option import CARDS, LORA, MEMORY_SIZE, SWITCH, WORD, at_least, option
+from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
@@ -68,6 +70,8 @@ class EstimateSettings(ModelSettings):
         slot_counts: numbers of data-parallel slots; a table for each.
         exact: simulate every line of the tables.
         longest_sequence: in place of the tables, the longest sequence with each strategy.
+        switches: of the model; the longest sequence is simulated with every combination of values.
+        card: whose memory a slot has, and whose speed the longest sequences are told with.
         fits: number and memory, in bytes, of the cards that the configuration is held against; None
             for tables of all strategies.
     """
@@ -98,6 +102,22 @@ class EstimateSettings(ModelSettings):
         help="in place of the tables: the longest sequence of which one sample fits, where "
         "sequences (sp) or layers (tp) may be divided among up to 8 slots",
     )
+    switches: Mapping[str, tuple[Any, ...]] = option(
+        "--switch",
+        kind=SWITCH,
+        many=True,
+        default=(),
+        help="with --longest-sequence: values of switches of the model, of which every combination "
+        "is simulated (gradient_checkpointing=true,offload use_liger_kernel=false,true "
+        "tiled_mlp=true)",
+    )
+    card: str | None = option(
+        "--card",
+        kind=WORD,
+        metavar="NAME",
+        help="with --longest-sequence: the memory of this card, such as H100 or A100-40GB, in "
+        "place of --slot-memory, and how fast it trains there (two more simulations for each line)",
+    )
     fits: tuple[int, int] | None = option(
         "--fits",
         kind=CARDS,
@@ -106,3 +126,15 @@ class EstimateSettings(ModelSettings):
         "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for value, name in ((self.switches, "--switch"), (self.card, "--card")):
+            if value and not self.longest_sequence:
+                raise UserInputError("goes with --longest-sequence", where=name)
+        for name in self.switches:
+            if name not in MODEL_SWITCHES:
+                raise UserInputError(
+                    f"is no switch of the model; these are: {', '.join(MODEL_SWITCHES)}",
+                    where=f"--switch {name}",
+                )

@@ -22,8 +22,10 @@ LIGER = "use_liger_kernel"
 WORKERS = "dataloader_num_workers"
 BIND_CORES = "bind_cores_to_rank"
 CHECKPOINTING_FLAGS = ("--gradient_checkpointing", "--activation_checkpointing")
-EVERY_SECOND, REENTRANT = "every_2_layers", "reentrant"  # ways of gradient checkpointing
-MODEL_SWITCHES = (CHECKPOINTING, ATTENTION)  # that a simulation can set
+TILED_MLP = "tiled_mlp"
+# Ways of gradient checkpointing.
+EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
+MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER, TILED_MLP)  # that a simulation can set
 VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
 _TOKENS = "tokens_per_second"
 
@@ -89,7 +91,20 @@ SWITCHES: Mapping[str, Switch] = {
         on_device=True,
     ),
     LIGER: Switch(
-        "fused kernels of Liger, which do not keep the logits", (True,), on_device=True, memory=True
+        "fused kernels of Liger, which do not keep the logits",
+        (True,),
+        code="liger_kernel.transformers._apply_liger_kernel_to_instance(model=model)",
+        on_device=True,
+        memory=True,
+    ),
+    TILED_MLP: Switch(
+        "long sequences pass each MLP in parts, of which one at a time is kept",
+        (True,),
+        field=False,
+        code="TiledMLP.apply in the forward of each MLP (its docstring in "
+        "deepspeed/runtime/sequence_parallel/ulysses_sp.py)",
+        on_request=True,
+        memory=True,
     ),
     BIND_CORES: Switch(
         "each rank's optimizer has its own cores, near its memory",
@@ -203,7 +218,10 @@ def checkpointing(value: str) -> dict[str, Any]:
         return {"every_n_layers": int(layers[1])}
     if value == REENTRANT:
         return {"use_reentrant": True}
-    raise ValueError(f"{value!r} is neither true, false, {REENTRANT} nor every_2_layers")
+    if value == OFFLOADED:
+        return {"offload": True}
+    ways = f"{REENTRANT}, {OFFLOADED} nor {EVERY_SECOND}"
+    raise ValueError(f"{value!r} is neither true, false, {ways}")
 
 
 def parse(text: Any) -> tuple[str, tuple[Any, ...]]:

@@ -185,7 +185,7 @@ class Formula:
         """Return the memory of configurations; see `Simulator.estimates`."""
         return [
             closed_form.estimate(self.facts(config), config, slots=slots, micro_batch=micro_batch)
-            for config, micro_batch, slots, _ in questions
+            for config, micro_batch, slots, *_ in questions
         ]
 
 

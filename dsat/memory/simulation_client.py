@@ -36,12 +36,14 @@ class Question(NamedTuple):
         micro_batch: whatever the configuration says.
         slots: ranks.
         sequence_length: tokens of a sample; None for those that the script's has.
+        switches: of the model, beside the simulator's own.
     """
 
     config: Mapping[str, Any]
     micro_batch: int
     slots: int
     sequence_length: int | None = None
+    switches: Mapping[str, Any] = {}
 
 
 class SimulationHost(Protocol):
@@ -188,7 +190,7 @@ class Simulator:
     def facts(
         self,
         config: Mapping[str, Any],
-        other_switches: Mapping[str, Any] | None = None,
+        switches: Mapping[str, Any] | None = None,
         *,
         unit_tokens: int | None = None,
     ) -> ModelFacts:
@@ -198,44 +200,49 @@ class Simulator:
 
         Args:
             config: decides the types and whatever else activations depend on.
-            other_switches: facts of the model with these only, in place of the simulator's own.
+            switches: of the model, beside the simulator's own.
             unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
                 the facts is so many of its tokens.
 
         Raises:
             SimulationUnavailable: there is no simulation.
         """
-        answers = self._passes(config, other_switches=other_switches, unit_tokens=unit_tokens)
-        found = self._facts_of(answers)
-        if other_switches is None and unit_tokens is None:
+        question = Question(config, 1, 1, switches=switches or {})
+        found = self._facts_of(self._passes(question, unit_tokens=unit_tokens))
+        if not switches and unit_tokens is None:
             self._facts = found
         return found
 
-    def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
-        """Return the facts of the model, and the trace of the same passes; see `facts`."""
-        answers = self._passes(config, traced=True)
-        small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
-        self._facts = self._facts_of(answers)
-        return self._facts, ModelTrace(small, large)
-
-    def _passes(
+    def traced_facts(
         self,
         config: Mapping[str, Any],
         *,
-        traced: bool = False,
-        other_switches: Mapping[str, Any] | None = None,
-        unit_tokens: int | None = None,
+        sequence_length: int | None = None,
+        switches: Mapping[str, Any] | None = None,
+    ) -> tuple[ModelFacts, ModelTrace]:
+        """Return the facts of the model, and the trace of the same passes; see `facts`."""
+        question = Question(config, 1, 1, sequence_length, switches or {})
+        answers = self._passes(question, traced=True)
+        small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
+        found = self._facts_of(answers)
+        if sequence_length is None and not switches:
+            self._facts = found
+        return found, ModelTrace(small, large)
+
+    def _passes(
+        self, question: Question, *, traced: bool = False, unit_tokens: int | None = None
     ) -> list[dict[str, Any]]:
         """Return what the model's own passes need, at two micro batches."""
-        kept = {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
+        kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
         sizes = _MICRO_BATCHES_FOR_SLOPES
-        questions = [Question(kept, size, 1) for size in sizes]
+        questions = [question._replace(config=kept, micro_batch=size) for size in sizes]
         if unit_tokens is not None:
-            questions = [Question(kept, 1, 1, size * unit_tokens) for size in sizes]
-        requests = [self._request(q, activations_only=True, traced=traced) for q in questions]
-        if other_switches is not None:
-            requests = [{**request, "switches": dict(other_switches)} for request in requests]
-        answers = self._ask(requests)
+            questions = [
+                question._replace(config=kept, sequence_length=size * unit_tokens) for size in sizes
+            ]
+        answers = self._ask(
+            [self._request(q, activations_only=True, traced=traced) for q in questions]
+        )
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
@@ -266,7 +273,7 @@ class Simulator:
             **question._asdict(),
             "activations_only": activations_only,
             "traced": traced,
-            "switches": self._model_switches,
+            "switches": {**self._model_switches, **question.switches},
             "config": as_simulated(question.config),
             "as_cpu": self._as_cpu,
             "workspace_bytes": self._workspace_bytes,

@@ -1,12 +1,136 @@
-"""Memory of the recommended configuration at the longest sequences."""
+"""The longest sequences: of which one sample fits, and the memory of a best configuration there."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from dsat.inputs import switches
+from dsat.memory.estimate import CLOSED_FORM
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
+from dsat.report import projection
+from dsat.report.table import Table
 from dsat.tuning.run import Run
+from dsat.values.parallelism import Parallelism
+from dsat.values.zero_strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence on a number of slots with a strategy.
+
+    Attributes:
+        memory_bytes: of a slot.
+        parallelism: with which it is longest; the one that divides least among equals.
+        tokens: 0 if not even a short one fits.
+        host_bytes: of the host's memory, for each slot.
+        source: `SIMULATED` at about this length, or `CLOSED_FORM`.
+        note: why it was not simulated, if it was to be.
+        switches: of the model, that differ from the script's own.
+        speed: of training on such sequences, on a card of the table.
+    """
+
+    slots: int
+    strategy: Strategy
+    memory_bytes: int
+    parallelism: Parallelism
+    tokens: int
+    host_bytes: int
+    source: str = CLOSED_FORM
+    note: str = ""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    speed: projection.Row | None = None
+
+    @property
+    def label(self) -> str:
+        """The strategy and the switches, for people."""
+        written = (switches.write(name, value) for name, value in self.switches.items())
+        return ", ".join((self.strategy.label, *written))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "strategy": self.strategy.name,
+            "parallelism": vars(self.parallelism),
+            "switches": dict(self.switches),
+            "speed": self.speed
+            and {
+                **self.speed.to_json(),
+                "tokens_per_second": self.tokens * self.speed.samples_per_second,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class LongestSequences:
+    """Answer of `dsat estimate --longest-sequence`.
+
+    Attributes:
+        name: of the experiment, or of the command's script.
+        card: whose memory and speed it is; empty without one.
+    """
+
+    name: str
+    longest: Sequence[Longest]
+    card: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """False if a line that was to be simulated could not be."""
+        return not any(row.note for row in self.longest)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [row.to_json() for row in self.longest]
+        return {"name": self.name, "card": self.card, "longest": rows}
+
+    def __str__(self) -> str:
+        found = self.longest
+        lines = [f"{self.name}: the longest sequence of one sample"]
+        for slots, group in itertools.groupby(found, key=lambda each: each.slots):
+            what = fmt.count(slots, self.card or "slot")
+            lines += ["", f"{what}:", "", *_of_slots(list(group))]
+        for note in dict.fromkeys(each.note for each in found if each.note):
+            lines += ["", f"By formula where it could not be simulated: {note}"]
+        sources = " and ".join(dict.fromkeys(row.source for row in found))
+        lines += [
+            "",
+            "sp: slots that divide each sequence (Ulysses); tp: that divide each layer (AutoTP). "
+            f"Source: {sources}. 5 % are left free; the device's context and the communication "
+            "library come on top.",
+        ]
+        if self.card:
+            lines.append(f"Not modelled in the speed: {projection.NOT_MODELLED}.")
+        return "\n".join(lines)
+
+
+def _of_slots(found: Sequence[Longest]) -> list[str]:
+    sizes = list(dict.fromkeys(each.memory_bytes for each in found))
+    has_speed = any(each.speed for each in found)
+    heads = ["strategy", *(f"tokens on {fmt.memory(size)}" for size in sizes), "host per slot"]
+    cells = []
+    for label, group in itertools.groupby(found, key=lambda each: each.label):
+        of_strategy = list(group)
+        most = max(each.host_bytes for each in of_strategy)
+        row = [label, *(_length(each) for each in of_strategy), fmt.memory(most) if most else "-"]
+        cells.append([*row, *([_speed(of_strategy[0])] if has_speed else [])])
+    heads += ["speed"] if has_speed else []
+    return Table(heads, cells, numbers=heads[1 : len(sizes) + 2]).markdown()
+
+
+def _length(row: Longest) -> str:
+    if not row.tokens:
+        return "-"
+    sizes = row.parallelism
+    named = (("tp", sizes.tensor), ("sp", sizes.sequence))
+    return f"{row.tokens:,}" + "".join(f" {name}{size}" for name, size in named if size > 1)
+
+
+def _speed(row: Longest) -> str:
+    return "-" if row.speed is None else projection.rate(row.speed, row.tokens)
 
 
 def longest_sequence(run: Run) -> tuple[int, str] | None:

@@ -194,12 +194,11 @@ def notes(shown: Projection) -> list[str]:
     return [*said, f"Not modelled: {NOT_MODELLED}."]
 
 
-def _rate(shown: Projection, row: Row) -> str:
-    """`12,300 tokens/s (10,100 to 14,900)`, or samples where there are no tokens."""
-    tokens = shown.sequence_length
-    rate, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
+def rate(row: Row, tokens: int | None) -> str:
+    """Return `12,300 tokens/s (10,100 to 14,900)`, or samples where those have no tokens."""
+    found, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
     low, high = row.spread
-    return f"{_number(rate)} {unit} ({_number(low * rate)} to {_number(high * rate)})"
+    return f"{_number(found)} {unit} ({_number(low * found)} to {_number(high * found)})"
 
 
 def _number(value: float) -> str:
@@ -212,7 +211,7 @@ def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
         [
             row.strategy.label,
             _batch(row),
-            _rate(shown, row),
+            rate(row, shown.sequence_length),
             fmt.percent(row.mfu),
             fmt.memory(row.memory_bytes),
         ]
@@ -242,7 +241,7 @@ def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
             str(row.slots),
             row.strategy.label,
             _batch(row),
-            _rate(shown, row),
+            rate(row, shown.sequence_length),
             _number(row.samples_per_second * (shown.sequence_length or 1) / row.slots),
             fmt.percent(row.mfu),
             "yes" if row.fits else "no",

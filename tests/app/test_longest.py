@@ -8,10 +8,11 @@ import pytest
 
 from dsat.app import longest
 from dsat.app.estimate import configuration, ladder
-from dsat.app.longest import UNIT_TOKENS, Longest
+from dsat.app.longest import UNIT_TOKENS, Grid
 from dsat.errors import UserInputError
 from dsat.memory import CLOSED_FORM, SIMULATED
 from dsat.memory.simulation_client import Simulator
+from dsat.report.longest_sequence import Longest, LongestSequences
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
@@ -24,9 +25,8 @@ BF16 = {"bf16": {"enabled": True}}
 def rows(host: FakeSimulationHost, *, slots: int, exact: bool = False) -> list[Longest]:
     with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
         simulator.facts(BF16)
-        return longest.rows(
-            simulator, partial(configuration, BF16), ladder(BF16), (slots,), (8 * GIB,), exact=exact
-        )
+        grid = Grid(partial(configuration, BF16), ladder(BF16), (slots,), (8 * GIB,))
+        return longest.rows(simulator, grid, exact=exact)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -56,9 +56,9 @@ def test_what_cannot_be_simulated_is_named() -> None:
     host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)), sequence_length=512)
     found = rows(host, slots=2, exact=True)
     assert {row.strategy.stage for row in found if row.note} == {3}
-    text = longest.text(found)
-    assert any("no fake kernel" in line for line in text)
-    assert any("sp2" in line for line in text)
+    text = str(LongestSequences("a model", found))
+    assert "no fake kernel" in text
+    assert "sp2" in text
 
 
 def test_samples_must_be_sequences() -> None:

@@ -92,10 +92,11 @@ def test_a_model_of_transformers_is_switched() -> None:
     assert of_model(whole, may_flash=False) == {
         "gradient_checkpointing": (False, True),
         "attn_implementation": ("sdpa", "eager"),
+        "tiled_mlp": (False, True),
     }
     switch_model(whole, {"attn_implementation": "eager", "gradient_checkpointing": True})
     own = of_model(whole, may_flash=False)
-    assert [values[0] for values in own.values()] == [True, "eager"]
+    assert [values[0] for values in own.values()] == [True, "eager", False]
     with pytest.raises(InvalidTrial, match="no known switch"):
         switch_model(whole[0], {"attn_implementation": "eager"})
 
@@ -119,3 +120,30 @@ def test_an_engine_is_compiled_where_nobody_else_does_it(
         switches.set_arguments(arguments(), CONFIG)
     switches.after_engine(engine)
     assert bool(calls) is is_compiled
+
+
+def test_mlps_in_parts_train_like_whole_ones() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model, tokens = transformers.LlamaForCausalLM(config), torch.arange(56)[None]
+    calls: list[int] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda _, args, out: calls.append(args[0].shape[1])
+    )
+
+    def trained() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss, [parameter.grad.clone() for parameter in model.parameters()]
+
+    whole = trained()
+    calls.clear()
+    assert of_model(model, may_flash=False)["tiled_mlp"] == (False, True)
+    switch_model(model, {"tiled_mlp": True})
+    in_parts = trained()
+    assert calls == [14] * 8  # four parts, forward and again backward
+    torch.testing.assert_close(in_parts, whole)
+    with pytest.raises(InvalidTrial, match="no module of the model is an MLP"):
+        switch_model(torch.nn.Linear(1, 1), {"tiled_mlp": True})
