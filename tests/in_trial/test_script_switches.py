@@ -129,7 +129,7 @@ def test_mlps_in_parts_train_like_whole_ones() -> None:
     model, tokens = transformers.LlamaForCausalLM(config), torch.arange(56)[None]
     calls: list[int] = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(
-        lambda _, args, out: calls.append(args[0].shape[1])
+        lambda _, args, out: calls.append(args[0].shape[-2])
     )
 
     def trained() -> tuple[torch.Tensor, list[torch.Tensor]]:
