@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,24 @@ def test_losses_and_counts_are_those_of_data_parallelism(
     assert outcome.metrics.tokens_per_second is not None
     assert outcome.metrics.tokens_per_second * step_s == pytest.approx(4 * LENGTH)
     assert outcome.sequences.longest == LENGTH
+
+
+@pytest.mark.nightly
+def test_the_trainer_divides_layers_and_sequences_by_itself(tmp_path: Path) -> None:
+    words = "deepspeed trainer.py --deepspeed ds_config.json --learning_rate 0.01 --max_steps 100"
+    more: dict[str, Any] = {"slots_per_trial": 2, "imported": True, "max_steps": 5, "entry": words}
+    with bench_of("parallel", tmp_path, **more) as bench:
+        for stage in (1, 2, 3):
+            alone, *shared = (
+                trained(bench, each, stage, 1) for each in (DATA_ONLY, SEQUENCE, TENSOR)
+            )
+            for outcome in shared:
+                assert outcome.training is not None and alone.training is not None
+                assert outcome.training.losses == pytest.approx(alone.training.losses, rel=2e-4)
+                assert outcome.metrics is not None
+                assert outcome.metrics.tokens_per_second is not None
+                step_s = outcome.metrics.latency / 1000
+                assert outcome.metrics.tokens_per_second * step_s == pytest.approx(4 * LENGTH)
 
 
 def test_a_script_that_leaves_the_size_out_is_told_so(tmp_path: Path) -> None:
