@@ -107,9 +107,8 @@ class EstimateSettings(ModelSettings):
         kind=SWITCH,
         many=True,
         default=(),
-        help="with --longest-sequence: values of switches of the model, of which every combination "
-        "is simulated (gradient_checkpointing=true,offload use_liger_kernel=false,true "
-        "tiled_mlp=true)",
+        help="with --longest-sequence: values of a switch of the model, such as "
+        "gradient_checkpointing=true,offload or tiled_mlp=true; every combination is simulated",
     )
     card: str | None = option(
         "--card",
