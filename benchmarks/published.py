@@ -116,8 +116,8 @@ _LARGE = _post_norm(4096, 32, 32, 50257)
 _SMALL = _post_norm(1024, 12, 16, 50000)
 _ULYSSES = "huggingface.co/blog/ulysses-sp, Qwen3-4B, "
 _NOT_OFFLOADED = (
-    "optimizer states on the cards: the post says on the host, but its row of one card has 16 bytes "
-    "for each parameter"
+    "optimizer states on the cards: the post says on the host, but its row of one card has 16 "
+    "bytes for each parameter"
 )
 
 

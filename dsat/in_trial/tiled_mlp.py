@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def tile(model: torch.nn.Module) -> bool:
@@ -33,10 +34,12 @@ def _in_parts(
 ) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
-    parts = torch.tensor(math.ceil(x.shape[-2] / x.shape[-1]), device=x.device)
-    if distributed.is_initialized():  # stage 3 gathers the parameters of each part on all ranks
-        distributed.all_reduce(parts, op=distributed.ReduceOp.MAX)
-    count = int(parts.item())
+    count = math.ceil(x.shape[-2] / x.shape[-1])
+    # Stage 3 gathers the parameters of each part on all ranks. A simulation has one rank.
+    if distributed.is_initialized() and not isinstance(x, FakeTensor):
+        most = torch.tensor(count, device=x.device)
+        distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
+        count = int(most.item())
     if count < 2:
         return forward(x)
     weights = list(module.parameters())
