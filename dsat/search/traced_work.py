@@ -180,6 +180,7 @@ def work_of(
         last: _links([c for c in trace.collectives if c.last == last], cluster)
         for last in (True, False)
     }
+    hooks_s = _hooks_s(kernels, stage) * trace.parameters
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / hardware.host_memory_bandwidth
     last, each = links[True], links[False] if every else links[True]
@@ -187,9 +188,10 @@ def work_of(
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
-        "copies": _added_bytes(trace, model),
+        # Hooks take the time of kernels on a CPU, and run beside them on a card.
+        "copies": _added_bytes(trace, model) + card.is_cpu * hooks_s * hardware.memory_bandwidth,
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
-        "hooks": _hooks_s(kernels, stage) * trace.parameters / _UNIT_S,
+        "hooks": (not card.is_cpu) * hooks_s / _UNIT_S,
         "overlaps": float(last["reduced"] > 0),
         "reduced": each["reduced"],
         "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
