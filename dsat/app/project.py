@@ -135,8 +135,8 @@ def project(settings: ProjectSettings) -> Projection:
     def chosen(found: Traced) -> list[Strategy]:
         _check_slots(found, count)
         always = settings.hf_config is None or settings.ds_config is not None
-        measured = [] if past is None else [strategy for strategy, *_ in _measured(past, found)]
-        return [*measured, *_worthwhile(found, card, count, always=always)]
+        theirs = [] if past is None else [strategy for strategy, *_ in measured(past, found)]
+        return [*theirs, *_worthwhile(found, card, count, always=always)]
 
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
         traced = trace(base, simulator, count, chosen)
@@ -165,7 +165,7 @@ def _check_slots(traced: Traced, count: int) -> None:
         )
 
 
-def _measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
+def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
     """Return the trials of a run that measured the user's own model.
 
     Raises:
@@ -292,7 +292,7 @@ class Projector:
             card = cards.find(named or machine, own_cards)
         cluster = Cluster(card, slots, run.plan.slots_per_host or slots, card.network_bandwidth)
         points, log_s, errors = [], [], []
-        for strategy, trial, metrics in _measured(past, traced):
+        for strategy, trial, metrics in measured(past, traced):
             if strategy in traced.traces:
                 micro_batch, gas = trial.batch.micro_batch, trial.batch.gas
                 work = traced.work(strategy, micro_batch, cluster)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dsat
-from dsat.app import estimate
+import testing
+from dsat.app import estimate, past_runs, project
 from dsat.cli.main import main
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import SIMULATED
+from dsat.memory.closed_form import ModelFacts
+from dsat.values.step_trace import ModelTrace, StepTrace
 from testing import warm_command, warm_host
 
 pytestmark = pytest.mark.slow
@@ -80,6 +84,26 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
         found = simulator.estimate(dict(base), micro_batch=1, slots=64)
     assert found.source == SIMULATED
     assert found.init < facts.num_params  # half of their bytes
+
+
+def test_only_runs_of_the_same_model_correct_a_projection() -> None:
+    past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
+    profile = past.run.profile
+    assert profile is not None and past.run.plan is not None
+
+    def traced(params: float = 1.0, flops: float = 1.0) -> project.Traced:
+        facts = ModelFacts.of_profile(profile)
+        facts = replace(facts, num_params=round(params * facts.num_params))
+        step = StepTrace((), (), 256, 1, 1, 256 * flops * profile.flops_per_sample)
+        model = ModelTrace(step, step)
+        return project.Traced(past.run.plan.base_config, facts, model, {}, {}, 128)
+
+    found = project.measured(past, traced(params=1.01, flops=1.2))
+    assert found and all(metrics.latency > 0 for _, _, metrics in found)
+    with pytest.raises(UserInputError, match="another model"):
+        project.measured(past, traced(params=1.1))
+    with pytest.raises(UserInputError, match="another length"):
+        project.measured(past, traced(flops=3.0))
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
