@@ -88,15 +88,15 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
 
 def test_only_runs_of_the_same_model_correct_a_projection() -> None:
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
-    profile = past.run.profile
-    assert profile is not None and past.run.plan is not None
+    profile, plan = past.run.profile, past.run.plan
+    assert profile is not None and plan is not None
 
     def traced(params: float = 1.0, flops: float = 1.0) -> project.Traced:
         facts = ModelFacts.of_profile(profile)
         facts = replace(facts, num_params=round(params * facts.num_params))
         step = StepTrace((), (), 256, 1, 1, 256 * flops * profile.flops_per_sample)
         model = ModelTrace(step, step)
-        return project.Traced(past.run.plan.base_config, facts, model, {}, {}, 128)
+        return project.Traced(plan.base_config, facts, model, {}, {}, 128)
 
     found = project.measured(past, traced(params=1.01, flops=1.2))
     assert found and all(metrics.latency > 0 for _, _, metrics in found)
