@@ -176,11 +176,9 @@ def work_of(
     memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
     every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
-    links = {
-        last: _links([c for c in trace.collectives if c.last == last], cluster)
-        for last in (True, False)
-    }
+    links = {last: _links(trace.collectives, cluster, last=last) for last in (True, False)}
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
+    waited_s = hooks_s if card.is_cpu else 0.0  # a card's kernels run beside them
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / hardware.host_memory_bandwidth
     last, each = links[True], links[False] if every else links[True]
@@ -188,10 +186,9 @@ def work_of(
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
-        # Hooks take the time of kernels on a CPU, and run beside them on a card.
-        "copies": _added_bytes(trace, model) + card.is_cpu * hooks_s * hardware.memory_bandwidth,
+        "copies": _added_bytes(trace, model) + waited_s * hardware.memory_bandwidth,
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
-        "hooks": (not card.is_cpu) * hooks_s / _UNIT_S,
+        "hooks": (hooks_s - waited_s) / _UNIT_S,
         "overlaps": float(last["reduced"] > 0),
         "reduced": each["reduced"],
         "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
@@ -249,10 +246,14 @@ def _added_bytes(trace: StepTrace, model: ModelTrace) -> float:
     return max(0.0, trace.bytes_of(MEMORY, _PASSES) - of_model)
 
 
-def _links(collectives: Sequence[Collectives], cluster: Cluster) -> Mapping[str, float]:
+def _links(
+    collectives: Sequence[Collectives], cluster: Cluster, *, last: bool
+) -> Mapping[str, float]:
     """Seconds of links of a micro step, and numbers of hops in units of `_HOP_S`, by column."""
     found: defaultdict[str, float] = defaultdict(float)
     for group in collectives:
+        if group.last != last:
+            continue
         moved, hops = cluster.link(group)
         if group.phase == STEP:
             found["boundary"] += moved
