@@ -23,5 +23,9 @@ def test_kernels_of_triton_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = triton.jit(twice)
     configs = [triton.Config({}, num_warps=count) for count in (1, 2)]
     source, result = torch.ones(8, device="meta"), torch.empty(8, device="meta")
-    for each in (kernel, triton.autotune(configs=configs, key=["size"])(kernel)):
-        assert each[(1,)](source, result, 8) is None
+    assert kernel[(1,)](source, result, 8) is None
+    try:
+        tuned = triton.autotune(configs=configs, key=["size"])(kernel)
+    except RuntimeError as error:  # 3.3, of torch 2.7
+        pytest.skip(f"this Triton makes no tuned kernel without a device: {error}")
+    assert tuned[(1,)](source, result, 8) is None
