@@ -103,7 +103,9 @@ def exists(framework: str, launcher: str, ranks: int) -> bool:
     if FRAMEWORKS[framework].config is None:
         return by_accelerate
     own = FRAMEWORKS[framework].script in ("plain.py", "on_lightning.py")
-    return not (by_accelerate and own) and (launcher != "python" or ranks == 1)
+    # Lightning's ranks have devices of different numbers, which torch's processor has not.
+    alone = launcher == "python" or framework == "Lightning"
+    return not (by_accelerate and own) and (not alone or ranks == 1)
 
 
 def tuned(framework: str, launcher: str, ranks: int, job: Mapping[str, str]) -> str:

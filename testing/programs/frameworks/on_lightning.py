@@ -27,7 +27,7 @@ class Cores(CUDAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device("cpu")] * devices
+        return [torch.device("cpu", number) for number in range(devices)]
 
     @staticmethod
     def is_available() -> bool:
