@@ -31,6 +31,7 @@ from dsat.values.zero_strategy import Strategy
 _STRATEGY_SD, _GROWTH_SD = 0.03, 0.01
 _OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
+_KNOB_MEAN = 0.015  # defaults were chosen well: another value of a knob rather costs time
 _KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
 _SWITCH_SD = 0.1  # of the effect of a switch of the script on the whole step
 _RUN_SD = 0.01  # of measurements from run to run
@@ -112,7 +113,9 @@ class Layout:
         )
         first = len(others) - self.num_values
         others[first:] = np.where(self.whole > 0, _SWITCH_SD, others[first:])
-        return np.append(terms[:, 0], np.zeros(len(others))), np.append(terms[:, 1], others)
+        means = np.zeros(len(others))
+        means[first:] = _KNOB_MEAN
+        return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
 
 
 class Design:
