@@ -15,6 +15,8 @@ import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 
+_MOST_SIMULATED = 16  # parts: more take minutes, and are a sixteenth of an MLP's states smaller
+
 
 def tile(model: torch.nn.Module) -> bool:
     """Have each MLP of a model compute in parts; return False if there is none."""
@@ -35,8 +37,9 @@ def _in_parts(
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     count = math.ceil(x.shape[-2] / x.shape[-1])
-    # Stage 3 gathers the parameters of each part on all ranks. A simulation has one rank.
-    if distributed.is_initialized() and not isinstance(x, FakeTensor):
+    if isinstance(x, FakeTensor):
+        count = min(count, _MOST_SIMULATED)
+    elif distributed.is_initialized():  # stage 3 gathers parameters for each part on all ranks
         most = torch.tensor(count, device=x.device)
         distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
         count = int(most.item())
