@@ -13,7 +13,7 @@ from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import LONGEST_S, Plan
-from dsat.tuning.finals import MOST_TRIALS
+from dsat.tuning.finals import MOST_TRIALS, reserved
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
@@ -55,7 +55,10 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
     A larger batch is worth any gain here: a tuner is judged by speed alone.
     """
     header = ledger.table.header
-    plan = plan_of(ledger.table, method, seed=seed, max_trials=max_trials + MOST_TRIALS)
+    # So many that those which are not reserved for the finals are the search's own.
+    sums = range(max_trials + MOST_TRIALS, 0, -1)
+    total = next(each for each in sums if each - reserved(each) <= max_trials)
+    plan = plan_of(ledger.table, method, seed=seed, max_trials=total)
     plan = replace(plan, finals=None, indifference=0.0)
 
     def config_of(trial: Trial) -> dict[str, Any]:

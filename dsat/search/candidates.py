@@ -22,7 +22,6 @@ _FEW = 24  # so many micro batches are all compared
 _NEAR_THE_EDGE = (1.0, 0.98, 0.96, 0.94, 0.91, 0.87, 0.8)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _TILE = 8  # samples that matrix units take at once
-_OCTAVES = 9  # below twice the largest micro batch that are compared
 _MOST_SETTINGS = 24  # of a branch
 
 
@@ -39,8 +38,8 @@ class MicroBatches:
     def positions(self, *, edges: Iterable[float], best: Iterable[float]) -> list[int]:
         """Return positions in the allowed micro batches, ascending.
 
-        They are powers of two with one step between, far below where memory ends, and multiples of
-        8 there and beside the best.
+        They are powers of two with one step between, and multiples of 8 where memory ends and
+        beside the best.
 
         Args:
             edges: where memory should end.
@@ -51,8 +50,7 @@ class MicroBatches:
         edges = list(edges)
         best = list(best)
         most = max(1.0, 2 * max([*edges, *best]))
-        last = math.ceil(math.log2(most))
-        octaves = range(max(0, last - _OCTAVES), last + 1)
+        octaves = range(math.ceil(math.log2(most)) + 1)
         sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
         near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
         near += [part * size for size in best for part in _NEAR_THE_BEST]

@@ -160,7 +160,7 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
         ("asha a.yaml . -- train.py", "a.yaml and a command after -- cannot both be tuned"),
         ("asha train.py", "a command comes after --: dsat asha -- train.py"),
         ("asha python3 train.py", "a command comes after --: dsat asha -- python3"),
-        ("torchrun train.py", "write it behind --: dsat model -- torchrun ..."),
+        ("python3 train.py", "write it behind --: dsat model -- python3 ..."),
         ("tune -- python3 train.py", "for a whole command: dsat model -- python3"),
         ("asha --ds-config d.json a.yaml .", "--ds-config is for a command after --"),
         ("asha -i x -- train.py", "--include is for an experiment configuration"),

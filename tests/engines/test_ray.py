@@ -118,7 +118,7 @@ def test_ray_is_taken_only_where_that_is_wanted() -> None:
 
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserInputError, match=r"needs Ray, .*pip install 'dsat\[ray\]'"):
+    with pytest.raises(UserInputError, match=r"needs Ray, .*pip install 'ray>="):
         acquired("ray").__enter__()
 
 
