@@ -46,6 +46,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_configuration_is_projected_to_other_cards(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

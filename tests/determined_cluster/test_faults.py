@@ -120,6 +120,7 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
         assert there.kinds().count(OutcomeKind.CANCELED) == 1
 
 
+@pytest.mark.nightly
 def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> None:
     with cluster(tmp_path, poll_s=60.0) as there:
         slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})
@@ -136,6 +137,7 @@ def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> N
         assert f"canceled; {verdict}" in there.master.experiment(RUNNER).config["description"]
 
 
+@pytest.mark.nightly
 def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
     """It is run once, and people see why wherever they look, but no secret of theirs."""
     hparams = {"behaviours": ["crashes"], "auth_token": "hunter2"}

@@ -135,6 +135,7 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     )
 
 
+@pytest.mark.nightly
 def test_binary_finds_the_edge_of_the_memory(binary: tuple[Path, Told]) -> None:
     run_dir, told = binary
     told = Told(told.status, told.err, "")  # with --json, people read the other stream
@@ -212,6 +213,7 @@ def test_deepspeed_takes_the_result_as_it_is(binary: tuple[Path, Told], tmp_path
 # -- random, an unmodified script, a batch size that must be kept
 
 
+@pytest.mark.nightly
 def test_random_with_determineds_own_helpers_and_a_demanded_batch_size(tmp_path: Path) -> None:
     """The script as it was for Determined's own autotuner."""
     shutil.copytree(PROGRAMS / "tiny", tmp_path / "model")

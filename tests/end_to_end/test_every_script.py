@@ -163,6 +163,7 @@ for batch in DataLoader(data, config["train_micro_batch_size_per_gpu"], drop_las
 """
 
 
+@pytest.mark.nightly
 def test_a_configuration_that_is_only_in_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(IN_CODE)
     options = ["-mt", 5, *FAST, "-m", "throughput", "--max-micro-batch", 64, "--run-dir", "run"]
@@ -236,6 +237,7 @@ def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> No
     assert "your configuration runs out of memory (stage 0, micro batch" in told.out
 
 
+@pytest.mark.nightly
 def test_offloading_is_searched_when_it_is_asked_for(plain: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -76,6 +76,7 @@ def samples_per_s(folder: Path, run: Run) -> tuple[float, float]:
     return metrics.throughput, median(fed / taken_s for fed, taken_s in steps if fed == most)
 
 
+@pytest.mark.nightly
 def test_no_micro_batch_is_larger_than_the_data(tmp_path: Path) -> None:
     run, _ = tuned(tmp_path, "-mt", "5", every=1)
     sizes = [trial.batch.micro_batch for trial in run.trials.values()]

@@ -72,6 +72,7 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
         assert "--run-full-experiment" in said  # no flag could say so
 
 
+@pytest.mark.nightly
 def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
     words = "--zero-stages 0 --max-trials 4 --end-profile-step 30 --max-profile-steps 60"
     words += " --switch --num-workers=2 --switch ENV:DSAT_TEST=1"

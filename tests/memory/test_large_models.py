@@ -32,6 +32,7 @@ LLAMA_7B = {
 }
 
 
+@pytest.mark.nightly
 def test_llama_7b_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_7B))

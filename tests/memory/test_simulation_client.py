@@ -219,6 +219,7 @@ def test_a_script_whose_process_dies_is_not_waited_for(tmp_path: Path) -> None:
         next(simulator_of("gpt", tmp_path / "run", as_cpu=False, program=str(program)))
 
 
+@pytest.mark.nightly
 def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     gpt_on_a_device: Simulator,
 ) -> None:

@@ -256,7 +256,7 @@ def nvmlDeviceGetMemoryInfo(handle): raise AssertionError("asked of " + str(hand
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_that_is_reserved_is_what_is_allocated(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
     assert "this library cannot be forked" in outcome.message
 
 
+@pytest.mark.nightly
 def test_what_refuses_expandable_segments_runs_without(tmp_path: Path) -> None:
     machine = replace(cpu_machine(1), expandable_segments=True)
     with bench_of("behaviours", tmp_path, hosts=[Host(machine)]) as bench:

@@ -114,7 +114,7 @@ SCRATCH=$scratch python alone.py
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
     place: Path,
 ) -> None:
