@@ -31,9 +31,9 @@ def install() -> None:
     if not is_loopback(master) and (name := interface_to(master)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
-    make = rendezvous.TCPStore
+    original = rendezvous.TCPStore
 
-    @functools.wraps(make)
+    @functools.wraps(original)
     def store(*args: Any, **options: Any) -> Any:
         options |= dict(zip(_POSITIONAL, args, strict=False))
         host, port = options.get("host_name"), options.get("port")
@@ -45,7 +45,7 @@ def install() -> None:
             listening.listen(_BACKLOG)
             options.setdefault("master_listen_fd", os.dup(listening.fileno()))
             listening.close()
-        return make(**options)
+        return original(**options)
 
     rendezvous.TCPStore = store
 
