@@ -79,7 +79,7 @@ _ADVICE = {
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
-# Where dsat goes on with what is not its own: a wrapper names it `original`, a rank runs the script.
+# Where dsat passes on what is not its own: wrappers name it `original`, a rank runs the script.
 _HANDS_ON = re.compile(r"\boriginal\(|\brunpy\.run_|\bharness\.main\(")
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
