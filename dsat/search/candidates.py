@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,20 @@ class Row:
     values: Values
 
 
+@dataclass(frozen=True)
+class _Knob:
+    """A knob of a branch.
+
+    Attributes:
+        digits: positions of its values, by their text.
+        columns: of the effect of each value, (number of values,); one too large where it has none.
+    """
+
+    key: str
+    digits: Mapping[str, int]
+    columns: Array
+
+
 class Settings:
     """Settings of all branches by their numbers, and those among them that are compared.
 
@@ -98,9 +113,8 @@ class Settings:
                         self._columns.setdefault((key, _text(value)), len(self._columns))
         self.num_values = len(self._columns)
         self.of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
-        self._texts = [
-            [(key, [_text(value) for value in values]) for key, values in branch.knobs]
-            for branch in space.branches
+        self._knobs = [
+            [self._knob(key, values) for key, values in branch.knobs] for branch in space.branches
         ]
 
     def of(self, branch: int, index: int) -> Mapping[str, Any]:
@@ -135,29 +149,36 @@ class Settings:
         """
         if self._space.branches[branch].count <= _MOST_SETTINGS:
             return [n for n in range(self._space.branches[branch].count) if n not in closed]
-        knobs = self._space.branches[branch].knobs
-        strides = self._space.branches[branch].strides
+        knobs, strides = self._knobs[branch], self._space.branches[branch].strides
         at_best, likeliest, hoped = 0, 0, 0
-        sd = np.sqrt(np.diag(fit.covariance))
-        for (key, texts), stride in zip(self._texts[branch], strides, strict=True):
-            if key in best and _text(best[key]) in texts:
-                at_best += stride * texts.index(_text(best[key]))
-            effects, hopes = [], []
-            for text in texts:
-                column = self._columns.get((key, text))
-                at = None if column is None else column - self.num_values
-                effects.append(0.0 if at is None else float(fit.theta[at]))
-                hopes.append(0.0 if at is None else float(fit.theta[at] - sd[at]))
-            likeliest += stride * int(np.argmin(effects))
-            hoped += stride * int(np.argmin(hopes))
-        found = dict.fromkeys([0, at_best, likeliest, hoped])
-        for start in (at_best, likeliest):
-            for (_, values), stride in zip(knobs, strides, strict=True):
-                digit = start // stride % len(values)
-                found |= dict.fromkeys(
-                    start + stride * (other - digit) for other in range(len(values))
-                )
-        return [index for index in found if index not in closed][:_MOST_SETTINGS]
+        # What has no effect of its own is counted as none, behind the last value.
+        effects = np.append(fit.theta[len(fit.theta) - self.num_values :], 0.0)
+        sd = np.append(np.sqrt(np.diag(fit.covariance))[len(fit.theta) - self.num_values :], 0.0)
+        for knob, stride in zip(knobs, strides, strict=True):
+            if knob.key in best:
+                at_best += stride * knob.digits.get(_text(best[knob.key]), 0)
+            likeliest += stride * int(np.argmin(effects[knob.columns]))
+            hoped += stride * int(np.argmin((effects - sd)[knob.columns]))
+
+        def changes(start: int) -> Iterator[int]:
+            for knob, stride in zip(knobs, strides, strict=True):
+                count = len(knob.columns)
+                own = start // stride % count
+                yield from (start + stride * (digit - own) for digit in range(count))
+
+        found: dict[int, None] = {}
+        starts = (0, at_best, likeliest, hoped)
+        for index in itertools.chain(starts, changes(at_best), changes(likeliest)):
+            if len(found) == _MOST_SETTINGS:
+                break
+            if index not in closed:
+                found[index] = None
+        return list(found)
+
+    def _knob(self, key: str, values: Sequence[Any]) -> _Knob:
+        digits = {_text(value): digit for digit, value in enumerate(values)}
+        columns = [self._columns.get((key, _text(value)), self.num_values) for value in values]
+        return _Knob(key, digits, np.array(columns))
 
 
 def _text(value: Any) -> str:
