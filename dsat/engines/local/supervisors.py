@@ -51,7 +51,8 @@ _ORPHANED_AFTER_S = 600.0
 _END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
 
 _Messages = list[tuple[int, dict[str, Any]]]
-_Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
+# In Python 3.10 a `SimpleQueue` may wait for ever where a timeout is 0.
+_Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
@@ -185,7 +186,7 @@ class Supervisors:
         leftovers.end_processes(self._folder)
 
     def _start(self, hosts: Collection[int]) -> None:
-        self._inbox: _Inbox = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.Queue()
         self._clients: dict[int, _Client] = {}
         for number in hosts:
             env = {**self._env, leftovers.RUN_VARIABLE: str(self._folder)}

@@ -141,6 +141,15 @@ def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
         talk.close()
 
 
+def test_no_answer_of_thousands_is_waited_for_after_it_came(tmp_path: Path) -> None:
+    talk = Supervisors(made_up(ANSWERS), tmp_path, env={})
+    try:
+        for _ in range(6000):  # python 3.10's queue hung after some 2,000
+            assert list(talk._look(tmp_path, tmp_path)) == [0]
+    finally:
+        talk.close()
+
+
 def test_a_supervisor_that_dies_within_a_line_is_lost(tmp_path: Path) -> None:
     torn = 'import sys; sys.stdout.write(\'{"event": "en\')'
     talk = Supervisors(made_up(torn), tmp_path, env={})
