@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
 _UV = str(Path(sys.prefix) / "bin" / "uv")
 TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_end")
-# Of frameworks and launchers what is installed everywhere.
-_FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer")
+# Of frameworks and launchers what is installed everywhere; the tests have searches on one rank.
+_FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer", "--ranks", "2")
 _SHORT = ("HF Trainer", "--launchers", "torchrun", "--ranks", "2")
 # DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
 _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"

@@ -120,8 +120,7 @@ def simulator_of(
     except SimulationUnavailable as error:
         keep_log = True
         raise DsatError(
-            f"memory cannot be estimated: {error}. The script was run up to its first training "
-            f"step; its log is {folder / _LOG}."
+            f"memory cannot be estimated: {error}.{_what_ran(settings)} The log is {folder / _LOG}."
         ) from None
     finally:
         if not keep_log:
@@ -207,6 +206,11 @@ def check_packages(where: str) -> None:
     if missing:
         problem = f"needs a simulation, and {missing} is not installed"
         raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
+
+
+def _what_ran(settings: ModelSettings) -> str:
+    is_script = settings.hf_config is None
+    return " The script was run up to its first training step." if is_script else ""
 
 
 def _name_of(path: Path) -> str:

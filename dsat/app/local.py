@@ -326,6 +326,9 @@ def _blame(trial: Trial, outcome: Outcome) -> str:
 
 
 def _does_not_fit(run: Run) -> str:
+    ran = [run.trials[i].name for i, outcome in run.outcomes.items() if outcome.ok]
+    if ran:
+        return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if run.plan is None or 3 in run.plan.zero_stages else ", higher --zero-stages"
     several = run.plan is not None and run.plan.slots_per_trial > 1

@@ -160,7 +160,7 @@ def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
             and (not package or (may_flash and importlib.util.find_spec(package) is not None))
         ]
         found[ATTENTION] = tuple(dict.fromkeys((kernel, *others)))
-    if any(map(tiled_mlp.is_mlp, model.modules())):
+    if tiled_mlp.can_tile(model):
         found[TILED_MLP] = (False, True)
     return found
 
@@ -177,8 +177,8 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
         raise InvalidTrial("the model has no known switch for gradient checkpointing")
     if wanted.get(LIGER):
         _use_liger(model)
-    if wanted.get(TILED_MLP) and not tiled_mlp.tile(model):
-        raise InvalidTrial("no module of the model is an MLP by the name of its class")
+    if wanted.get(TILED_MLP):
+        tiled_mlp.tile(model)
     kernel = wanted.get(ATTENTION)
     if kernel is None:
         return

@@ -15,27 +15,51 @@ import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dsat.errors import InvalidTrial
+
 _MOST_SIMULATED = 16  # parts: more take minutes, and are a sixteenth of an MLP's states smaller
 
 
-def tile(model: torch.nn.Module) -> bool:
-    """Have each MLP of a model compute in parts; return False if there is none."""
-    found = [module for module in model.modules() if is_mlp(module)]
+def tile(model: torch.nn.Module) -> None:
+    """Have each MLP of a model compute in parts.
+
+    Raises:
+        InvalidTrial: the model has none, or DeepSpeed no such module.
+    """
+    tiled, found = _of_deepspeed(), _mlps(model)
+    if tiled is None:
+        raise InvalidTrial("the installed DeepSpeed is too old for tiled MLPs: it has no TiledMLP")
+    if not found:
+        raise InvalidTrial("no module of the model is an MLP by the name of its class")
     for module in found:
-        vars(module)["forward"] = functools.partial(_in_parts, module, module.forward)
-    return bool(found)
+        vars(module)["forward"] = functools.partial(_in_parts, tiled, module, module.forward)
 
 
-def is_mlp(module: torch.nn.Module) -> bool:
-    """Tell an MLP by the name of its class, as all models of transformers have it."""
-    return type(module).__name__.endswith("MLP")
+def can_tile(model: torch.nn.Module) -> bool:
+    """Return whether `tile` can change a model."""
+    return bool(_mlps(model)) and _of_deepspeed() is not None
+
+
+def _mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Find MLPs by the names of their classes, as all models of transformers have them."""
+    return [module for module in model.modules() if type(module).__name__.endswith("MLP")]
+
+
+def _of_deepspeed() -> Any:
+    """Return DeepSpeed's `TiledMLP`, or None in versions without it."""
+    try:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    except ImportError:
+        return None
+    return TiledMLP
 
 
 def _in_parts(
-    module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    tiled: Any,
+    module: torch.nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
 ) -> Any:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
-
     count = math.ceil(x.shape[-2] / x.shape[-1])
     if isinstance(x, FakeTensor):
         count = min(count, _MOST_SIMULATED)
@@ -46,4 +70,4 @@ def _in_parts(
     if count < 2:
         return forward(x)
     weights = list(module.parameters())
-    return TiledMLP.apply(lambda _, part: forward(part), module, x, count, weights)
+    return tiled.apply(lambda _, part: forward(part), module, x, count, weights)

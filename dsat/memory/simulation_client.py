@@ -338,9 +338,7 @@ def _connect(
             is_running = engine.has_simulation_server()  # before a look at what it wrote
             if failure.exists():
                 message = json.loads(failure.read_text(encoding="utf-8"))["message"]
-                raise SimulationUnavailable(
-                    f"the script cannot be simulated: {_explained(message)}"
-                )
+                raise SimulationUnavailable(_explained(message))
             if not is_running:
                 raise SimulationUnavailable(
                     "the script's process died before its first step, without a word"

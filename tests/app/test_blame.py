@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from dsat.app.local import _blame
+from dsat.app.local import _blame, _failure
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import failed, plan_of, ran, weightless
+from testing.tuners import tuner_of
 
 
 @pytest.mark.parametrize(
@@ -34,3 +39,19 @@ def test_only_what_the_script_itself_did_is_its_own(
     assert told in said
     assert bool(said) == bool(told)
     assert ("your script's own" in said) == ("your script's own" in told)
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(is_profiled: bool) -> None:
+    tuner, _ = tuner_of(plan_of(own_first=True, max_trials=4))
+    tuner.next_trials(1)
+    tuner.record(0, failed("OOM", "tried to allocate 1.86 GiB"))
+    tuner.next_trials(1)
+    tuner.record(1, replace(ran(), profile=weightless(15)) if is_profiled else failed("OOM"))
+    while not tuner.finished:
+        for trial in tuner.next_trials(1):
+            tuner.record(trial.id, failed("OOM"))
+    error = str(_failure(tuner.run, Path("trials")))
+    assert "ran out of memory" in error
+    assert ("The model does not fit" in error) is not is_profiled
+    assert ("Only profile_" in error) is is_profiled

@@ -38,9 +38,11 @@ from testing.local import (
     read_json,
     wait_until,
 )
+from testing.versions import needs
 
 pytestmark = pytest.mark.slow
 
+roomy = needs("deepspeed", "0.16", "needs more memory than these trials are allowed")
 SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
@@ -80,6 +82,7 @@ def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     return run_dir, dsat("asha", "tiny", run_dir, *options, imported=False)
 
 
+@roomy
 def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = assert_a_result(run_dir, told)
@@ -93,6 +96,7 @@ def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
 
 
+@roomy
 def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = run_of(run_dir)

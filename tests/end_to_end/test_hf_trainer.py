@@ -145,7 +145,8 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
-        assert warnings_of(outcome) == (NO_CPU_RANKS,)
+        # Earlier versions of accelerate join CPU ranks by themselves.
+        assert set(warnings_of(outcome)) <= {NO_CPU_RANKS}
 
 
 @pytest.mark.nightly

@@ -46,7 +46,9 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     run, said = tuned("no_flags", tmp_path / "run", *words)
     assert run.profile is not None
     found = {name: switch.values for name, switch in run.profile.switches.items()}
-    assert found["gradient_checkpointing"] == (False, True, "every_2_layers")
+    ways = found["gradient_checkpointing"]
+    # Older versions of the Trainer cannot leave out every second layer.
+    assert ways in ((False, True, "every_2_layers"), (False, True))
     assert found["attn_implementation"] == ("sdpa", "eager")
     tried = searched(run)
     for trial in [run.trials[0], *tried]:
@@ -64,7 +66,8 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
         "sdpa",
         "eager",
     }
-    assert len({trial.script_args.get("gradient_checkpointing", False) for trial in tried}) == 3
+    tried_ways = {trial.script_args.get("gradient_checkpointing", False) for trial in tried}
+    assert tried_ways == set(ways)
     assert gains_of_switch(run, "dataloader_num_workers")[2] > 1
     assert "of your step waits for data: dataloader_num_workers=2 gave" in said
     if run.best is not run.baseline:  # a busy machine may leave it uncertain

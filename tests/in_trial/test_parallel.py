@@ -17,6 +17,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.local import Bench, bench_of
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")  # which the program imports
 
 LENGTH = 32
 TENSOR, SEQUENCE = Parallelism(tensor=2), Parallelism(sequence=2)

@@ -123,6 +123,7 @@ def test_an_engine_is_compiled_where_nobody_else_does_it(
 
 
 def test_mlps_in_parts_train_like_whole_ones() -> None:
+    pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)

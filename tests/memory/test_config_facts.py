@@ -82,6 +82,7 @@ def test_activations_are_those_of_the_simulation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pytest.importorskip(f"transformers.models.{config['model_type']}")
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EstimateSettings(hf_config=str(tmp_path), seq_length=512, **options)

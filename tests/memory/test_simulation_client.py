@@ -99,7 +99,7 @@ newest = needs("deepspeed", "0.19", "allocates otherwise than the closed form wa
 @pytest.mark.parametrize(
     "case",
     [
-        {"stage": 0},
+        pytest.param({"stage": 0}, marks=newest),
         pytest.param({"stage": 2, "micro_batch": 1}, marks=pytest.mark.nightly),
         {"stage": 3, "slots": 4, "micro_batch": 1},
         pytest.param({"stage": 0, "dtype": "fp32"}, marks=pytest.mark.nightly),
@@ -117,7 +117,7 @@ newest = needs("deepspeed", "0.19", "allocates otherwise than the closed form wa
         pytest.param({"stage": 3, "offload": "optimizer param"}, marks=newest),
         # The bucket is allocated while most activations are there.
         pytest.param({"stage": 1, "bucket": 60_000_000}, marks=pytest.mark.nightly),
-        {"stage": 2, "bucket": 60_000_000, "slots": 8},
+        pytest.param({"stage": 2, "bucket": 60_000_000, "slots": 8}, marks=newest),
         pytest.param(
             {"stage": 2, "bucket": 60_000_000, "offload": "optimizer"},
             marks=[newest, pytest.mark.nightly],
@@ -166,6 +166,7 @@ def test_the_closed_form_knows_what_a_knob_adds(
     assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
 
 
+@newest
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)
     for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace_bytes=0):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dsat.errors import InvalidTrial
 from dsat.in_trial.versions.transformers_types import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,17 +65,30 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
     if not found:
         linear = (torch.nn.Linear,)
         names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, linear)}
-        raise SystemExit(
+        raise InvalidTrial(
             f"--lora: no layer is called {' or '.join(targets)}; there are "
             f"{', '.join(sorted(names))}"
         )
 
 
 def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Build the model of a configuration file, in the class that the file names."""
+    """Build the model of a configuration file, in the class that the file names.
+
+    Raises:
+        InvalidTrial: the installed transformers cannot.
+    """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
+    except Exception as error:  # of any kind: each model checks its own
+        said, *more = str(error).strip().splitlines() or [type(error).__name__]
+        if said.endswith(":"):
+            said = " ".join([said, *(line.strip() for line in more)])
+        raise InvalidTrial(
+            f"transformers {transformers.__version__} refuses {path.name}: {said.strip(' .')}. "
+            "Give another version of transformers, or your training script instead"
+        ) from error
     config.use_cache = False
     named = type_argument(dtype)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
@@ -83,7 +97,9 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             return auto.from_config(config, **named)  # type: ignore[no-any-return]
-    raise SystemExit(f"transformers has no model for {type(config).__name__}")
+    raise InvalidTrial(
+        f"transformers {transformers.__version__} has no model for {type(config).__name__}"
+    )
 
 
 def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[int], Any]:
