@@ -165,7 +165,7 @@ class Formula:
         tokens = unit_tokens or self.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
         recompute = self._settings.activation_checkpointing == "on"
-        passes = _Passes(model, size, tokens, lora, recompute=recompute)
+        passes = _Passes(model, size, lora, recompute=recompute)
         head = 0 if lora else size * model.vocabulary * model.hidden
         return ModelFacts(
             num_params=model.params + adapters,
@@ -195,7 +195,6 @@ class _Passes:
     Args:
         model: its sizes.
         size: bytes of a parameter.
-        tokens: of a sample.
         lora: settings of adapters, the only trained parameters; None without.
         recompute: activations are recomputed in the backward pass.
     """
@@ -204,16 +203,15 @@ class _Passes:
         self,
         model: Decoder,
         size: int,
-        tokens: int,
         lora: Mapping[str, str] | None,
         *,
         recompute: bool,
     ) -> None:
         h, inner = model.hidden, model.chosen * model.inner
-        layer = _kept(model, size, tokens, lora)
+        layer = _kept(model, size, lora)
         held = model.layers * layer
         if recompute:  # the inputs of all layers, and one layer's activations
-            held = model.layers * size * h + tokens
+            held = model.layers * size * h
         # Gradients of the gated layer, or of attention.
         gradients = max(2 * size * h + 4 * size * inner, 12 * size * h)
         norm = _norm(h, size)
@@ -235,13 +233,12 @@ def _norm(width: int, size: int) -> int:
     return (4 + 2 * size) * width + 4
 
 
-def _kept(model: Decoder, size: int, tokens: int, lora: Mapping[str, str] | None) -> int:
+def _kept(model: Decoder, size: int, lora: Mapping[str, str] | None) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass."""
     h, heads = model.hidden, (model.queries + model.keys) // model.head
-    # Queries, keys and values for all heads, the output; the mask of a token, logarithms of sums.
-    kept = (
-        2 * _norm(h, size) + size * (4 * model.queries + tokens) + 4 * model.queries // model.head
-    )
+    # Queries, keys, values and the output; logarithms of sums. Causal attention needs no mask.
+    kept = 2 * _norm(h, size) + 2 * size * (model.queries + model.keys)
+    kept += 4 * model.queries // model.head
     kept += 4 * size * model.inner * model.chosen
     if model.normalised:
         kept += (4 + size) * (model.queries + model.keys) + 4 * heads

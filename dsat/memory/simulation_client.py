@@ -24,6 +24,7 @@ _MICRO_BATCHES_FOR_SLOPES = (256, 512)
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 # Errors about functions and fields that another version of torch or DeepSpeed lacks.
 _OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
+_DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 _LARGEST_MESSAGE_BYTES = 2**20
 
@@ -315,7 +316,9 @@ class Simulator:
 
 
 def _explained(message: str) -> str:
-    """An error's message, with the versions if they may be the reason."""
+    """Return an error's message with a possible reason."""
+    if _DEPENDS_ON_DATA in message:
+        return f"{message} (shapes depend on data, as those of experts before transformers 5)"
     if not message.startswith(_OF_ANOTHER_VERSION):
         return message
     versions = " and ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))

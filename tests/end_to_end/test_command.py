@@ -38,11 +38,9 @@ from testing.local import (
     read_json,
     wait_until,
 )
-from testing.versions import needs
 
 pytestmark = pytest.mark.slow
 
-roomy = needs("deepspeed", "0.16", "needs more memory than these trials are allowed")
 SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
@@ -78,15 +76,15 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
 @pytest.fixture(scope="module")
 def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     run_dir = tmp_path_factory.mktemp("asha") / "run"
-    options = [*FAST, "-mt", 5, "-m", "throughput", "--run-full-experiment"]
+    # Before DeepSpeed 0.18 the first three of the search do not fit.
+    options = [*FAST, "-mt", 7, "-m", "throughput", "--run-full-experiment"]
     return run_dir, dsat("asha", "tiny", run_dir, *options, imported=False)
 
 
-@roomy
 def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = assert_a_result(run_dir, told)
-    assert len(run.trials) == 5
+    assert len(run.trials) == 7
     own, profile, *others = run.trials.values()
     # Its default buckets do not fit.
     assert (own.kind, profile.kind) == (TrialKind.BASELINE, TrialKind.PROFILE)
@@ -96,7 +94,6 @@ def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
     assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
 
 
-@roomy
 def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = run_of(run_dir)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 
 from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
@@ -49,7 +50,8 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     ways = found["gradient_checkpointing"]
     # Older versions of the Trainer cannot leave out every second layer.
     assert ways in ((False, True, "every_2_layers"), (False, True))
-    assert found["attn_implementation"] == ("sdpa", "eager")
+    if hasattr(transformers.PreTrainedModel, "set_attn_implementation"):
+        assert found["attn_implementation"] == ("sdpa", "eager")
     tried = searched(run)
     for trial in [run.trials[0], *tried]:
         changed, folder = trial.script_args, tmp_path / "run" / "trials" / trial.name
@@ -62,10 +64,8 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
             "attention": kernel,
             "workers": changed.get("dataloader_num_workers", 0),
         }
-    assert {trial.script_args.get("attn_implementation", "sdpa") for trial in tried} == {
-        "sdpa",
-        "eager",
-    }
+    tried_kernels = {trial.script_args.get("attn_implementation", "sdpa") for trial in tried}
+    assert tried_kernels == set(found.get("attn_implementation", ["sdpa"]))
     tried_ways = {trial.script_args.get("gradient_checkpointing", False) for trial in tried}
     assert tried_ways == set(ways)
     assert gains_of_switch(run, "dataloader_num_workers")[2] > 1

@@ -15,9 +15,9 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.local import Bench, bench_of
+from testing.versions import needs
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")  # which the program imports
+pytestmark = [pytest.mark.slow, needs("deepspeed", "0.18", "calls Ulysses by other arguments")]
 
 LENGTH = 32
 TENSOR, SEQUENCE = Parallelism(tensor=2), Parallelism(sequence=2)

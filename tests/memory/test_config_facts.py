@@ -15,6 +15,7 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.config_facts import Decoder, Formula
 from testing import warm_command, warm_host
+from testing.versions import needs
 
 LLAMA: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +72,12 @@ def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
     ("config", "options"),
     [
         pytest.param(LLAMA, {}, id="all activations", marks=pytest.mark.nightly),
-        pytest.param(EXPERTS, {"activation_checkpointing": "on"}, id="experts, recomputed"),
+        pytest.param(
+            EXPERTS,
+            {"activation_checkpointing": "on"},
+            id="experts, recomputed",
+            marks=needs("transformers", "5", "experts' shapes depend on data"),
+        ),
         pytest.param(LLAMA, {"lora": LORA}, id="LoRA", marks=pytest.mark.nightly),
         pytest.param(LLAMA, {"dtype": "fp32"}, id="fp32", marks=pytest.mark.nightly),
     ],
@@ -82,7 +88,6 @@ def test_activations_are_those_of_the_simulation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip(f"transformers.models.{config['model_type']}")
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EstimateSettings(hf_config=str(tmp_path), seq_length=512, **options)
