@@ -240,7 +240,7 @@ def _answer_of(process: subprocess.Popen[str], deadline: float) -> dict[str, Any
         out, err = process.communicate(timeout=max(_READ_LIMIT_S, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         _give_up(process)
-        return f"no answer within {_FIND_LIMIT_S:g} s: the driver may be stuck"
+        return f"no answer within {_FIND_LIMIT_S:g} s: imports are that slow, or a driver is stuck"
     for line in out.splitlines():
         if line.startswith(MARK):
             found: dict[str, Any] = json.loads(line[len(MARK) :])
