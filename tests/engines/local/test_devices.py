@@ -203,7 +203,7 @@ def test_an_offloading_trial_runs_alone(supervisor: Scripted, engine: LocalEngin
 def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that asks a stuck driver does not come back."""
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
-    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are that slow, or a driver is stuck"):
+    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are that slow"):
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
 
 
