@@ -40,7 +40,6 @@ class Decisions:
         self._trials = TrialFactory(plan, self.run)
         self._profiling = ProfilePhase(plan, self._trials)
         self._searching: SearchPhase | None = None
-        self._unprocessed: list[Trial] = []  # ended, and the phase has not been told yet
         self._finals = FinalsPhase(plan, self.run, self._trials)
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
@@ -61,7 +60,7 @@ class Decisions:
             return None if trial is None else _proposed(trial)
         search = self._search
         if search is None:
-            trial = self._profile.next_trial()
+            trial = self._profiling.next_trial()
             return None if trial is None else _proposed(trial)
         if self._search_over(ignore_budget=ignore_budget) is not None:
             return self._next_finals()
@@ -74,11 +73,18 @@ class Decisions:
         return {**event, "skipped": skipped} if skipped else event
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Apply an event."""
+        """Apply an event.
+
+        The phase of a trial takes its outcome in at once: what it learns depends on the run as of
+        then, which later events change.
+        """
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._waiting = False
-            self._unprocessed.append(self.run.trials[event["trial_id"]])
+            trial = self.run.trials[event["trial_id"]]
+            phase: Phase | None = self._profiling if trial.profiles else self._searching
+            assert phase is not None
+            phase.update(trial, self.run.outcomes[trial.id])
 
     @property
     def stop_reason(self) -> str | None:
@@ -92,18 +98,18 @@ class Decisions:
     @property
     def failure(self) -> str | None:
         """The reason that the model could not be profiled, or None."""
-        return self._profile.failure
+        return self._profiling.failure
 
     @property
     def needs_memory_basis(self) -> bool:
         """True while the run waits for the basis of memory predictions."""
         by_itself = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
-        return self._profile.over and not by_itself and self.run.memory_basis is None
+        return self._profiling.over and not by_itself and self.run.memory_basis is None
 
     @property
     def search_began(self) -> bool:
         """True from the beginning of the search on."""
-        return self._profile.over and not self.needs_memory_basis
+        return self._profiling.over and not self.needs_memory_basis
 
     @property
     def forecast(self) -> Forecast | None:
@@ -117,23 +123,16 @@ class Decisions:
         return None if self._searching is None else self._searching.outlook
 
     @property
-    def _profile(self) -> ProfilePhase:
-        """The profile phase, updated with all outcomes."""
-        self._update_phases()
-        return self._profiling
-
-    @property
     def _search(self) -> SearchPhase | None:
-        """The search, updated with all outcomes; made at its first use."""
-        self._update_phases()
+        """The search, made at its first use."""
         if self._searching is None and self.search_began:
             self._searching = SearchPhase(
                 self.plan,
                 self.run,
                 self._trials,
-                self._profile.space,
+                self._profiling.space,
                 self._basis,
-                baseline=not self._profile.climbed,
+                baseline=not self._profiling.climbed,
             )
         return self._searching
 
@@ -146,21 +145,13 @@ class Decisions:
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Return the first configuration of each searched strategy and parallelism."""
-        space, configs = self._profile.space, []
+        space, configs = self._profiling.space, []
         for branch in space.branches:
             for settings in branch.of_each_parallelism():
                 batch = space.batch(space.micro_batches[0], settings)
                 overrides = overrides_for(settings, batch)
                 configs.append(self.plan.config(overrides))
         return configs
-
-    def _update_phases(self) -> None:
-        """Pass new outcomes to their phases."""
-        unprocessed, self._unprocessed = self._unprocessed, []
-        for trial in unprocessed:
-            phase: Phase | None = self._profiling if trial.profiles else self._searching
-            assert phase is not None
-            phase.update(trial, self.run.outcomes[trial.id])
 
     def _next_finals(self) -> dict[str, Any] | None:
         """Return the event that begins the finals, if the search is over and there is a choice."""

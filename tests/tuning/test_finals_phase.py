@@ -204,6 +204,20 @@ def test_noise_that_finals_have_shown_is_known_to_the_search_that_goes_on() -> N
     assert told[0] == pytest.approx(noise)
 
 
+def test_a_run_whose_budget_was_raised_during_its_finals_is_resumed() -> None:
+    plan = finals_plan(method="model", batches=True, max_trials=12, finals=4)
+    tuner, journal = tuner_of(plan)
+    world = Buckets({3: 1.1}, spread=0.1)
+    while not tuner.finished:
+        if len(finals_of(tuner.run)) == 2 and not tuner.run.running:
+            tuner.raise_budget(24)
+        assert tuner.search_began or not tuner.run.outcomes  # as the loop asks each time
+        for trial in tuner.next_trials(1):
+            tuner.record(trial.id, world.outcome(trial))
+    resumed, _ = tuner_of(plan, journal.events)
+    assert list(resumed.run.trials) == list(tuner.run.trials) and resumed.finished
+
+
 def test_there_is_nothing_to_decide_without_something_to_compare() -> None:
     assert not finals_of(ran_to_the_end(dict.fromkeys(range(2, 11), 0.5)))
 
