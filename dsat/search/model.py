@@ -332,7 +332,7 @@ class ModelSearch(Search):
         closed = {
             each.index
             for each in known.values()
-            if each.abandoned or len(each.asked) > each.open_hi
+            if each.abandoned or sum(at <= each.open_hi for at in each.asked) > each.open_hi
         }
         best = predictions.best_settings(branch)
         indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)

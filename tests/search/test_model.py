@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ def model_of(
     return ModelSearch(profile, Objective(metric), space, **{"seed": 0, **options})
 
 
-def stages(*numbers: int, micro_batches: range = range(1, 65)) -> Space:
+def stages(*numbers: int, micro_batches: Sequence[int] = range(1, 65)) -> Space:
     """The strategies alone: no knob is free."""
     return Space(
         strategies=plain(*numbers),
@@ -394,6 +395,19 @@ def test_a_small_space_is_tried_to_its_end() -> None:
     asked = proposals_of(model_of(space, ceiling=8), lambda p: ran(p.micro_batch))
     configurations = {(json.dumps(p.settings), p.micro_batch) for p in asked}
     assert len(configurations) == len(asked) == 3 * sum(b.count for b in space.branches)
+
+
+@pytest.mark.parametrize("predict", [None, lambda settings: 64])
+@pytest.mark.parametrize("largest", [1, 2])
+def test_what_ran_out_of_memory_leaves_the_smaller_micro_batches(
+    largest: int, predict: Any
+) -> None:
+    def outcome(proposal: Proposal) -> Outcome:
+        size = proposal.micro_batch
+        return ran(size) if size <= largest else failed("OOM")
+
+    search = model_of(stages(1, micro_batches=(1, 2, 4, 8)), ceiling=64, predict=predict)
+    assert largest in {proposal.micro_batch for proposal in proposals_of(search, outcome)}
 
 
 def test_many_may_run_at_once() -> None:
