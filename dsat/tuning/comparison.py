@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from dsat.values import student
 
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
-# interval of 97 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
-REPORTED, CLEAR = 0.97, 0.99
+# interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
+REPORTED, CLEAR = 0.975, 0.99
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Comparison:
     ) -> Comparison:
         """Compare the second of each pair with the first.
 
-        The spread is pooled over all that ran more than once: the differences of the pairs, which a
-        machine that drifts changes little, and the user's own configuration, by its runs and that
-        of the search. What the search chose measured too well there, so that its own search run
-        counts for a single pair only.
+        The spread is that of the differences of the pairs, which a machine that drifts changes
+        little. One pair has none, and two say little of it: for two the user's own configuration
+        counts too, by its runs and that of the search, and for one that of the search's choice as
+        well. With more pairs they do not: the first trial of a run may be far off the others.
 
         Args:
             pairs: one at least.
@@ -63,7 +63,7 @@ class Comparison:
         mean = statistics.fmean(differences)
         # Squares of differences, and of a run from the mean of others: twice a run's variance each.
         squares = sum((difference - mean) ** 2 for difference in differences)
-        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
+        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: max(0, 3 - count)]
         for searched, runs in again:
             squares += 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
         freedom = count - 1 + len(again)

@@ -7,7 +7,7 @@ to the next, so that a machine that slows down steadily favours neither.
 
 The pairs are looked at a few times only, and end early if a 99 % interval leaves out "no gain"
 (Haybittle 1971, Peto 1976) or any gain that is worth something. Since all the same their number
-depends on what they showed, the 95 % interval that is reported is as wide as one of 97 % of a
+depends on what they showed, the 95 % interval that is reported is as wide as one of 97.5 % of a
 fixed number. `benchmarks/winners_curse.py` measures with the tuner how often it holds.
 """
 

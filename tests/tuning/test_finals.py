@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -210,23 +211,37 @@ def test_a_paired_interval_by_hand() -> None:
     pairs = [(own, own + d) for own, d in zip((0.01, 0.05, -0.03), differences, strict=True)]
     found = Comparison.of_pairs(pairs, (-0.02, 0.9))
     assert found.mean == pytest.approx(0.12)
-    # Two differences of 0.02 from their mean, and the own run of the search 0.03 from the others.
-    spread = (2 * 0.02**2 + 2 * 0.03**2 * 3 / 4) / 3
+    spread = 2 * 0.02**2 / 2  # two differences of 0.02 from their mean
     assert found.standard_error == pytest.approx(math.sqrt(spread / 3))
-    assert found.freedom == 3
+    assert found.freedom == 2
     assert found.noise == pytest.approx(math.sqrt(spread / 2))
-    margin = 3.8960 * math.sqrt(spread / 3)  # the quantile of 97 %
+    margin = 6.2053 * math.sqrt(spread / 3)  # the quantile of 97.5 %
     assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-3)
     assert found.is_better
-    assert found.is_clear(None), "0.12 is 7.6 standard errors, and 5.8 are asked for"
-    assert not Comparison.of_pairs(pairs, (-0.2, 0.9)).is_clear(None), "its runs vary more"
+    assert found.is_clear(None), "0.12 is 10.4 standard errors, and 9.9 are asked for"
+    # Of two pairs, the own run of the search counts: 0.05 from the others.
+    found = Comparison.of_pairs(pairs[:2], (-0.02, 0.9))
+    spread = (2 * 0.02**2 + 2 * 0.05**2 * 2 / 3) / 2
+    assert found.standard_error == pytest.approx(math.sqrt(spread / 2))
+    assert found.freedom == 2
+    assert not found.is_clear(None)
+
+
+@pytest.mark.parametrize("trials", [6, 15])
+@pytest.mark.parametrize("first", [0.1, 0.8])
+def test_a_first_trial_that_is_far_off_hides_no_gain(first: float, trials: int) -> None:
+    own = replace(OWN, log_value=math.log(first))
+    finals = Finals(own, [leader(2)], trials=trials, least_gain=0.02)
+    play(finals, {2: 1.3}, noise=0.005)
+    assert finals.is_better and finals.comparison is not None
+    assert finals.comparison.noise < 0.02
 
 
 @pytest.mark.parametrize(
     ("level", "known"),
     [
         (0.95, {1: 12.706, 2: 4.3027, 5: 2.5706, 30: 2.0423, 120: 1.9799}),
-        (0.97, {1: 21.205, 2: 5.6428, 10: 2.527, 40: 2.250, 120: 2.196}),
+        (0.975, {1: 25.452, 2: 6.2053, 10: 2.634, 40: 2.329, 120: 2.270}),
         (0.99, {1: 63.657, 10: 3.169, 30: 2.750, 40: 2.704, 120: 2.617}),
     ],
 )
