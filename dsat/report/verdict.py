@@ -247,7 +247,8 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
         return
     assert run.plan is not None and run.baseline is not None
     if not finals.is_better:
-        yield "Yours is as fast, but outside the batch sizes that you asked for."
+        how = "faster" if finals.comparison.gain.high < 1 else "as fast"
+        yield f"Yours is {how}, but outside the batch sizes that you asked for."
     finding = run.training.compare(run.plan, run.baseline, best)
     if finding.agreement is Agreement.SAME:
         yield "On the same data the losses agree with yours."

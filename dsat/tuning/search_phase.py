@@ -268,10 +268,12 @@ class SearchPhase(Phase):
     def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
         """Pass the outcome of the user's own configuration to the search.
 
-        It is one of the space if it has the first settings of a branch: the others are not looked
-        at, for there may be millions.
+        It is one of the space if it has the first settings of a branch, and batch sizes that the
+        plan admits: the other settings are not looked at, for there may be millions.
         """
-        found = self._branch_of(trial.overrides, trial.script_args, trial.batch.micro_batch)
+        found = None
+        if self._plan.admits(trial.batch):
+            found = self._branch_of(trial.overrides, trial.script_args, trial.batch.micro_batch)
         self._search.learn(found, trial.batch.micro_batch, outcome)
 
     def _branch_of(

@@ -28,6 +28,7 @@ from testing.helpers import (
     ran,
     weightless,
 )
+from testing.made_up_runs import measured
 
 OWN_BUCKET = 1
 
@@ -255,6 +256,28 @@ def test_what_was_demanded_of_batches_is_kept_although_nothing_is_gained() -> No
     drive(tuner, Buckets({}, spread=0.2))
     assert tuner.run.best is not None
     assert tuner.run.best.batch.train_batch_size == 16
+
+
+@pytest.mark.parametrize("demand", ["train_batch_size", "max_train_batch_size"])
+def test_a_faster_own_batch_outside_of_what_was_demanded_does_not_end_the_search(
+    demand: str,
+) -> None:
+    class Larger(World):
+        def outcome(self, trial: Trial) -> Outcome:
+            if trial.kind is TrialKind.PROFILE:
+                return profiled(weightless(64))
+            size = trial.batch.micro_batch
+            return measured(ran(100.0 * size / (size + 10)), trial)
+
+    changes: dict[str, Any] = {"own_batch": BatchTriple(64, 64, 1), "micro_batches": (), demand: 16}
+    options = {"stop_when": 0.003}
+    tuner, _ = tuner_of(finals_plan(method="model", search_options=options, **changes))
+    drive(tuner, Larger())
+    run = tuner.run
+    kinds = [trial.kind for trial in run.trials.values()]
+    assert kinds.count(TrialKind.SEARCH) > 1
+    assert run.best is not None and run.best.batch.train_batch_size <= 16
+    assert "Yours is faster, but outside the batch sizes" in verdict(run).confidence
 
 
 # -- the training
