@@ -24,6 +24,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
 
 _MOST_CHANGES = 5
+_NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 
 
@@ -194,7 +195,7 @@ def _why_keep(run: Run) -> str:
     finals, trial, found = run.finals, run.leader, run.leaders_gain
     if finals is not None and finals.over:
         if finals.pick is None:
-            return "none of the leading configurations was confirmed on a re-run"
+            return _NONE_CONFIRMED
         trial, found = run.trials[finals.pick.trial_id], gain(run)
     if trial is None or found is None:
         searched = any(run.trials[i].kind is TrialKind.SEARCH for i in run.outcomes)
@@ -213,8 +214,6 @@ def _why_no_gain(run: Run) -> str:
         return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
     if own is None or own.id not in run.outcomes:
         return "your configuration was not measured"
-    if run.value(own) is not None:
-        return "your configuration failed when it was run again"
     assert run.plan is not None
     return f"your configuration did not run ({fmt.outcome(run.outcomes[own.id], run.plan.metric)})"
 
@@ -239,6 +238,9 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
             yield _no_finals(run)
         return
     if finals.comparison is None:
+        failed = "your configuration failed when it was run again"
+        if best is not run.baseline:
+            yield f"low, because {_NONE_CONFIRMED if finals.pick is None else failed}."
         return
     pairs = fmt.count(len(finals.pairs), "pair")
     noise = fmt.percent(finals.comparison.noise)

@@ -15,11 +15,17 @@ from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import MemoryUse, SequenceLengths
-from dsat.values.trial import BatchTriple
-from testing.helpers import FakeClock, World, failed, plan_of, profiled, ran, weightless
+from dsat.values.outcome import MemoryUse, Outcome, SequenceLengths
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import FakeClock, World, drive, failed, plan_of, profiled, ran, weightless
 from tests.report.test_summary import run_of
-from tests.tuning.test_finals_phase import ran_to_the_end
+from tests.tuning.test_finals_phase import (
+    OWN_BUCKET,
+    Buckets,
+    finals_plan,
+    ran_to_the_end,
+    tuner_of,
+)
 
 
 def test_the_first_lines_are_the_gain_what_changed_and_how_sure_it_is() -> None:
@@ -164,6 +170,34 @@ def test_a_gain_that_is_luck_leaves_the_users_own() -> None:
     own = run.plan.config({}) if run.plan else {}
     config = best_config(run) or {}
     assert config["zero_optimization"] == own["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "own_batch", "why"),
+    [
+        (OWN_BUCKET, BatchTriple(8, 8, 1), "your configuration failed when it was run again"),
+        (
+            10,
+            BatchTriple(16, 16, 1),
+            "none of the leading configurations was confirmed on a re-run",
+        ),
+    ],
+)
+def test_a_gain_without_a_pair_of_finals_says_why(
+    fails: int, own_batch: BatchTriple, why: str
+) -> None:
+    class Fragile(Buckets):
+        def outcome(self, trial: Trial) -> Outcome:
+            bucket = trial.overrides.get("zero_optimization", {}).get("reduce_bucket_size", 1)
+            again = trial.kind is TrialKind.FINAL and bucket == fails
+            return failed("OOM") if again else super().outcome(trial)
+
+    plan = finals_plan(own_batch=own_batch, train_batch_size=8, finals=3)
+    tuner, _ = tuner_of(plan)
+    drive(tuner, Fragile({10: 1.5}))
+    said = verdict(tuner.run)
+    assert said.headline.startswith("Gain 1.") and ", unconfirmed: " in said.headline
+    assert said.confidence.startswith(f"low, because {why}")
 
 
 def test_the_gain_at_the_same_global_batch_is_told() -> None:
