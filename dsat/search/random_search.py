@@ -128,12 +128,10 @@ class RandomSearch(Search):
         if best is None:
             return
         _, position, hi = best
-        if self._predict is not None:
-            # Up to what is predicted to fit; that itself is worth a trial with any settings.
-            lineage.lo = min(position + 1, lineage.hi)
-            return
-        last = len(lineage.micro_batches) - 1
-        lineage.lo = min(position + 1, last)
-        largest = lineage.position(self._largest_ran[lineage.branch])
-        lineage.hi = min(max(largest, hi, 2 * lineage.lo), last)
-        lineage.limit(self._most_samples)
+        if self._predict is None:
+            largest = lineage.position(self._largest_ran[lineage.branch])
+            last = len(lineage.micro_batches) - 1
+            lineage.hi = min(max(largest, hi, 2 * (position + 1)), last)
+            lineage.limit(self._most_samples)
+        # Up to what should fit; that itself is worth a trial with any settings.
+        lineage.lo = min(position + 1, lineage.hi)

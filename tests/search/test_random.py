@@ -8,8 +8,10 @@ import pytest
 
 from dsat.search import RandomSearch
 from dsat.space.space import Freedom, Space
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
-from testing.helpers import play, search_of, space_of
+from testing.helpers import play, proposals_of, ran, search_of, space_of
 
 
 class _HalfwayDraws:
@@ -271,6 +273,18 @@ def test_random_does_not_look_further_than_what_ran_out_of_memory() -> None:
         ask 1@5
         """,
     )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_tries_other_settings_where_the_data_set_ends(seed: int) -> None:
+    def outcome(proposal: Proposal) -> Outcome:
+        if proposal.micro_batch > 6:
+            return Outcome(OutcomeKind.INVALID, smaller_may_run=True, most_samples=6)
+        return ran(proposal.micro_batch)
+
+    asked = proposals_of(search_of("random", space_of(8), seed=seed), outcome)
+    at_the_end = {str(p.settings) for p in asked if p.micro_batch == 6}
+    assert len(at_the_end) > 4
 
 
 def test_random_draws_around_the_middle() -> None:
