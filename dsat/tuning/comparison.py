@@ -12,6 +12,7 @@ from dsat.values import student
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
+_FEW, _USUAL = 3, 4.303  # pairs; standard errors of a run among so few, with 95 %
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Comparison:
         """Compare the second of each pair with the first.
 
         The spread is that of the differences of the pairs, which a machine that drifts changes
-        little. One pair has none, and two say little of it: for two the user's own configuration
-        counts too, by its runs and that of the search, and for one that of the search's choice as
-        well. With more pairs they do not: the first trial of a run may be far off the others.
+        little. Up to three pairs say little of it: the user's own configuration counts too, by its
+        runs and that of the search, and for a single pair that of the search's choice as well. But
+        the first trial of a run may be far off all others: beside three pairs it counts unless it
+        differs significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
 
         Args:
             pairs: one at least.
@@ -63,10 +65,12 @@ class Comparison:
         mean = statistics.fmean(differences)
         # Squares of differences, and of a run from the mean of others: twice a run's variance each.
         squares = sum((difference - mean) ** 2 for difference in differences)
-        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: max(0, 3 - count)]
-        for searched, runs in again:
-            squares += 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
-        freedom = count - 1 + len(again)
+        freedom = count - 1
+        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
+        for searched, runs in again if count <= _FEW else ():
+            square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
+            if count < _FEW or square <= _USUAL**2 * squares / freedom:
+                squares, freedom = squares + square, freedom + 1
         spread = squares / freedom
         return cls(mean, math.sqrt(spread / count), freedom, math.sqrt(spread / 2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -211,20 +212,30 @@ def test_a_paired_interval_by_hand() -> None:
     pairs = [(own, own + d) for own, d in zip((0.01, 0.05, -0.03), differences, strict=True)]
     found = Comparison.of_pairs(pairs, (-0.02, 0.9))
     assert found.mean == pytest.approx(0.12)
-    spread = 2 * 0.02**2 / 2  # two differences of 0.02 from their mean
+    # Two differences of 0.02 from their mean, and the own run of the search 0.03 from the others.
+    spread = (2 * 0.02**2 + 2 * 0.03**2 * 3 / 4) / 3
     assert found.standard_error == pytest.approx(math.sqrt(spread / 3))
-    assert found.freedom == 2
+    assert found.freedom == 3
     assert found.noise == pytest.approx(math.sqrt(spread / 2))
-    margin = 6.2053 * math.sqrt(spread / 3)  # the quantile of 97.5 %
+    margin = 4.1765 * math.sqrt(spread / 3)  # the quantile of 97.5 %
     assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-3)
     assert found.is_better
-    assert found.is_clear(None), "0.12 is 10.4 standard errors, and 9.9 are asked for"
-    # Of two pairs, the own run of the search counts: 0.05 from the others.
-    found = Comparison.of_pairs(pairs[:2], (-0.02, 0.9))
-    spread = (2 * 0.02**2 + 2 * 0.05**2 * 2 / 3) / 2
-    assert found.standard_error == pytest.approx(math.sqrt(spread / 2))
-    assert found.freedom == 2
-    assert not found.is_clear(None)
+    assert found.is_clear(None), "0.12 is 7.6 standard errors, and 5.8 are asked for"
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "freedom"),
+    [(0.03, 3, 3), (-0.2, 3, 2), (-0.2, 2, 2), (0.03, 4, 3), (-0.2, 4, 3)],
+)
+def test_the_own_run_of_the_search_counts_beside_few_pairs_if_it_is_like_them(
+    first: float, count: int, freedom: int
+) -> None:
+    owns, differences = (0.01, 0.05, -0.03, 0.0), (0.10, 0.14, 0.12, 0.11)
+    pairs = [(own, own + d) for own, d in zip(owns, differences, strict=True)][:count]
+    found = Comparison.of_pairs(pairs, (first, 0.9))
+    assert found.freedom == freedom
+    alone = statistics.variance(differences[:count]) / count
+    assert (found.standard_error**2 == pytest.approx(alone)) == (freedom == count - 1)
 
 
 @pytest.mark.parametrize("trials", [6, 15])
