@@ -50,7 +50,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: float) -> int:
-    """Return the number of trials for the finals of a search.
+    """Return the number of trials for the finals of a search, with those that it left over.
 
     Args:
         max_trials: of the whole run.
@@ -58,9 +58,10 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
         asked: what the user wants.
         cost: of a trial of the finals, as a part of the search's time.
     """
-    room = min(reserved(max_trials, asked), max_trials - searched)
-    if asked is None:
-        room = min(room, max(_UNCLEAR, int(MOST_COST / cost)))
+    most, left = reserved(max_trials, asked), max_trials - searched
+    if asked is None and most:
+        most = min(MOST_TRIALS, max(_UNCLEAR, int(MOST_COST / cost)))
+    room = min(most, left)
     return room if room >= _PAIR else 0
 
 
