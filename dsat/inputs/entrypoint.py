@@ -43,7 +43,9 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
-_HF_PARSERS = ("HfArgumentParser", "TrlParser")
+_HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
+# Of transformers and of TRL (SFTConfig), or made of these.
+_HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _STARTS_RANKS = re.compile(
     r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
@@ -185,13 +187,17 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 
 
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
-    """Return whether the script makes a parser of TrainingArguments or a subclass.
+    """Return whether the script parses its arguments into TrainingArguments or a subclass.
 
-    Another parser would refuse a flag that the user did not give.
+    Another parser would refuse a flag that the user did not give, as does a script that is given a
+    file of TrainingArguments.
     """
-    return bool(program.script) and any(
-        parser in _source(model_dir / program.script) for parser in _HF_PARSERS
-    )
+    args = program.args
+    has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
+    if not program.script or not has_flags:
+        return False
+    parsers = _HF_PARSER.finditer(_source(model_dir / program.script))
+    return any(_HF_ARGUMENTS.search(parser[1]) for parser in parsers)
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:

@@ -326,6 +326,8 @@ HF = "train.py --deepspeed ds.json --output_dir out"
     ("source", "expected"),
     [
         ("parser = HfArgumentParser(TrainingArguments)", ("--per_device_train_batch_size", "4")),
+        ("TrlParser((\n  ModelConfig,\n  DPOConfig,\n))", ("--per_device_train_batch_size", "4")),
+        ("HfArgumentParser((Script, ModelConfig))\nDPOConfig(output_dir=script.output_dir)", ()),
         ("parser = argparse.ArgumentParser()  # refuses what it does not know", ()),
     ],
 )
@@ -337,6 +339,17 @@ def test_flags_are_added_where_the_script_surely_knows_them(
     config = {"train_micro_batch_size_per_gpu": 4}
     found = program.for_config("/t/ds_config.json", config, {}, {})
     assert found.args == ("--deepspeed", "/t/ds_config.json", "--output_dir", "out", *expected)
+
+
+@pytest.mark.parametrize("words", ["args.json", "--train_args_file args.json"])
+def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
+    tmp_path: Path, words: str
+) -> None:
+    source = "parser = HfArgumentParser(TrainingArguments)\nparser.parse_json_file(sys.argv[-1])"
+    (tmp_path / "train.py").write_text(source)
+    program = parse(f"python3 train.py {words}", tmp_path)
+    found = program.for_config("x.json", {}, {"optim": "adamw_torch"}, {})
+    assert found.args == tuple(words.split())
 
 
 def test_the_users_own_flags_follow_the_trial(tmp_path: Path) -> None:
