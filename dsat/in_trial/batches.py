@@ -68,9 +68,9 @@ class BatchCounter:
     which tensors and dimensions these are. A dimension may have that size by chance, so the profile
     trial, which had another micro batch, takes precedence.
 
-    Tokens are the elements of an integer tensor of two dimensions: the one called `input_ids`, or
-    else the model's first input. Elements that an `attention_mask` of the same shape masks do not
-    count.
+    Tokens are the elements of integer tensors of two dimensions: those called `input_ids`, which
+    are several for pairs of texts, or else the model's first input. Elements that an
+    `attention_mask` of the same shape masks do not count.
 
     Args:
         micro_batch: the trial's.
@@ -208,22 +208,29 @@ class BatchCounter:
         return self._known.get(place, 0)
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
-        """Tokens, and the length of the sequences; None where samples share a row."""
+        """Tokens, and the length of the longest sequences; None where samples share a row."""
         import torch
 
-        named = [leaf for place, leaf in leaves.items() if _name(place) == "input_ids"]
-        ids = next(
-            (leaf for leaf in [*named, *list(leaves.values())[:1]] if _is_of_ids(leaf)), None
-        )
-        if ids is None:
-            return None, None
-        masks = [leaf for place, leaf in leaves.items() if _name(place) == "attention_mask"]
-        mask = next((mask for mask in masks if _shape(mask) == _shape(ids)), None)
-        tokens = ids.numel() if mask is None else torch.count_nonzero(mask)
-        rows, length = ids.shape
-        if length == self._micro_batch != rows:
-            rows, length = length, rows
-        return tokens, length if rows > 1 or rows == self._micro_batch else None
+        named = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
+        counts: list[Any] = []
+        lengths = []
+        for place, ids in (named or dict(list(leaves.items())[:1])).items():
+            if not _is_of_ids(ids):
+                continue
+            masks = [
+                p
+                for p, leaf in leaves.items()
+                if _name(p) == "attention_mask" and _shape(leaf) == _shape(ids)
+            ]
+            # The one beside it first: pairs of texts may have equal shapes.
+            masks.sort(key=lambda p: p.rpartition(".")[0] != place.rpartition(".")[0])
+            counts.append(torch.count_nonzero(leaves[masks[0]]) if masks else ids.numel())
+            rows, length = ids.shape
+            if length == self._micro_batch != rows:
+                rows, length = length, rows
+            if rows > 1 or rows == self._micro_batch:
+                lengths.append(length)
+        return sum(counts) if counts else None, max(lengths, default=None)
 
 
 def leaves_of(values: Iterable[Any]) -> Leaves:

@@ -20,6 +20,7 @@ IDS = torch.ones(4, 9, dtype=torch.long)
 MASK = torch.ones(4, 9, dtype=torch.long).tril()  # 1 + 2 + 3 + 4 of them
 IMAGES = torch.zeros(4, 3, 8, 8)
 LABELS = torch.ones(4, 40, dtype=torch.long)
+PAIR = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 Shape = tuple[int, ...]
 
 
@@ -207,6 +208,8 @@ class WithConfig(nn.Module):
         ([{"attention_mask": 3 * MASK, "input_ids": IDS}], 10, 9),  # numbers of documents
         ([{"input_ids": IDS, "attention_mask": torch.ones(4, 1, 9, 9)}], 36, 9),
         ([{"pixel_values": IMAGES, "input_ids": IDS}], 36, 9),
+        ([{"text": {"input_ids": IDS, "attention_mask": MASK}, "pair": PAIR}], 46, 9),
+        ([{"text": {"input_ids": IDS}, "pairs": {"input_ids": LABELS.repeat(2, 1)}}], 356, 40),
         ([[IDS, LABELS]], 36, 9),
         ([torch.ones(1, 640, dtype=torch.long)], 640, None),  # all samples in one row
         ([IMAGES, LABELS], None, None),
