@@ -20,7 +20,6 @@ import wrapt
 
 from dsat.in_trial.script_switches import ScriptSwitches
 
-NEVER = 10**9  # a number of steps that no trial reaches
 OTHER_BATCH = (
     "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
     "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
@@ -75,6 +74,7 @@ def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: b
         hook(plugin, "accelerate.utils.dataclasses")
     if settings.max_steps is not None:
         hook(_never_resume, "transformers.trainer")
+        hook(ignore_requests, "transformers.trainer_callback")
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         hook(functools.partial(_join_cpu_ranks, warn), "accelerate.state")
 
@@ -124,14 +124,8 @@ def _read_config(given: Any) -> Mapping[str, Any]:
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
-    """Have nothing evaluated, saved or sent, and no step made of less than a batch."""
+    """Have nothing sent, and no step made of less than a batch."""
     args.max_steps = max_steps
-    # Not switched off: callbacks such as EarlyStoppingCallback insist on evaluation.
-    for kind in ("eval", "save"):
-        strategy = getattr(args, f"{kind}_strategy")
-        if getattr(strategy, "value", strategy) != "no":
-            setattr(args, f"{kind}_strategy", "steps")
-            setattr(args, f"{kind}_steps", NEVER)
     args.report_to = "none"
     args.dataloader_drop_last = True
     args.resume_from_checkpoint = None
@@ -202,6 +196,16 @@ def _never_resume(module: Any) -> None:
         return original(**{**keywords, "resume_from_checkpoint": None})
 
     wrapt.wrap_function_wrapper(module, "Trainer.train", train)
+
+
+def ignore_requests(module: Any) -> None:
+    """Have the Trainer neither save nor evaluate, whatever settings and callbacks ask it to.
+
+    With a checkpoint it would also delete the user's older ones (`save_total_limit`).
+    """
+    never = property(lambda control: False, lambda control, value: None)
+    for name in ("should_save", "should_evaluate"):
+        setattr(module.TrainerControl, name, never)
 
 
 def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,8 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import hf_trainer
-from dsat.in_trial.hf_trainer import NEVER, OTHER_BATCH, TrainerSettings
+from dsat.in_trial.hf_trainer import OTHER_BATCH, TrainerSettings
 from dsat.in_trial.script_switches import ScriptSwitches
-
-
-class Strategy(str, Enum):
-    NO = "no"
-    EPOCH = "epoch"
 
 
 @pytest.fixture
@@ -69,7 +63,7 @@ def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: 
 
 
 def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None:
-    args = script_args(eval_strategy=Strategy.EPOCH)
+    args = script_args()
     hf_trainer.prepare(args, settings(config_path, max_steps=82))
     changed = {
         name: value for name, value in vars(args).items() if value != vars(script_args()).get(name)
@@ -79,9 +73,6 @@ def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 2,
         "max_steps": 82,
-        "eval_strategy": "steps",
-        "eval_steps": NEVER,
-        "save_steps": NEVER,
         "report_to": "none",
         "push_to_hub": False,
         "auto_find_batch_size": False,
@@ -91,10 +82,18 @@ def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None
     }
 
 
-def test_what_the_user_has_switched_off_stays_off(config_path: Path) -> None:
-    args = script_args(save_strategy=Strategy.NO)
-    hf_trainer.prepare(args, settings(config_path, max_steps=82))
-    assert args.save_strategy is Strategy.NO and args.eval_strategy == "no"
+def test_no_callback_makes_the_trainer_save_or_evaluate() -> None:
+    callbacks = pytest.importorskip("transformers.trainer_callback")
+
+    class Control(callbacks.TrainerControl):  # type: ignore[misc, name-defined]
+        pass
+
+    hf_trainer.ignore_requests(SimpleNamespace(TrainerControl=Control))
+    control = Control(should_save=True)
+    control.should_evaluate = control.should_log = True
+    assert (control.should_save, control.should_evaluate, control.should_log) == (
+        *(False, False, True),
+    )
 
 
 def test_a_dict_stays_a_dict(config_path: Path) -> None:
