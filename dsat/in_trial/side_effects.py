@@ -35,25 +35,28 @@ TRACKERS_OFF: Mapping[str, str] = {
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
 _SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
 _ENGINE_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-# Functions and methods that write model files or resume, by the module that defines them.
+# Functions and methods that write checkpoints or resume, by the module that defines them.
 _SAVERS: Mapping[str, tuple[str, ...]] = {
     "accelerate.accelerator": (
         *("Accelerator.save_state", "Accelerator.save_model", "Accelerator.load_state"),
     ),
-    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
-    "peft.peft_model": ("PeftModel.save_pretrained",),
-    "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained",),
-    "diffusers.pipelines.pipeline_utils": ("DiffusionPipeline.save_pretrained",),
     "transformers.trainer": ("Trainer.save_model", "Trainer.save_state"),
     "lightning.pytorch.trainer.trainer": ("Trainer.save_checkpoint",),
     "pytorch_lightning.trainer.trainer": ("Trainer.save_checkpoint",),
     "torch.distributed.checkpoint": ("save", "async_save"),
 }
-# Functions that take the path of a file as the argument of this number and name.
+# Functions and methods that take the path of what they write as the argument of this number and
+# name.
 _FILE_WRITERS: Mapping[str, tuple[str, int, str]] = {
     "torch": ("save", 1, "f"),
     "safetensors.torch": ("save_file", 1, "filename"),
     "safetensors.numpy": ("save_file", 1, "filename"),
+    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", 0, "save_directory"),
+    "peft.peft_model": ("PeftModel.save_pretrained", 0, "save_directory"),
+    "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained", 0, "save_directory"),
+    "diffusers.pipelines.pipeline_utils": (
+        *("DiffusionPipeline.save_pretrained", 0, "save_directory"),
+    ),
 }
 
 

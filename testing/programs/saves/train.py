@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from transformers import GPT2Config, GPT2Model
 
 WIDTH = 16
 
@@ -20,6 +21,11 @@ args = parser.parse_args()
 with tempfile.NamedTemporaryFile() as cache:  # of prepared data
     torch.save(torch.ones(WIDTH), cache.name)
     assert torch.load(cache.name).sum() == WIDTH
+
+with tempfile.TemporaryDirectory() as folder:  # a model that is prepared for this training
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    GPT2Model(GPT2Config(**sizes)).save_pretrained(folder)
+    prepared = GPT2Model.from_pretrained(folder)
 
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
@@ -36,4 +42,5 @@ for step in range(args.steps):
     engine.save_checkpoint("checkpoints")
     torch.save(model.state_dict(), "model.pt")
     save_file(model.state_dict(), "model.safetensors")
+    prepared.save_pretrained("model")
 writer.close()
