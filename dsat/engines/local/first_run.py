@@ -266,7 +266,8 @@ class FirstRun:
         else:
             problem = (
                 "ended without a call of deepspeed.initialize in a Python process that takes "
-                "PYTHONPATH from its environment"
+                "PYTHONPATH from its environment. If it starts its training in the background (&), "
+                "leave that out"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
