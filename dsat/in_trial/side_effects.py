@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import wrapt
 
 from dsat.in_trial import config_injection
 
-NOT_SAVED = "checkpoints are neither saved nor loaded in trials: {} did nothing"
+NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 # Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
 TRACKERS_OFF: Mapping[str, str] = {
     "WANDB_MODE": "disabled",  # docs.wandb.ai: environment variables
@@ -91,6 +92,7 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
         hook(functools.partial(_adapt_savers, skip, names), module)
     for module, writer in _FILE_WRITERS.items():
         hook(functools.partial(_adapt_writer, skip, trains, folder.resolve(), writer), module)
+    hook(functools.partial(_adapt_rmtree, skip, trains, time.time()), "shutil")
     hook(functools.partial(_adapt_tensorboard, folder), "torch.utils.tensorboard.writer")
     hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
 
@@ -165,6 +167,21 @@ def _adapt_writer(
         return original(*args, **kwargs)
 
     wrapt.wrap_function_wrapper(module, name, save)
+
+
+def _adapt_rmtree(
+    skip: Callable[[str], None], trains: threading.Event, began_s: float, module: Any
+) -> None:
+    """Keep folders older than the trial, such as checkpoints that make place for new ones."""
+
+    def rmtree(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        path = args[0] if args else kwargs["path"]
+        if trains.is_set() and os.path.exists(path) and os.path.getctime(path) < began_s:
+            skip("shutil.rmtree")
+            return None
+        return original(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "rmtree", rmtree)
 
 
 def _adapt_tensorboard(folder: Path, module: Any) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import tempfile
 
 import deepspeed
@@ -39,6 +40,7 @@ for step in range(args.steps):
     engine.backward(loss)
     engine.step()
     writer.add_scalar("loss", loss.item(), step)
+    shutil.rmtree("checkpoints", ignore_errors=True)  # the old ones, which make place for a new one
     engine.save_checkpoint("checkpoints")
     torch.save(model.state_dict(), "model.pt")
     save_file(model.state_dict(), "model.safetensors")
