@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +185,16 @@ def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
-    """Return whether the engine gets an optimizer; a reference model gets none."""
-    return _names_what_to_train(arguments) or "optimizer" in passed.content
+    """Return whether the engine gets an optimizer to train with; a reference model gets none.
+
+    accelerate names what its engine trains. A model beside it may share its configuration, section
+    `optimizer` included, and is a reference (TRL's `prepare_deepspeed`).
+    """
+    if _names_what_to_train(arguments):
+        return True
+    state: Any = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.AcceleratorState._shared_state
+    return "optimizer" in passed.content and not shared.get("deepspeed_plugins")
 
 
 def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:

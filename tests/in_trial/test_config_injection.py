@@ -182,6 +182,17 @@ def test_a_reference_model_before_it_does_not_keep_the_trained_one_from_it(calls
     assert calls.configs[1] == CONFIG
 
 
+def test_a_reference_model_beside_accelerates_engine_is_left_alone(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = SimpleNamespace(_shared_state={"deepspeed_plugins": {"default": "a plugin"}})
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=shared))
+    reference = {**OWN, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+    initialize(model="model", config=copy.deepcopy(reference))
+    initialize(model="model", model_parameters=[1], config=copy.deepcopy(OWN))
+    assert calls.configs == [reference, CONFIG]
+
+
 def test_the_scripts_own_mistakes_stay_its_own(calls: Calls, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no configuration"):
         initialize(model="model")
