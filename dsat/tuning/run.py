@@ -293,6 +293,8 @@ class Run:
     def _leads_surely(self) -> bool:
         """Return whether the leader is better than the user's own, by enough for its batch."""
         found, own, leader = self.leaders_gain, self.baseline, self.leader
+        if leader is not None and leader.id in self.disqualified:
+            return False
         if found is None:
             return True
         assert self.plan is not None and own is not None and leader is not None

@@ -320,6 +320,15 @@ def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
     assert resumed.run.disqualified == run.disqualified
 
 
+def test_what_trains_otherwise_does_not_win_while_the_search_goes_on() -> None:
+    plan = finals_plan(max_trials=18, finals=4)
+    tuner, journal = tuner_of(plan)
+    drive(tuner, Training(10, b10=1.5))
+    assert tuner.run.disqualified
+    resumed, _ = tuner_of(replace(plan, max_trials=30), journal.events)
+    assert resumed.run.finals is None and resumed.run.best is resumed.run.baseline
+
+
 def test_if_all_leaders_train_otherwise_the_users_own_is_kept() -> None:
     tuner, _ = tuner_of(finals_plan())
     drive(tuner, Training(*range(2, 11), b10=1.5))
