@@ -35,6 +35,7 @@ class OneDevice : public c10::impl::DeviceGuardImplInterface {
 class Hooks : public at::PrivateUse1HooksInterface {
  public:
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const { return true; }  // torch 2.9 asks; older versions declare none
 };
 
 c10::impl::DeviceGuardImplRegistrar guard(kType, new OneDevice());
