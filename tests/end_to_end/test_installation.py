@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import importlib.util
 import json
 import os
 import re
@@ -65,6 +66,8 @@ class Environment:
         [packages] = folder.glob("lib/python*/site-packages")
         shared = [entry for entry in sys.path if entry.endswith("site-packages")]
         (packages / "shared.pth").write_text("\n".join(shared))
+        if importlib.util.find_spec("_distutils_hack") is not None:  # setuptools' own file
+            (packages / "then.pth").write_text("import _distutils_hack; _distutils_hack.add_shim()")
         (packages / "finder.pth").write_text("import finder_without")
         (packages / "finder_without.py").write_text(_FINDER.format(names=set(without)))
         (folder / "bin" / "ninja").symlink_to(Path(sys.executable).parent / "ninja")
