@@ -49,7 +49,8 @@ def test_the_compiler_of_an_operator_has_no_part_in_the_limit() -> None:
 
 
 def test_other_processes_of_the_script_share_the_limit() -> None:
-    assert "CalledProcessError" in after_the_limit("compiled(None)")
+    # A traceback of Python 3.13 takes some tens of MiB.
+    assert "CalledProcessError" in after_the_limit("compiled(None)", budget_mib=200)
 
 
 def test_the_most_that_counted_against_the_limit_is_known() -> None:
