@@ -153,12 +153,13 @@ class Settings:
         at_best, likeliest, hoped = 0, 0, 0
         # What has no effect of its own is counted as none, behind the last value.
         effects = np.append(fit.theta[len(fit.theta) - self.num_values :], 0.0)
-        sd = np.append(np.sqrt(np.diag(fit.covariance))[len(fit.theta) - self.num_values :], 0.0)
+        sd = np.sqrt(np.diag(fit.covariance))[len(fit.theta) - self.num_values :]
+        hopes = effects - np.append(sd, 0.0)
         for knob, stride in zip(knobs, strides, strict=True):
             if knob.key in best:
                 at_best += stride * knob.digits.get(_text(best[knob.key]), 0)
             likeliest += stride * int(np.argmin(effects[knob.columns]))
-            hoped += stride * int(np.argmin((effects - sd)[knob.columns]))
+            hoped += stride * int(np.argmin(hopes[knob.columns]))
 
         def changes(start: int) -> Iterator[int]:
             for knob, stride in zip(knobs, strides, strict=True):
@@ -176,9 +177,9 @@ class Settings:
         return list(found)
 
     def _knob(self, key: str, values: Sequence[Any]) -> _Knob:
-        digits = {_text(value): digit for digit, value in enumerate(values)}
-        columns = [self._columns.get((key, _text(value)), self.num_values) for value in values]
-        return _Knob(key, digits, np.array(columns))
+        texts = [_text(value) for value in values]
+        columns = [self._columns.get((key, text), self.num_values) for text in texts]
+        return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(columns))
 
 
 def _text(value: Any) -> str:

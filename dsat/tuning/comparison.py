@@ -12,7 +12,8 @@ from dsat.values import student
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
-_FEW, _USUAL = 3, 4.303  # pairs; standard errors of a run among so few, with 95 %
+# Pairs; the confidence with which a run must differ from so many, not to count beside them.
+_FEW, _DIFFERENT = 3, 0.95
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class Comparison:
         again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
         for searched, runs in again if count <= _FEW else ():
             square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
-            if count < _FEW or square <= _USUAL**2 * squares / freedom:
+            is_like_them = count < _FEW or (
+                square <= student.half_width(_DIFFERENT, freedom) ** 2 * squares / freedom
+            )
+            if is_like_them:
                 squares, freedom = squares + square, freedom + 1
         spread = squares / freedom
         return cls(mean, math.sqrt(spread / count), freedom, math.sqrt(spread / 2))

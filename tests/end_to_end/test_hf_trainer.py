@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import yaml
+from packaging.version import Version
 
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH
@@ -145,8 +147,9 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
-        # Earlier versions of accelerate join CPU ranks by themselves.
-        assert set(warnings_of(outcome)) <= {NO_CPU_RANKS}
+        # Earlier versions of accelerate (1.1 and 1.8 were looked at) join CPU ranks by themselves.
+        by_itself = Version(accelerate.__version__) < Version("1.9")
+        assert warnings_of(outcome) == (() if by_itself else (NO_CPU_RANKS,))
 
 
 @pytest.mark.nightly
