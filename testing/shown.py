@@ -24,6 +24,8 @@ _BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.S | re.M)
 _PROMPT, _MORE = "$ ", "..."
 _LOOKS = ("show", "compare", "export")
 _LIMIT_S = 300
+# Lines that are there only where a machine takes long.
+_IF_SLOW = ("importing torch and DeepSpeed", "simulation: the model runs")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def _ran(commands: tuple[str, ...], folder: Path) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [line.rstrip() for line in done.stdout.splitlines()]
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    return [line for line in lines if not line.startswith(_IF_SLOW)]
 
 
 def main() -> None:
