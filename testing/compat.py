@@ -33,9 +33,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
 _UV = str(Path(sys.prefix) / "bin" / "uv")
 TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_end")
-# Of frameworks and launchers what is installed everywhere; the tests have searches on one rank.
-_FRAMEWORKS = ("plain loop", "accelerate loop", "HF Trainer", "--ranks", "2")
-_SHORT = ("HF Trainer", "--launchers", "torchrun", "--ranks", "2")
+# Of frameworks what is installed everywhere, and every launcher once: `make frameworks` has them all
+# with one another, and the tests have searches on one rank.
+_FRAMEWORKS = (
+    ("HF Trainer", "--ranks", "2"),
+    ("plain loop", "accelerate loop", "--launchers", "torchrun", "--ranks", "2"),
+)
+_SHORT = (("HF Trainer", "--launchers", "torchrun", "--ranks", "2"),)
 # DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
 _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"
 _WRITTEN = "requirements.txt"  # the last file of an installation
@@ -198,8 +202,9 @@ def _tests(folder: Path, workers: int) -> str:
     return told + (f", {skipped} skipped" if skipped else "")
 
 
-def _searches(folder: Path, arguments: Sequence[str]) -> str:
-    output, _ = _in(folder, "-m", "testing.frameworks", *arguments)
+def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
+    outputs = [_in(folder, "-m", "testing.frameworks", *arguments)[0] for arguments in matrices]
+    output = "".join(outputs)
     cells = [cell.strip() for line in output.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
     return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
