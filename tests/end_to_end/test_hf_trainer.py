@@ -160,9 +160,6 @@ def test_with_determineds_callback(tmp_path: Path) -> None:
     )
     run = run_of(run_dir)
     assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 4
-    for trial in run.trials.values():
-        reports = reports_of(run_dir / "trials" / trial.name)
-        assert set(reports[-1]["searcher_metric"]) >= {"throughput", "latency"}
     reports = reports_of(run_dir / "full")
     losses = [r["metrics"]["eval_loss"] for r in reports if r["group"] == "validation"]
     assert len(losses) == 2
