@@ -170,7 +170,8 @@ def main() -> int:
         job: Mapping[str, str] = {}
         if SRUN in given.launchers:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            job = stack.enter_context(stack.enter_context(slurm.running(folder, 1)).allocation(1))
+            cluster = stack.enter_context(slurm.running(folder, 1, cpus=max(given.ranks)))
+            job = stack.enter_context(cluster.allocation(1, "--exclusive"))
         return _table(given.frameworks, given.launchers, given.ranks, job)
 
 

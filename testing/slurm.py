@@ -133,8 +133,8 @@ def missing() -> list[str]:
 
 
 @contextlib.contextmanager
-def running(folder: Path, nodes: int) -> Iterator[Slurm]:
-    """A cluster of so many nodes; all of it has ended afterwards."""
+def running(folder: Path, nodes: int, *, cpus: int = 1) -> Iterator[Slurm]:
+    """A cluster of so many nodes with so many processor cores each; all has ended afterwards."""
     names = [f"n{number}" for number in range(1, nodes + 1)]
     controller_port, *ports = free_ports(nodes + 1)
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
@@ -142,7 +142,7 @@ def running(folder: Path, nodes: int) -> Iterator[Slurm]:
     lines = [_CONFIG.format(**given, user=user.stdout.strip())]
     for name, port in zip(names, ports, strict=True):
         where = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={port}"
-        lines.append(f"NodeName={name} {where} CPUs=1 Gres=gpu:{len(_GPUS)} State=UNKNOWN")
+        lines.append(f"NodeName={name} {where} CPUs={cpus} Gres=gpu:{len(_GPUS)} State=UNKNOWN")
         (folder / f"spool-{name}").mkdir()
     for partition, tier in (("main", 1), (URGENT, 2)):
         more = f"PriorityTier={tier} Default={'YES' if tier == 1 else 'NO'} State=UP"
