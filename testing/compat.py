@@ -37,7 +37,8 @@ TESTS = ("tests/in_trial", "tests/memory", "tests/engines/local", "tests/end_to_
 # them with one another, and the tests have searches on one rank.
 _FRAMEWORKS = (
     ("HF Trainer", "--ranks", "2"),
-    ("plain loop", "accelerate loop", "--launchers", "torchrun", "--ranks", "2"),
+    ("plain loop", "--launchers", "torchrun", "--ranks", "2"),
+    ("accelerate loop", "--launchers", "accelerate's plugin", "--ranks", "2"),
 )
 _SHORT = (("HF Trainer", "--launchers", "torchrun", "--ranks", "2"),)
 # DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
