@@ -98,7 +98,7 @@ def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]
         **_versions(python),
         "tests": "" if short else _tests(folder, workers),
         "searches": _searches(folder, _SHORT if short else _FRAMEWORKS),
-        "memory": _memory(folder, "gpt" if short else "gpt2_small"),
+        "memory": _memory(folder, "gpt"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
     if not keep:
