@@ -214,11 +214,11 @@ def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
 def _memory(folder: Path, model: str) -> str:
     output, status = _in(folder, "-m", "benchmarks.memory_accuracy", model)
     errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", output)]
-    failed = output.count("| failed: ")
-    if not errors:
+    untrained = output.count("| failed: ")  # by this DeepSpeed itself
+    if status or not errors:
         return "failed"
-    told = f"median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
-    return told + (f", {failed} failed" if failed or status else "")
+    told = f"{len(errors)}: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
+    return told + (f"; {untrained} cannot be trained" if untrained else "")
 
 
 def _line(cells: list[str]) -> str:
