@@ -178,7 +178,8 @@ def tables(
 def _source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own that trains the model of a configuration."""
     if settings.hf_config is None:
-        source = sources.read(settings).with_known_start(survey.TIMEOUT_S)
+        source = sources.read(settings)
+        source = source.with_known_start(survey.TIMEOUT_S) if source.unknown else source
         if source.program.needs_command:
             raise UserInputError(
                 "cannot be simulated: its ranks cannot be started by themselves, because "

@@ -108,12 +108,13 @@ def _prepare(
     _check_before_running(settings, source)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
-    if _may_run_first(settings, source):
+    is_recorded = _is_recorded(settings, source)
+    if is_recorded and not settings.resume:
         _log.info("running your command as it is: %s", _shown(settings.command))
         first = source.first_run(settings.trial_options(1), settings.slots)
         acquired.callback(first.close)
         source = source.as_recorded(first)
-    else:
+    elif is_recorded or source.unknown:
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
@@ -176,9 +177,13 @@ def _shown(command: Sequence[str]) -> str:
     return " ".join(shlex.join(words_without_secrets(command)).split())[:_LONGEST_SHOWN]
 
 
-def _may_run_first(settings: Settings, source: Source) -> bool:
-    """Decide whether the first trial is the command itself, on this machine."""
-    if settings.dry_run or settings.resume or settings.method in (TUNE, RUN):
+def _is_recorded(settings: Settings, source: Source) -> bool:
+    """Decide whether a run begins with the command itself, on this machine, and records it.
+
+    A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
+    the script makes of `auto` in its configuration.
+    """
+    if settings.dry_run or settings.method in (TUNE, RUN):
         return False
     engine = settings.engine
     if engine == places.AUTO:

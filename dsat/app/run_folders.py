@@ -124,8 +124,8 @@ def of_results(section: Autotuning, locks: ExitStack) -> Path:
 def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
     """Return the runs in a run's folder that are not continued.
 
-    The journal of a run for another plan is set aside. So is that of a run with failures to retry:
-    a new journal begins, and whatever ran is taken from the old one.
+    The journal of a run for another plan is set aside. So is that of a run with errors to retry: a
+    new journal begins, and whatever ran is taken from the old one.
 
     Args:
         plan: of the run that is to begin or to go on.
@@ -135,7 +135,7 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
     if journal.exists():
         run = Run(read_events(journal))
         other = run.plan is not None and plan.difference(run.plan) is not None
-        if takes_over if other else _has_failures_to_retry(run):
+        if takes_over if other else _has_errors_to_retry(run):
             number = 1
             while (aside := folder / f"{journal.stem}-{number}.jsonl").exists():
                 number += 1
@@ -145,11 +145,16 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
     return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
 
 
-def _has_failures_to_retry(run: Run) -> bool:
-    """Check for failures, other than of memory, in a run that was interrupted or found nothing."""
-    believed = (OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.CANCELED)
-    failed = any(outcome.kind not in believed for outcome in run.outcomes.values())
-    return failed and (run.best is None or run.stop_reason is None)
+def _has_errors_to_retry(run: Run) -> bool:
+    """Check for errors in a run that found nothing, or was interrupted before its finals.
+
+    Where something ran, other failures would only repeat: what DeepSpeed refuses, what takes too
+    long or too much of the host's memory, a loss that is no number.
+    """
+    kinds = {outcome.kind for outcome in run.outcomes.values()}
+    if run.best is None:
+        return not kinds <= {OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.CANCELED}
+    return OutcomeKind.ERROR in kinds and run.stop_reason is None and run.finals is None
 
 
 def _delete_results(results: Path, experiments: Path) -> None:

@@ -86,7 +86,7 @@ class Source:
         return (slots or 1) if is_plain else None
 
     def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Return this with its program and configuration, for which the command may have to run.
+        """Return this with its program and configuration, from a run of the command.
 
         Args:
             timeout_s: until its training begins.
@@ -96,8 +96,6 @@ class Source:
             UserInputError: the command is not one training on one machine.
             ScriptFailed: it does not come to its training.
         """
-        if not self.unknown:
-            return self
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
         own = not self.program.launch.hosts
@@ -108,7 +106,7 @@ class Source:
             ranks=self._ranks(slots) if own else 1,
         )
         try:
-            if self.unknown == PROGRAM:
+            if self.unknown == PROGRAM or self.can_run_first():
                 return self.as_recorded(run)
             return _of_start(self, run.ranks(), self.program)
         finally:

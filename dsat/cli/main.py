@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_from_argv.parse(given)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
 
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _interrupt)
         return commands.run(settings, given)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

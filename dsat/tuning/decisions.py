@@ -15,7 +15,7 @@ from dsat.search.base import Outlook
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning import finals
-from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED, EVENT_WAITING
+from dsat.tuning.events import EVENT_FINALS, EVENT_FINISHED, EVENT_PROPOSED, EVENT_WAITING
 from dsat.tuning.finals_phase import FinalsPhase
 from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
@@ -32,6 +32,7 @@ class Decisions:
 
     Attributes:
         run: the fold of all events applied so far.
+        converged: the finals began although there might have been more trials.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -41,6 +42,7 @@ class Decisions:
         self._profiling = ProfilePhase(plan, self._trials)
         self._searching: SearchPhase | None = None
         self._finals = FinalsPhase(plan, self.run, self._trials)
+        self.converged = False
         self._waiting = False  # the search had nothing to try, and nothing was heard since
 
     def next_event(self, *, ignore_budget: bool = False) -> dict[str, Any] | None:
@@ -78,6 +80,8 @@ class Decisions:
         The phase of a trial takes its outcome in at once: what it learns depends on the run as of
         then, which later events change.
         """
+        if event["event"] == EVENT_FINALS:
+            self.converged = self._search_over(ignore_budget=True) is not None
         self.run.apply(event)
         if event["event"] == EVENT_FINISHED:
             self._waiting = False

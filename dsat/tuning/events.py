@@ -44,12 +44,14 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_STOP_ASKED: {"asked": bool},
     EVENT_CANCEL_ASKED: {"trial_id": int},
 }
-# Values that any event may have; `asked`: somebody raised the budget of a run that goes on. Finals
-# of earlier versions have neither reserves nor a least gain.
+# Values that any event may have; `asked`: somebody raised the budget of a run that goes on;
+# `converged`: its search was over for another reason. Finals of earlier versions have neither
+# reserves nor a least gain.
 VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "skipped": list[str],
     "asked": bool,
+    "converged": bool,
     "reserves": list[int],
     "least_gain": float,
 }

@@ -134,7 +134,8 @@ class Run:
             self._begin_finals(event)
         elif kind == EVENT_BUDGET:
             assert self.plan is not None
-            if event["max_trials"] > self.plan.max_trials:
+            goes_on = event["max_trials"] > self.plan.max_trials and not event.get("converged")
+            if goes_on:
                 self._earlier_noise = self.noise
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
@@ -278,11 +279,14 @@ class Run:
     def best(self) -> Trial | None:
         """Trial of the recommended configuration.
 
-        The finals' winner; without finals the leader, if it is surely better than the user's own.
+        The finals' winner. Before their end the leader, if it is surely better than the user's own
+        and the pairs so far do not say otherwise.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
-            return self.leader if self._leads_surely() else own
+            pairs = None if finals is None else finals.comparison
+            is_slower = pairs is not None and pairs.mean <= 0
+            return self.leader if self._leads_surely() and not is_slower else own
         assert self.plan is not None and own is not None
         if finals.pick is not None and (
             finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)

@@ -10,7 +10,7 @@ from typing import Any
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple, Trial
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _MOST_KEPT = 64  # of the latest trials, what each took besides its steps
@@ -44,7 +44,9 @@ class TrialCosts:
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Update with the duration of a trial."""
-        self._spent_s += outcome.duration_s
+        strategy = of_config(self._plan.config(trial.overrides))
+        if trial.kind is not TrialKind.FINAL:
+            self._spent_s += self._cost_s(strategy, trial, outcome)
         if outcome.metrics is None:
             return
         step_s = outcome.metrics.latency / 1000
@@ -52,8 +54,18 @@ class TrialCosts:
         self._besides_s = [*self._besides_s, max(0.0, outcome.duration_s - steps * step_s)]
         self._besides_s = self._besides_s[-_MOST_KEPT:]
         self._steps = [*self._steps, steps][-_MOST_KEPT:]
-        strategy = of_config(self._plan.config(trial.overrides))
         self._micro_steps[strategy][trial.batch.micro_batch] = step_s / trial.batch.gas
+
+    def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
+        """Return a trial's share of the time that the search takes.
+
+        A failure counts no more than it was to take: a rank that hangs, until its time limit, says
+        nothing of the trials to come.
+        """
+        duration_s = outcome.duration_s
+        if outcome.metrics is None and self._steps:
+            duration_s = min(duration_s, float(self.trial_s(self.step_s(strategy, trial.batch))))
+        return duration_s / (1 + len(self._run.running))  # which ran beside it
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""

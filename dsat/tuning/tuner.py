@@ -86,7 +86,7 @@ class Tuner:
                 }
             )
         elif self.run.planned_trials != plan.max_trials:
-            self._append({"event": EVENT_BUDGET, "max_trials": plan.max_trials})
+            self._append(self._budget(plan.max_trials))
         else:  # somebody may have asked for more
             self.plan = replace(plan, max_trials=self.run.plan.max_trials)
         if self.run.stop_asked:  # of the earlier tuner
@@ -129,8 +129,12 @@ class Tuner:
     def raise_budget(self, max_trials: int) -> None:
         """Raise the maximum number of trials; a smaller number changes nothing."""
         if max_trials > self.plan.max_trials:
-            self._append({"event": EVENT_BUDGET, "max_trials": max_trials, "asked": True})
+            self._append({**self._budget(max_trials), "asked": True})
             self.plan = replace(self.plan, max_trials=max_trials)
+
+    def _budget(self, max_trials: int) -> dict[str, Any]:
+        event = {"event": EVENT_BUDGET, "max_trials": max_trials}
+        return {**event, "converged": True} if self._decisions.converged else event
 
     @property
     def needs_memory_basis(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import TextIO
@@ -25,6 +26,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it, or a link to one alone; nothing if it is not there.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def write_atomically(path: Path, text: str) -> None:

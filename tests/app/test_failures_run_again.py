@@ -49,10 +49,30 @@ def test_memory_that_ran_out_is_believed(tmp_path: Path) -> None:
     assert not begins_anew(tmp_path / "run")
 
 
-def test_a_failed_trial_is_run_again_if_the_run_goes_on(tmp_path: Path) -> None:
+def cut_after(folder: Path, count: int) -> None:
+    """Interrupt a run after so many events."""
+    path = folder / FILE_NAME
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:count]))
+
+
+def ends_of(run: Run, kind: str) -> list[int]:
+    """Return the trials that ended so."""
+    return [number for number, outcome in run.outcomes.items() if outcome.kind.value == kind]
+
+
+def test_an_error_is_run_again_if_the_search_goes_on(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    assert run.best is not None and any(o.kind.value == "ERROR" for o in run.outcomes.values())
+    assert run.best is not None and ends_of(run, "ERROR")
     assert not begins_anew(tmp_path / "run"), "what a finished run found stays"
-    path = tmp_path / "run" / FILE_NAME
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # interrupted
+    cut_after(tmp_path / "run", -1)
     assert begins_anew(tmp_path / "run")
+
+
+def test_a_failure_that_would_repeat_is_not_run_again(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    first_error, *_ = ends_of(run, "ERROR")
+    assert any(number < first_error for number in ends_of(run, "TIMEOUT"))
+    with Journal(tmp_path / "run" / FILE_NAME) as journal:
+        ended = [event.get("trial_id") for event in journal.events]
+    cut_after(tmp_path / "run", ended.index(first_error))
+    assert not begins_anew(tmp_path / "run")

@@ -219,6 +219,33 @@ def test_a_run_whose_budget_was_raised_during_its_finals_is_resumed() -> None:
     assert list(resumed.run.trials) == list(tuner.run.trials) and resumed.finished
 
 
+def test_more_trials_are_nothing_to_a_search_that_expects_nothing_of_them() -> None:
+    plan = finals_plan(method="model", batches=True, max_trials=60)
+    tuner, journal = tuner_of(plan)
+    drive(tuner, Buckets({3: 1.1}))
+    assert len(tuner.run.trials) < 60 and finals_of(tuner.run)
+    resumed, after = tuner_of(replace(plan, max_trials=90), journal.events)
+    assert resumed.finished and resumed.run.best is not None
+    drive(resumed, Buckets({3: 1.1}))
+    assert list(resumed.run.trials) == list(tuner.run.trials)
+    again, _ = tuner_of(replace(plan, max_trials=90), after.events)
+    assert again.finished and Run(after.events).best == tuner.run.best
+
+
+def test_a_pair_that_speaks_against_the_leader_counts_although_more_were_to_follow() -> None:
+    world = Buckets({}, luck={10: 1.5})
+    tuner, _ = tuner_of(finals_plan())
+    bests = []
+    while not tuner.finished:
+        [trial] = tuner.next_trials(1)
+        tuner.record(trial.id, world.outcome(trial))
+        if len(finals_of(tuner.run)) == 2:
+            bests.append(tuner.run.best)
+    run = tuner.run
+    assert run.leader is not None and run.leader != run.baseline
+    assert bests == [run.baseline], "after the first pair"
+
+
 def test_there_is_nothing_to_decide_without_something_to_compare() -> None:
     assert not finals_of(ran_to_the_end(dict.fromkeys(range(2, 11), 0.5)))
 
@@ -321,7 +348,7 @@ def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
 
 
 def test_what_trains_otherwise_does_not_win_while_the_search_goes_on() -> None:
-    plan = finals_plan(max_trials=18, finals=4)
+    plan = finals_plan(max_trials=15, finals=4)
     tuner, journal = tuner_of(plan)
     drive(tuner, Training(10, b10=1.5))
     assert tuner.run.disqualified

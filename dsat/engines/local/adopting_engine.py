@@ -94,6 +94,8 @@ class AdoptingEngine:
             self._made.cancel(trial_id)
 
     def close(self) -> None:
+        if self._first is not None and self._adopted is not None:  # its files go as well
+            (self._trials / self._adopted.name).unlink(missing_ok=True)
         for each in (self._first, self._made):
             if each is not None:
                 each.close()

@@ -34,7 +34,7 @@ from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE, RECORDS_FOLDER, SPEC
 from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
-from dsat.values.files import write_atomically
+from dsat.values.files import remove_folder, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -175,10 +175,7 @@ class FirstRun:
         words = shlex.join(words_without_secrets(self._command))
         text = f"cd {shlex.quote(str(self._cwd))}\n{words}\n"
         write_atomically(self.folder / COMMAND_FILE, text)
-        if folder.is_symlink():
-            folder.unlink()
-        elif folder.exists():
-            shutil.rmtree(folder)
+        remove_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(self.folder, folder)
 

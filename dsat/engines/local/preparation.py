@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from dsat.in_trial.rank_files import CONFIG_FILE, SPEC_FILE
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.values.files import PRIVATE_FOLDER, write_atomically
+from dsat.values.files import PRIVATE_FOLDER, remove_folder, write_atomically
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Preparation:
             The trial, and the requests to supervisors, by host.
         """
         trial, folder = start.trial, start.folder
-        if folder.exists():  # left when dsat was killed
-            shutil.rmtree(folder)
+        remove_folder(folder)  # left when dsat was killed
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
         config, swap = leftovers.with_own_swap_folder(
             self.config_of(start), f"{self.run.name}-{trial.name}"

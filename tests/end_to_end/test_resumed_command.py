@@ -1,0 +1,99 @@
+"""A search of a command that was ended is resumed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsat.cli.exit_status import EXIT_INTERRUPTED
+from dsat.values.outcome import OutcomeKind
+from testing import warm_command
+from testing.command import Background, run_of
+from testing.local import PROGRAMS, processes_of, wait_until
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = "--finals 0 --memory-model formula -m throughput --zero-stages 1 --max-micro-batch 4"
+OPTIONS += " --start-profile-step 2 --end-profile-step 3 --run-dir run"
+_PAUSE = "PAUSE_S"  # variable: between the script's steps
+SCRIPT = """
+import os, time
+import deepspeed, torch
+
+net = torch.nn.Linear(16, 16)
+adam = {"type": "Adam", "params": {"torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+for _ in range(500):
+    size = engine.train_micro_batch_size_per_gpu()
+    engine.backward(engine(torch.randn(size, 16, device=engine.device)).square().mean())
+    engine.step()
+    time.sleep(float(os.environ.get("PAUSE_S", 0)))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "work"
+    shutil.copytree(PROGRAMS / "hf_trainer", folder)
+    (folder / "plain.py").write_text(SCRIPT)
+    return folder
+
+
+def words(command: str, *options: str) -> list[str]:
+    return [*warm_command.words(), "random", *OPTIONS.split(), *options, "--", *command.split()]
+
+
+def resumed(place: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words(command, "--resume", *options),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_ended_in_its_first_trial(
+    place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "python plain.py"
+    monkeypatch.setenv(_PAUSE, "600")
+    monkeypatch.chdir(place)
+    background = Background(words(command, "--max-trials", "2"))
+    trials = place / "run" / "trials"
+    wait_until(lambda: trials.is_dir() and any(trials.iterdir()), "the first trial", 60)
+    os.killpg(background.process.pid, number)
+    told = background.end()
+    assert told.status == (-number if number == signal.SIGKILL else EXIT_INTERRUPTED)
+    wait_until(lambda: not processes_of(place / "run"), "the end of all processes", 60)
+    if number == signal.SIGHUP:
+        assert "interrupted" in (place / "run" / "summary.md").read_text()
+        assert not any(trials.iterdir())
+    monkeypatch.delenv(_PAUSE)
+    again = resumed(place, command, "--max-trials", "2")
+    assert again.returncode == 0, again.stderr
+    outcomes = run_of(place / "run").outcomes.values()
+    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.OK] * 2
+
+
+def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
+    command = "torchrun --standalone --nproc_per_node 1 train.py --deepspeed ds_config.json"
+    command += " --output_dir out --per_device_train_batch_size 2"
+    told = subprocess.run(words(command, "--max-trials", "2"), cwd=place, timeout=300, check=False)
+    assert told.returncode == 0
+    again = resumed(place, command, "--max-trials", "3")
+    assert again.returncode == 0, again.stderr
+    run = run_of(place / "run")
+    assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 3
+    assert run.baseline is not None and run.baseline.batch.micro_batch == 2

@@ -1,0 +1,62 @@
+"""What trials take of the time that a search may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from dsat.tuning.run import Run
+from dsat.tuning.trial_costs import TrialCosts
+from dsat.values.outcome import Outcome
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import failed, plan_of, ran
+
+OWN = Trial(1, TrialKind.BASELINE, "own", 1, BatchTriple(4, 4, 1), {})
+
+
+def trial(number: int, kind: TrialKind = TrialKind.SEARCH) -> Trial:
+    return replace(OWN, id=number, kind=kind, name=f"{number}")
+
+
+def took(seconds: float) -> Outcome:
+    """A success with steps of one second."""
+    found = ran()
+    assert found.metrics is not None
+    return replace(found, metrics=replace(found.metrics, latency=1000.0), duration_s=seconds)
+
+
+class Ran:
+    """A run whose own trial took ten seconds, with others beside the one that ends."""
+
+    def __init__(self, beside: int = 0) -> None:
+        self.baseline = OWN
+        self.outcomes = {OWN.id: took(10.0)}
+        self.running = [trial(100 + number) for number in range(beside)]
+
+
+def left_s(ended: Outcome, kind: TrialKind = TrialKind.SEARCH, *, beside: int = 0) -> float:
+    run = Ran(beside)
+    costs = TrialCosts(plan_of(), cast(Run, run))
+    costs.update(OWN, run.outcomes[OWN.id])
+    before = costs.left_s
+    costs.update(trial(2, kind), ended)
+    return before - costs.left_s
+
+
+def test_a_trial_counts_what_it_took() -> None:
+    assert left_s(took(12.0)) == pytest.approx(12.0)
+
+
+def test_trials_side_by_side_share_the_time() -> None:
+    assert left_s(took(12.0), beside=3) == pytest.approx(3.0)
+
+
+def test_a_rank_that_hangs_costs_no_more_than_a_trial() -> None:
+    assert left_s(replace(failed("TIMEOUT"), duration_s=1800.0)) == pytest.approx(10.0)
+    assert left_s(replace(failed("OOM"), duration_s=4.0)) == pytest.approx(4.0)
+
+
+def test_the_finals_are_not_the_search() -> None:
+    assert left_s(took(12.0), TrialKind.FINAL) == 0.0
