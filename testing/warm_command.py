@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsat.app import estimate
@@ -43,8 +43,8 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
         put: sets an attribute, as `setattr` does or pytest's `monkeypatch.setattr`.
     """
 
-    def find_machine() -> Machine:
-        [machine] = find_machines({"this machine": prefix})
+    def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
+        [machine] = find_machines({"this machine": prefix}, variables)
         return machine
 
     put(this_machine, "find_machine", find_machine)

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.engines import places
+from dsat.engines.local.accelerators import NAMED, ids_chosen
 from dsat.engines.local.hosts import Host
 from dsat.engines.places import PROVIDERS, Environment
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.placement import VISIBLE
 
 _log = logging.getLogger(__name__)
 # Two devices of one kind differ in memory by the part that their firmware keeps.
@@ -22,7 +24,10 @@ _EQUAL_WITHIN = 0.02
 
 @contextlib.contextmanager
 def acquired(
-    engine: str, program: Entrypoint | None = None, given: Mapping[str, Any] | None = None
+    engine: str,
+    program: Entrypoint | None = None,
+    given: Mapping[str, Any] | None = None,
+    in_use: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Host, ...]]:
     """Acquire hosts where trials run, and release them afterwards.
 
@@ -31,6 +36,7 @@ def acquired(
             places see this machine.
         program: the command that is tuned, which may name devices.
         given: options of the place, by keyword.
+        in_use: variables of `dsat.engines.local.device_use`, if the command runs already.
 
     Raises:
         UserInputError: dsat is not in the place, or hosts are not equal, or cannot be reached.
@@ -38,13 +44,16 @@ def acquired(
     """
     program = program or Entrypoint()
     launch = program.launch
-    environment = Environment(os.environ, dict(launch.hosts), launch.ssh_port)
+    variables = {**os.environ, **_chosen(program), **(in_use or {})}
+    named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
+    variables[NAMED] = ",".join(named[0])
+    environment = Environment(variables, dict(launch.hosts), launch.ssh_port)
     name = engine if engine in PROVIDERS else "local"
     if engine == places.AUTO:
         name = places.detect(environment)
         if name != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", name)
-    provider, named = PROVIDERS[name](), (launch.devices, launch.not_devices)
+    provider = PROVIDERS[name]()
     try:
         hosts = provider.acquire(environment, given or {})
         check_equal(hosts)
@@ -53,6 +62,17 @@ def acquired(
         yield tuple(hosts)
     finally:
         provider.release()
+
+
+def _chosen(program: Entrypoint) -> dict[str, str]:
+    """Return the variables by which a command chooses devices."""
+    return {name: value for name, value in program.env.items() if name in VISIBLE}
+
+
+def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
+    """Return the names of devices by their positions among those that variables choose, or all."""
+    chosen = ids_chosen(VISIBLE, variables)
+    return [chosen[n] if n < len(chosen) else str(n) for n in positions]
 
 
 def check_equal(hosts: Sequence[Host]) -> None:

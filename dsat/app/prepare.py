@@ -17,6 +17,7 @@ from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
+from dsat.engines.local import device_use
 from dsat.engines.local.first_run import FirstRun
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
@@ -109,7 +110,9 @@ def _prepare(
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     is_recorded = _is_recorded(settings, source)
+    in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
+        in_use = device_use.as_of_now()  # by others than the command
         _log.info("running your command as it is: %s", _shown(settings.command))
         first = source.first_run(settings.trial_options(1), settings.slots)
         acquired.callback(first.close)
@@ -119,7 +122,7 @@ def _prepare(
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
-        place = hosts_of.acquired(settings.engine, source.program, settings.place_options)
+        place = hosts_of.acquired(settings.engine, source.program, settings.place_options, in_use)
         hosts = acquired.enter_context(place)
     if source.program.needs_command and len(hosts) > 1:
         raise UserInputError(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from dsat.errors import UserInputError
 
+# Variables that choose devices, of NVIDIA's and AMD's.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
 _EXCLUDE = ("--exclude", "-e")

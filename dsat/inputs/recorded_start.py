@@ -14,7 +14,7 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint, split_interpreter
-from dsat.inputs.placement import Launch
+from dsat.inputs.placement import VISIBLE, Launch
 from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
@@ -25,7 +25,7 @@ _OF_A_START = frozenset(
     """
     RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
     ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
-    CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES OMP_NUM_THREADS KMP_AFFINITY
+    OMP_NUM_THREADS KMP_AFFINITY
     PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
     NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK DSAT_TRIAL_DIR
     """.split()
@@ -122,7 +122,7 @@ def program_of(
         launch=Launch(
             binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
         ),
-        env=_difference(first.env, env),
+        env={**_difference(first.env, env), **_chosen_devices(ranks, env)},
         interpreter="" if is_mine else first.executable,
         lacks_wrapt=not first.has_wrapt,
         slots=first.size,
@@ -172,6 +172,21 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
         name: value
         for name, value in has.items()
         if given.get(name) != value
-        and name not in _OF_A_START
+        and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)
     }
+
+
+def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which the command itself chooses the machine's devices.
+
+    A launcher that gives each rank a device of its own chooses none, nor does DeepSpeed's, which
+    numbers as many as there are ranks.
+    """
+    numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
+    found = {}
+    for name in VISIBLE:
+        value, *others = {rank.env.get(name) for rank in ranks}
+        if value and not others and value not in (given.get(name), numbered):
+            found[name] = value
+    return found

@@ -124,6 +124,10 @@ class NullCuda:
         """From now on every call on a device fails, as after an Xid; 0 mends it."""
         self._books.device[index].error = error
 
+    def use(self, index: int, busy_bytes: int) -> None:
+        """From now on a process that is none of ours holds so much of a device."""
+        self._books.device[index].busy_bytes = busy_bytes
+
     def throttle(self, index: int, reasons: int) -> None:
         """What NVML says holds the clocks down: a bit mask."""
         self._books.device[index].throttle = reasons

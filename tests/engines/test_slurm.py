@@ -159,7 +159,7 @@ class TestEngineOverSlurm(HostsContract):
                 patched.setenv(name, value)
             allocation = Allocation.of(variables)
             assert allocation is not None
-            machines = [cpu_machine(2).only([position], ()) for position in (0, 1)]
+            machines = [cpu_machine(2).only([str(position)], ()) for position in (0, 1)]
             yield [
                 Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
                 for node, machine in zip(allocation.find_nodes(), machines, strict=True)

@@ -254,7 +254,7 @@ class TestEngineOverSsh(HostsContract):
     @pytest.fixture(scope="class")
     @classmethod
     def hosts(cls, server: None) -> Sequence[Host]:
-        machines = [cpu_machine(2).only([position], ()) for position in (0, 1)]
+        machines = [cpu_machine(2).only([str(position)], ()) for position in (0, 1)]
         return [
             Host(machine, host.name, host.prefix, host.address, is_here=host.is_here)
             for host, machine in zip(ssh.reach(["n2", "n3"], None), machines, strict=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +15,18 @@ from typing import Any
 
 import pytest
 
+from dsat.app import hosts as hosts_of
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine, find_machines
-from dsat.errors import EngineError
+from dsat.errors import EngineError, UserInputError
 from dsat.inputs import entrypoint, experiment
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.placement import Launch
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing import warm_command
 from testing.local import PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
@@ -55,10 +62,11 @@ def engine_on_devices(
     user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
     hparams = {**user.hparams, "deepspeed_config": _CONFIG}
     user = replace(user, ds_config=_CONFIG, hparams=hparams)
+    machine = find_machines({"here": prefix})[0].only([*map(str, devices)], ())
     engine = LocalEngine(
         user,
         entrypoint.parse(user.entrypoint, user.model_dir),
-        [Host(find_machines({"here": prefix})[0].only(devices, ()), prefix=tuple(prefix))],
+        [Host(machine, prefix=tuple(prefix))],
         folder,
         LocalOptions(TrialOptions(timeout_s=timeout_s, max_steps=4, warm_up_s=0.1, measured_s=0.1)),
         slots_per_trial=slots,
@@ -303,3 +311,41 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "in use by other programs" in found.warnings[0]
     machine.break_device(2, 46)
     assert "busy or unavailable" in find_machine().left_out[0]
+
+
+@pytest.mark.slow
+def test_devices_that_a_command_names_are_used_whoever_else_is_there(
+    null_cuda: MachineOf, imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    null_cuda(*(Device(8 * _GIB, busy_bytes=6 * _GIB * (number < 2)) for number in range(4)))
+    warm_command.use(imported, monkeypatch.setattr)
+
+    def devices_of(devices: tuple[int, ...] = (), but: tuple[int, ...] = ()) -> tuple[str, ...]:
+        program = Entrypoint(launch=Launch(devices=devices, not_devices=but))
+        with hosts_of.acquired("local", program) as (host,):
+            return host.machine.devices
+
+    assert devices_of() == ("2", "3")
+    assert devices_of((1, 2)) == ("1", "2")
+    assert devices_of(but=(3,)) == ("2",)
+    with pytest.raises(UserInputError, match="there is no device 4: this machine has 2 cuda slots"):
+        devices_of((4,))
+    chosen = Entrypoint(env={"CUDA_VISIBLE_DEVICES": "3,0"})
+    with hosts_of.acquired("local", chosen) as (host,):
+        assert host.machine.devices == ("3", "0")
+
+
+@pytest.mark.slow
+def test_what_the_command_itself_holds_is_no_use_by_others(
+    null_cuda: MachineOf, imported: tuple[str, ...]
+) -> None:
+    machine = null_cuda(Device(8 * _GIB), Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB))
+    code = "import json; from dsat.engines.local import device_use as use; "
+    code += "print(json.dumps(use.as_of_now()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    in_use = {**os.environ, **json.loads(told.stdout)}
+    machine.use(0, 6 * _GIB)  # as the first run does
+    [found] = find_machines({"here": imported}, in_use)
+    assert found.devices == ("0", "1") and "cuda 2 is in use" in found.left_out[0]
+    [found] = find_machines({"here": imported})
+    assert found.devices == ("1",)

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dsat.engines.local import device_use
 from dsat.engines.local.machine import MARK, Machine, has_library, machine_of_cores, physical_cores
 from dsat.values.memory_size import readable
 
+NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
 # Memory that other programs hold of a device in use; less may be a desktop or a monitor.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 
@@ -49,9 +51,9 @@ def _inspect() -> Machine:
             broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
     if not found:
         raise SystemExit("; ".join(broken) or f"there is no {name} device")
-    # A choice of the user's is one.
-    chosen = any(os.environ.get(variable) for variable in variables)
-    idle = found if chosen else [device for device in found if not device.is_busy] or found
+    # A choice of the user's is one, whoever else is there.
+    named = ids_chosen(variables) or ids_chosen([NAMED])
+    idle = [each for each in found if not each.is_busy or each.device in named] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
     threads = len(os.sched_getaffinity(0))
@@ -101,7 +103,9 @@ class _Device:
 
             name = torch.cuda.get_device_name(index)
             free, total = torch.cuda.mem_get_info(index)
-            taken = total - free
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+            before = device_use.taken_bytes(f"GPU-{uuid}")
+            taken = total - free if before is None else before
         return cls(device, name, total, taken)
 
     @property
@@ -127,10 +131,10 @@ def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
     return ids_chosen(variables)[:count] or [str(index) for index in range(count)]
 
 
-def ids_chosen(variables: Sequence[str]) -> list[str]:
+def ids_chosen(variables: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the devices that the user's environment names; none if it leaves the choice open."""
     for variable in variables:
-        chosen = [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
+        chosen = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]
         if chosen:
             return chosen
     return []

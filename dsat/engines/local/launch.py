@@ -176,6 +176,7 @@ class Launch:
         """
         chosen = self.start.trial.script_args
         users_own = {*self.experiment.env, *self.program.env} - switches.variables(chosen).keys()
+        users_own -= {*self._machine.visible_devices}  # of the trial's slots
         ranks = []
         for rank in range(self._ranks):
             words = assignments(self.environment(rank), users_own)

@@ -85,29 +85,28 @@ class Machine:
             for variable in self.visible_devices
         }
 
-    def only(self, wanted: Sequence[int], without: Sequence[int]) -> Machine:
+    def only(self, wanted: Sequence[str], without: Sequence[str]) -> Machine:
         """Return the machine with some of its devices alone.
 
         Args:
-            wanted: positions of the devices; all if there are none.
-            without: positions of devices that are left out.
+            wanted: of `devices`; all if there are none.
+            without: devices that are left out.
 
         Raises:
             UserInputError: there are no such devices, or none are left.
         """
-        there = range(self.num_slots)
-        missing = [position for position in (*wanted, *without) if position not in there]
-        kept = [position for position in wanted or there if position not in without]
+        missing = [device for device in wanted if device not in self.devices]
+        kept = [device for device in wanted or self.devices if device not in without]
         if missing:
             problem = f"there is no device {missing[0]}: this machine has {self.describe()}"
             raise UserInputError(problem, where="entrypoint")
         if not kept:
             raise UserInputError("leaves no device", where="entrypoint")
-        all_sizes = self.device_memory_bytes
-        sizes = tuple(all_sizes[position] for position in kept) if all_sizes else ()
+        known = dict(zip(self.devices, self.device_memory_bytes, strict=False))
+        sizes = tuple(known[device] for device in kept if known)
         return replace(
             self,
-            devices=tuple(self.devices[position] for position in kept),
+            devices=tuple(kept),
             memory_bytes=min(sizes, default=self.memory_bytes),
             device_memory_bytes=sizes,
         )
@@ -124,13 +123,16 @@ class Machine:
         )
 
 
-def find_machine() -> Machine:
+def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
     """Look at the slots of this machine.
+
+    Args:
+        variables: of the process that looks; by default this one's.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
-    [machine] = find_machines({"this machine": ()})
+    [machine] = find_machines({"this machine": ()}, variables)
     return machine
 
 
@@ -169,17 +171,20 @@ def has_library(name: str) -> bool:
     return True
 
 
-def find_machines(prefixes: Mapping[str, Sequence[str]]) -> list[Machine]:
+def find_machines(
+    prefixes: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None
+) -> list[Machine]:
     """Look at the slots of several machines at the same time.
 
     Args:
         prefixes: words before a command that run it on a machine, by the machine's name.
+        variables: of the commands; by default this process's.
 
     Raises:
         EngineError: torch or deepspeed cannot be imported on one, or its accelerator does not
             answer.
     """
-    asked = [_ask([], prefix) for prefix in prefixes.values()]
+    asked = [_ask([], prefix, variables) for prefix in prefixes.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
     try:
         answers = [_answer_of(process, deadline) for process in asked]
@@ -223,13 +228,16 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
     return Machine(**values)
 
 
-def _ask(options: Sequence[str], prefix: Sequence[str]) -> subprocess.Popen[str]:
+def _ask(
+    options: Sequence[str], prefix: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start a process that may use the accelerator; without options it looks at the slots."""
     return subprocess.Popen(  # noqa: S603
         [*prefix, sys.executable, "-m", "dsat.engines.local.accelerators", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=variables,
         text=True,
     )
 

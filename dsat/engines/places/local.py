@@ -18,4 +18,4 @@ class ThisMachine(Provider):
         return True
 
     def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        return [Host(find_machine())]
+        return [Host(find_machine(environment.variables))]

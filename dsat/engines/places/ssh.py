@@ -42,7 +42,7 @@ class Hostfile(Provider):
             )
         _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
         return [
-            replace(host, machine=host.machine.only(positions[host.name], ()))
+            replace(host, machine=host.machine.only([str(n) for n in positions[host.name]], ()))
             for host in hosts_on(reach(list(positions), environment.ssh_port))
         ]
 

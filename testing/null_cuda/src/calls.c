@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <ctype.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -112,6 +113,18 @@ int call_current(void) { return current; }
 
 int call_physical(int device) {
     return device >= 0 && device < num_visible ? visible[device] : -1;
+}
+
+/* As the digits of its name, which begins with GPU- or MIG-. */
+void call_uuid(int device, unsigned char *uuid) {
+    memset(uuid, 0, 16);
+    int digits = 0;
+    for (const char *c = books_open()->device[call_physical(device)].uuid + 4; *c && digits < 32; c++) {
+        if (!isxdigit((unsigned char)*c)) continue;
+        int value = *c <= '9' ? *c - '0' : (*c | 32) - 'a' + 10;
+        uuid[digits / 2] |= value << (digits % 2 ? 0 : 4);
+        digits++;
+    }
 }
 
 /* The first use of a device makes a context on it; every use of a broken one fails. */

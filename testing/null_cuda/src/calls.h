@@ -7,6 +7,7 @@
 int call_enter(const char *name, uint64_t bytes);
 /* The machine's number of a device of this process; -1 if there is none such. */
 int call_physical(int device);
+void call_uuid(int device, unsigned char *uuid);
 int call_devices(void);
 /* The device of this thread. */
 int call_current(void);

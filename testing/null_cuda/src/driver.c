@@ -15,7 +15,7 @@ int cuDeviceGetCount(int *count) {
 }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetUuid(unsigned char *uuid, int device) {
-    memset(uuid, call_physical(device), 16);
+    call_uuid(device, uuid);
     return 0;
 }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }

@@ -45,6 +45,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     struct books *books = books_open();
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", books->device[physical].name);
+    call_uuid(device, (unsigned char *)&p->uuid);
     p->totalGlobalMem = books->device[physical].total_bytes;
     p->major = 9;
     p->multiProcessorCount = 132;

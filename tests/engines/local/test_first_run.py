@@ -16,6 +16,7 @@ from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.recorded_start import RankStart
 from dsat.values.trial import TrialOptions
 from testing.local import PROGRAMS, processes_of
 
@@ -284,3 +285,41 @@ def test_several_nodes_are_refused_before_they_are_waited_for(
     named(place, {}, monkeypatch)
     with pytest.raises(UserInputError, match="on 2 nodes"):
         seen(place, "env", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "chosen"),
+    [
+        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "4,5"}),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {"CUDA_VISIBLE_DEVICES": "4,5"}, {}),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1", "CROSS_SIZE": "1"}] * 2, {}, {}),
+        ([{"CUDA_VISIBLE_DEVICES": "2,3", "CROSS_SIZE": "1"}], {}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ([{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)], {}, {}),
+        ([{}], {"CUDA_VISIBLE_DEVICES": "3"}, {}),
+    ],
+)
+def test_a_choice_of_devices_in_the_command_is_kept(
+    ranks: Sequence[Mapping[str, str]],
+    given: Mapping[str, str],
+    chosen: Mapping[str, str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").touch()
+    starts = [
+        RankStart(
+            rank=number,
+            size=len(ranks),
+            forked=False,
+            executable=sys.executable,
+            prefix=sys.prefix,
+            version=tuple(sys.version_info[:2]),
+            command=(sys.executable, "train.py"),
+            cwd=str(tmp_path),
+            env=env,
+            has_wrapt=True,
+        )
+        for number, env in enumerate(ranks)
+    ]
+    program = recorded_start.program_of(starts, ["bash", "run.sh"], given, {0, 1})
+    assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
