@@ -162,9 +162,9 @@ def running(folder: Path, nodes: int, *, cpus: int = 1) -> Iterator[Slurm]:
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_daemon(["slurmctld", "-D"], env, folder / "slurmctld.out"))
         for number, name in enumerate(names):
-            # A node's jobs have one core, as those of a node that is a machine would have theirs.
-            core = str(cores[number % len(cores)])
-            command = ["taskset", "--cpu-list", core, "slurmd", "-D", "-N", name, "-d", stepd]
+            # A node's jobs have its cores, as those of a node that is a machine would have theirs.
+            its = ",".join(str(cores[(number + n) % len(cores)]) for n in range(cpus))
+            command = ["taskset", "--cpu-list", its, "slurmd", "-D", "-N", name, "-d", stepd]
             daemons.enter_context(_daemon(command, env, folder / f"{name}.out"))
         wait_until(lambda: cluster._idle() == nodes, "idle nodes", _PATIENCE_S)
         try:
