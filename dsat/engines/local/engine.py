@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import trial_result
+from dsat.engines.local.heartbeats import PING_EVERY_S, ListeningClock
 from dsat.engines.local.hosts import Host, without_segments
 from dsat.engines.local.launch import LINGER_S, LocalOptions, working_folder
 from dsat.engines.local.leftovers import CompilerLocks, remove
@@ -92,6 +93,7 @@ class LocalEngine:
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # slots, for the warnings of the next outcome
         self._closed = False
+        self._clock = ListeningClock(2 * PING_EVERY_S)
         self._logged = set[str]()  # activities that take long
         env = {**experiment.env, **program.env}
         self._locks = CompilerLocks({**os.environ, **env})
@@ -272,7 +274,7 @@ class LocalEngine:
             messages = self._supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
-                ends = [deadline, *self._end_overdue(now)]
+                ends = [deadline, now + PING_EVERY_S, *self._end_overdue(now)]
                 for name, activity in slow_activities(self._running.values(), self._waiting):
                     if activity not in self._logged:
                         self._logged.add(activity)
@@ -288,15 +290,16 @@ class LocalEngine:
 
     def _end_overdue(self, now: float) -> Iterator[float]:
         """End trials that take too long; yield when others will."""
-        limit_s = self._options.trial.timeout_s
+        listened_s = self._clock.now_s()
         for running in self._running.values():
             if running.timed_out or running.trial.id in (FULL_RUN_ID, SIMULATION_ID):
                 continue
-            if now - running.began_s >= limit_s:
+            running.ends_s = running.ends_s or listened_s + self._options.trial.timeout_s
+            if listened_s >= running.ends_s:
                 running.timed_out = True
                 _end(self._supervisors, running, grace_s=0)
             else:
-                yield running.began_s + limit_s
+                yield now + running.ends_s - listened_s
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
         """Take in that a trial's ranks on a host have ended."""

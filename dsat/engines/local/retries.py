@@ -76,6 +76,7 @@ class Retries:
         self._proven = False  # a trial that dsat started has trained
         self._refused_segments: set[int] = set()
         self._starts: dict[int, int] = {}
+        self._same_alone: set[str] = set()  # messages of trials that failed alone as well
 
     def on_warm_up(self, cannot_fork: str) -> None:
         """Take in why ranks cannot be forked; empty if they can be."""
@@ -102,8 +103,13 @@ class Retries:
             return Again.STARTED_OTHERWISE
         if self._deserves_another_start(trial_id, outcome, from_outside, broken):
             return Again.ELSEWHERE if from_outside else Again.AS_BEFORE
+        if running.start.alone:
+            self._same_alone.add(outcome.message)
         is_alone = from_outside or running.start.alone or not running.beside
-        may_be_others = outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
+        may_be_others = (
+            outcome.kind in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM)
+            and outcome.message not in self._same_alone
+        )
         return Again.ALONE if may_be_others and not is_alone else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:

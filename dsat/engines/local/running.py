@@ -57,6 +57,7 @@ class Running:
         way: in which its ranks were started.
         alone: no other trial may run on its hosts.
         swap: its folders on NVMe, to be removed afterwards.
+        ends_s: when its time is over, on the engine's `ListeningClock`; 0 before the first look.
         beside: another trial ran at the same time.
         ended: what the supervisors of hosts reported of its ranks' end, by host.
         lost: which host it lost, and how; empty if it has all.
@@ -68,6 +69,7 @@ class Running:
     alone: bool = False
     swap: list[Path] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
+    ends_s: float = 0.0
     beside: bool = False
     canceled: bool = False
     timed_out: bool = False

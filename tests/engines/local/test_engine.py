@@ -248,6 +248,15 @@ def test_a_hang_is_a_timeout(tight: Bench, monkeypatch: pytest.MonkeyPatch) -> N
     assert_nothing_is_left(tight)
 
 
+def test_time_in_which_dsat_is_stopped_is_not_the_trials(tight: Bench) -> None:
+    trial = tight.trial(zero=SMALL_BUCKETS)
+    tight.engine.launch(trial)
+    assert tight.engine.poll(0.1) == []
+    tight.engine._clock._read_s -= 24 * 3600.0  # as if it had been stopped since
+    [(_, outcome)] = tight.engine.poll(PATIENCE_S)
+    assert outcome.ok, outcome
+
+
 SMALL_BUCKETS = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
