@@ -25,7 +25,6 @@ from dsat.errors import EngineError, UserInputError
 from dsat.inputs.option import WORD, at_least
 
 _log = logging.getLogger(__name__)
-_END_LIMIT_S = 30.0
 # The driver of a job that was submitted has it (ray 2.60, `JobSupervisor`).
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
