@@ -198,6 +198,7 @@ def _by_formula(
     name, base = _name_of(path), _config_of(settings, path)
     if settings.exact or needs_simulation(base):
         check_packages("--exact" if settings.exact else "optimizer.type")
+    settings = replace(settings, dtype=hf_config.dtype_of(base))
     return name, base, Formula(read_mapping(path), settings, str(path))
 
 
@@ -221,12 +222,13 @@ def _name_of(path: Path) -> str:
 def _config_of(settings: ModelSettings, path: Path) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a model without a script."""
     given = experiments.of_command([], _name_of(path), Path.cwd(), settings.ds_config or {})
-    return ds_config.merge(hf_config.ds_config(settings.dtype), given.ds_config)
+    return hf_config.ds_config(settings.dtype, given.ds_config)
 
 
 def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
     """Return the source of our own script that trains the model of a transformers configuration."""
-    args = ["--hf-config", str(path), "--dtype", settings.dtype]
+    config = _config_of(settings, path)
+    args = ["--hf-config", str(path), "--dtype", hf_config.dtype_of(config)]
     if settings.seq_length is not None:
         args += ["--seq-length", str(settings.seq_length)]
     if settings.lora is not None:
@@ -235,7 +237,6 @@ def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
         args.append("--gradient-checkpointing")
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
     program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
-    config = _config_of(settings, path)
     experiment = experiments.of_command(
         program.command(), _name_of(path), Path.cwd(), config, "--ds-config"
     )
@@ -315,15 +316,15 @@ def configuration(
     settings = {**strategy_settings(strategy, base), "stage": strategy.stage}
     if shared != own:
         settings |= shared.settings
-    gas = _gas(base, slots)
+    gas = _gas(base, slots, shared)
     merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas, 1, gas)))
     return {key: value for key, value in merged.items() if "batch_size" not in key}
 
 
-def _gas(base: Mapping[str, Any], slots: int) -> int:
+def _gas(base: Mapping[str, Any], slots: int, shared: Parallelism) -> int:
     total, micro, gas = (base.get(key) for key in ds_config.BATCH_KEYS)
     if isinstance(gas, int):
         return gas
     if isinstance(total, int) and isinstance(micro, int):
-        return max(1, total // (micro * slots // parallelism.of_config(base).sequence))
+        return max(1, total // (micro * shared.data(slots)))
     return 1

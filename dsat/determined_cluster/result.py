@@ -19,7 +19,6 @@ from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.text import printable, values_without_secrets
 
-TRAIN_LINE = "see best_ds_config.json"
 RESULT_MARK = "[dsat-result] "
 FAILED_METRIC = "search_failed"  # 1 or 0, beside the best value, in what the web UI summarises
 _LONGEST_PART = 3000
@@ -45,7 +44,7 @@ def files(run: Run) -> dict[str, str]:
         name: json.dumps(values_without_secrets(json.loads(text)), indent=2) + "\n"
         if name.endswith(".json")
         else text
-        for name, text in summary.texts(run, TRAIN_LINE).items()
+        for name, text in summary.texts(run, None).items()
     }
 
 

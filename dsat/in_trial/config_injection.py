@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.inputs.ds_config import AUTO
 
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
@@ -122,7 +121,7 @@ def replace(
             args.deepscale_config = None
         args.deepspeed_config = str(path)
         return
-    wanted = completed(config, passed.content)
+    wanted = ds_config.completed(config, passed.content)
     if isinstance(passed.value, dict):
         # In place: the script may yet read its batch size from there.
         passed.value.clear()
@@ -141,18 +140,6 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
         elif wanted not in (None, value):
             return False
     return True
-
-
-def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration, its "auto" values taken from what the script passed."""
-    result = {}
-    for key, value in config.items():
-        other = passed.get(key)
-        if isinstance(value, Mapping):
-            result[key] = completed(value, other if isinstance(other, Mapping) else {})
-        else:
-            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
-    return result
 
 
 def passed_config(arguments: Mapping[str, Any]) -> Passed | None:

@@ -135,6 +135,18 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration, its "auto" values taken from another one that has them."""
+    result = {}
+    for key, value in config.items():
+        other = passed.get(key)
+        if isinstance(value, Mapping):
+            result[key] = completed(value, other if isinstance(other, Mapping) else {})
+        else:
+            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
+    return result
+
+
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return the settings of nested sections by dotted path."""
     found: dict[str, Any] = {}

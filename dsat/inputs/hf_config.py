@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs import ds_config as configs
 from dsat.inputs.experiment import read_mapping
 
 CONFIG_FILE = "config.json"
+_PRECISIONS = ("bf16", "fp16")
 
 
 def find(given: str) -> Path:
@@ -41,16 +44,26 @@ def find(given: str) -> Path:
     return path.resolve()
 
 
-def ds_config(dtype: str) -> dict[str, Any]:
-    """Return a usual DeepSpeed configuration for a type of parameters (bf16, fp16 or fp32)."""
-    config: dict[str, Any] = {
+def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's DeepSpeed configuration, completed by usual values.
+
+    Args:
+        dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
+        given: the user's; its "auto" values become the usual ones, as a Trainer fills them in.
+    """
+    enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
+    usual: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        **{name: {"enabled": name in (enabled or [dtype])} for name in _PRECISIONS},
     }
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True}
-    return config
+    return configs.merge(usual, configs.completed(given, usual))
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """Return the type of parameters that a complete configuration trains (bf16, fp16 or fp32)."""
+    return next((name for name in _PRECISIONS if config[name]["enabled"] is True), "fp32")
 
 
 def missing_packages() -> list[str]:

@@ -28,11 +28,18 @@ def metric(name: str, value: float | None, digits: int = 4) -> str:
     assert name in METRIC_NAMES
     if value is None:
         return "-"
+    value = float(f"{value:.{digits}g}") if value < 1000 else value
     if name == "FLOPS_per_gpu":
-        size, prefix = next((pair for pair in _PREFIXES if value >= pair[0]), (1.0, ""))
-        return f"{value / size:.{digits}g} {prefix}{_UNITS[name]}"
+        return f"{prefixed(value, digits)}{_UNITS[name]}"
     number = f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
     return f"{number} {unit(name)}"
+
+
+def prefixed(value: float, digits: int = 4) -> str:
+    """`312.4 T`, for a unit to follow."""
+    rounded = float(f"{value:.{digits}g}")
+    size, prefix = next((pair for pair in _PREFIXES if rounded >= pair[0]), (1.0, ""))
+    return f"{rounded / size:.{digits}g} {prefix}"
 
 
 def change(name: str, before: float | None, after: float | None) -> str:

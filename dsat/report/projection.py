@@ -157,11 +157,12 @@ def summary(shown: Projection) -> str:
             f"Nothing fits {shown.count} of them. More cards, --activation-checkpointing on or "
             "shorter samples make room; `dsat estimate` shows what each strategy needs."
         )
-    elif training is not None:
+    elif training is not None and shown.tokens is not None:
         low, high = training["days_interval_90"]
         cost = f", {training['cost']:,.0f} at {shown.price:g} each" if "cost" in training else ""
+        tokens = fmt.prefixed(shown.tokens).replace("G", "B")
         said.append(
-            f"{shown.tokens:.4g} tokens take {training['days']:.3g} days ({low:.3g} to {high:.3g})"
+            f"{tokens} tokens take {training['days']:.3g} days ({low:.3g} to {high:.3g})"
             f" on {shown.count}: {training['card_hours']:,.0f} card-hours{cost}."
         )
     return " ".join(said)

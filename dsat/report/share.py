@@ -69,7 +69,7 @@ class SharedTrial(Recorded):
             outcome.kind,
             each.trial.strategy,
             {key: value for key, value in config.items() if key in _KEPT and _is_plain(value)},
-            {key: switches[key] for key in SWITCHES if key in switches},
+            {key: switches[key] for key in SWITCHES if _is_plain(switches.get(key, ()))},
             outcome.metrics,
             each.trial.predicted_bytes,
             each.used_bytes,
@@ -129,7 +129,7 @@ class SharedRun(Recorded):
         lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
         told = {key: str(value) for key, value in view.info.items()}
         return cls(
-            replace(profile, batch_dimensions={}, fed_instead={}),
+            _without_names(profile),
             view.plan.metric,
             tuple(SharedTrial.of(view, each, outcome) for each, outcome in kept),
             next((at for at, (each, _) in enumerate(kept) if each.is_best), None),
@@ -210,6 +210,15 @@ def read(path: Path) -> SharedRun:
         return SharedRun.from_json(data)
     except DecodeError as error:
         raise UserInputError(str(error), where=str(path)) from None
+
+
+def _without_names(profile: ModelProfile) -> ModelProfile:
+    """Return a profile without what the user has named: inputs, kernels of a hub."""
+    switches = {
+        name: replace(switch, values=tuple(filter(_is_plain, switch.values)))
+        for name, switch in profile.switches.items()
+    }
+    return replace(profile, batch_dimensions={}, fed_instead={}, switches=switches)
 
 
 def _is_plain(value: Any) -> bool:

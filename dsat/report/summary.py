@@ -14,14 +14,18 @@ BEST_METRICS_FILE = "best_ds_metrics.json"
 SUMMARY_FILE = "summary.md"
 
 
-def write_files(run: Run, folder: Path, train_line: str) -> None:
+def write_files(run: Run, folder: Path, train_line: str | None) -> None:
     """Write the best configuration, its metrics and `summary.md` into the run's folder."""
     for name, text in texts(run, train_line).items():
         write_atomically(folder / name, text)
 
 
-def texts(run: Run, train_line: str) -> dict[str, str]:
-    """Return the texts of the result files by their names."""
+def texts(run: Run, train_line: str | None) -> dict[str, str]:
+    """Return the texts of the result files by their names.
+
+    Args:
+        train_line: a command that trains with the best configuration, if one is known.
+    """
     view, outcome = RunView.of(run), run.best_outcome
     found = {}
     if view.best is not None:
@@ -32,11 +36,12 @@ def texts(run: Run, train_line: str) -> dict[str, str]:
     return {**found, SUMMARY_FILE: markdown(view, train_line)}
 
 
-def markdown(view: RunView, train_line: str) -> str:
+def markdown(view: RunView, train_line: str | None) -> str:
     """Return the text of `summary.md`."""
     lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict.lines)]
     if view.best is not None:
-        lines += [f"Train with it: `{train_line}`", ""]
+        with_it = f"it: `{train_line}`" if train_line else f"`{BEST_CONFIG_FILE}`."
+        lines += [f"Train with {with_it}", ""]
     lines += [*(f"- {line}" for line in view.facts), ""]
     lines += [*view.stage_table().markdown(), "", "## All trials", ""]
     lines += view.trial_table().markdown()

@@ -57,6 +57,11 @@ def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
     assert sizes == [1, 4]
     given = estimate.configuration(own, Strategy(3), 8, Parallelism(tensor=2))
     assert parallelism.of_config(given) == Parallelism(tensor=2)
+    batch = {**own, "train_batch_size": 8}
+    gas = [
+        estimate.configuration(batch, Strategy(3), n)["gradient_accumulation_steps"] for n in (1, 8)
+    ]
+    assert gas == [8, 4]
 
 
 @pytest.mark.parametrize("exact", [False, True])

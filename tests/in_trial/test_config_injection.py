@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import config_injection
+from dsat.inputs import ds_config
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -53,8 +54,8 @@ def test_auto_values_are_the_scripts() -> None:
     config = {"lr": "auto", "zero": {"stage": 2, "size": "auto"}, "clip": "auto"}
     passed = {"lr": 0.5, "zero": {"stage": 1, "size": 7}, "extra": 1}
     expected = {"lr": 0.5, "zero": {"stage": 2, "size": 7}, "clip": "auto"}
-    assert config_injection.completed(config, passed) == expected
-    assert config_injection.completed({"zero": {"size": "auto"}}, {"zero": 3}) == {
+    assert ds_config.completed(config, passed) == expected
+    assert ds_config.completed({"zero": {"size": "auto"}}, {"zero": 3}) == {
         "zero": {"size": "auto"}
     }
 

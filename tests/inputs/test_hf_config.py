@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,30 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserInputError, match=r"config\.json"):
         hf_config.find(str(tmp_path))
+
+
+AUTO = {"enabled": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "trained"),
+    [
+        ("bf16", {}, "bf16"),
+        ("fp32", {}, "fp32"),
+        ("bf16", {"bf16": AUTO, "fp16": AUTO}, "bf16"),
+        ("fp16", {"bf16": AUTO, "fp16": AUTO}, "fp16"),
+        ("bf16", {"fp16": {"enabled": True}}, "fp16"),
+        ("fp16", {"bf16": {"enabled": True}, "fp16": AUTO}, "bf16"),
+        ("bf16", {"bf16": {"enabled": False}}, "fp32"),
+        ("bf16", {"fp16": {"loss_scale": 0}}, "bf16"),
+    ],
+)
+def test_the_users_file_decides_what_is_trained(
+    dtype: str, given: Mapping[str, Any], trained: str
+) -> None:
+    config = hf_config.ds_config(dtype, {**given, "gradient_clipping": "auto"})
+    assert hf_config.dtype_of(config) == trained
+    assert [config[name]["enabled"] for name in ("bf16", "fp16")].count(True) <= 1
 
 
 def test_adapters() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from dsat.app import shared_runs
 from dsat.errors import UserInputError
+from dsat.inputs.switches import ATTENTION
 from dsat.report import share
 from dsat.report.run_view import RunView
 from dsat.report.share import SharedRun
@@ -18,7 +19,7 @@ from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, ScriptSwitch
 from dsat.values.trial import Trial, TrialKind
 from testing.helpers import FakeClock, drive, plan_of
 from testing.made_up_runs import Steady, run_of_world
@@ -29,6 +30,9 @@ INFO = {"name": PRIVATE, "config": f"/home/{PRIVATE}/ds.json", "device": "NVIDIA
 
 class Talkative(Steady):
     """Says private things wherever a script can."""
+
+    kernels = ScriptSwitch(("sdpa", f"{PRIVATE}/kernel"))
+    profile = replace(Steady.profile, switches={ATTENTION: kernels})
 
     def outcome(self, trial: Trial) -> Outcome:
         return replace(super().outcome(trial), message=PRIVATE, detail=PRIVATE, warnings=(PRIVATE,))

@@ -226,6 +226,8 @@ def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
     ("name", "value", "text"),
     [
         ("throughput", 1234.5, "1,234 samples/s"),
+        ("throughput", 999.96, "1,000 samples/s"),
+        ("FLOPS_per_gpu", 9.9999e11, "1 TFLOP/s per slot"),
         ("latency", 12.345, "12.35 ms"),
         ("step", None, "-"),
         ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per slot"),

@@ -22,6 +22,7 @@ from dsat.in_trial.simulation.simulation import (
     Simulation,
 )
 from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
+from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
 
@@ -160,7 +161,7 @@ class BorrowedModel:
             uses_zero_init=self.uses_zero_init,
             dtype=next(self._arguments["model"].parameters()).dtype,
         )
-        config = as_simulated(config_injection.completed(request["config"], self._config))
+        config = as_simulated(ds_config.completed(request["config"], self._config))
         of_candidate = (
             *("micro_batch", "slots", "as_cpu", "workspace_bytes", "traced"),
             "sequence_length",
