@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ TRACKERS_OFF: Mapping[str, str] = {
 # monitor/config.py`, `profiling/config.py`, `comm/config.py`; 0.19.8), and single switches.
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
 _SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
+# Files of a checkpoint of DeepSpeed's, and what of them it keeps for itself (`_load_checkpoint` of
+# runtime/engine.py, 0.15.4 to 0.19.8).
+_MODEL_STATES = "*mp_rank_00_model_states.pt"
+_OF_DEEPSPEED = frozenset(
+    "module optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps "
+    "dp_world_size mp_world_size data_sampler random_ltd".split()
+)
 _ENGINE_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 # Functions and methods that write checkpoints or resume, by the module that defines them.
 _SAVERS: Mapping[str, tuple[str, ...]] = {
@@ -127,7 +135,38 @@ def _adapt_engine(skip: Callable[[str], None], module: Any) -> None:
     for name in _ENGINE_SAVES:
         if hasattr(engine, name):
             _replace(engine, name, skip, result=True)
-    _replace(engine, "load_checkpoint", skip, result=(None, {}))
+    original = engine.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(_: Any, load_dir: Any, tag: Any = None, *__: Any, **___: Any) -> Any:
+        skip("DeepSpeedEngine.load_checkpoint")
+        return client_state(Path(load_dir), tag)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return what a script itself has put into a checkpoint, as `load_checkpoint` does.
+
+    Model and optimizer stay as they are: a checkpoint fits one ZeRO stage, and trials have others.
+
+    Args:
+        folder, tag: of the checkpoint; without a tag the latest.
+
+    Returns:
+        The path of a file, and the client state; None for both if there is no checkpoint.
+    """
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    files = [] if tag is None else sorted((folder / str(tag)).glob(_MODEL_STATES))
+    if not files:
+        return None, None
+    import torch
+
+    mapped = zipfile.is_zipfile(files[0])
+    found = torch.load(files[0], map_location="cpu", mmap=mapped, weights_only=False)
+    return str(files[0]), {key: found[key] for key in found if key not in _OF_DEEPSPEED}
 
 
 def _replace(owner: Any, name: str, skip: Callable[[str], None], *, result: Any) -> None:

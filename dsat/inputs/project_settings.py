@@ -32,7 +32,8 @@ class ProjectSettings(ModelSettings):
         "--network",
         kind=POSITIVE_NUMBER,
         metavar="GBIT",
-        help="Gbit/s of each card to other hosts (default: as hosts with these cards usually have)",
+        help="Gbit/s that each card reaches to other hosts, about 0.9 of what is specified "
+        "(default: as hosts with these cards usually have)",
     )
     tokens: float | None = option(
         "--tokens",

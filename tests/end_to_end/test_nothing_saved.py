@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsat.in_trial import side_effects
 from testing import warm_command
@@ -32,6 +33,14 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
     shutil.copytree(PROGRAMS / "saves", folder)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "latest").write_text("global_step9999")
+    resumed = folder / "resumed" / "epoch3"
+    resumed.mkdir(parents=True)
+    (resumed.parent / "latest").write_text(resumed.name)
+    weights = {"2.bias": torch.full((1,), torch.nan)}
+    torch.save(
+        {"module": weights, "global_steps": 12, "epoch": 3},
+        resumed / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    )
     before = snapshot(folder)
     words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --max-micro-batch 8".split()
     script = "train.py --deepspeed --deepspeed_config ds_config.json".split()

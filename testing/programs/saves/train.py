@@ -32,7 +32,9 @@ model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 path, state = engine.load_checkpoint("checkpoints")
 if os.environ.get("DSAT_TRIAL_DIR") and os.environ.get("WANDB_MODE") == "disabled":
-    assert (path, state) == (None, {}), "a trial resumed from another run's checkpoint"
+    assert (path, state) == (None, None), "a trial resumed from another run's checkpoint"
+_, client = engine.load_checkpoint("resumed")
+assert client["epoch"] == 3 and not model[2].bias.isnan().any(), "the state without the weights"
 writer = SummaryWriter("events")
 for step in range(args.steps):
     batch = torch.randn(engine.train_micro_batch_size_per_gpu(), WIDTH, device=engine.device)
