@@ -14,7 +14,7 @@ from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
-from dsat.in_trial.steps import CI_TARGET, StepTimes, steps_wanted, summarize
+from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted, summarize
 from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
@@ -41,6 +41,10 @@ ALWAYS_COMPILES = (
     "torch compiled in every step, so most of the measured time is the compiler's. Give the script "
     "batches of equal shapes, or mark what changes (torch._dynamo.mark_dynamic)"
 )
+EVALUATED = (
+    "optimizer steps with an evaluation before them were not measured: it takes as long with every "
+    "configuration of the same micro batch"
+)
 NOT_WARM = (
     "the script ended after {steps} optimizer steps, before its device was warm, so the figures "
     "are unreliable. Give it more data"
@@ -66,6 +70,7 @@ class AgreedStep:
         elements: the most that a rank was fed.
         is_short: a rank lacked samples.
         compiled: torch compiled something on a rank.
+        evaluated: the model was called outside of training on a rank.
         samples, tokens: the mean over the ranks; NaN if unknown.
     """
 
@@ -74,6 +79,7 @@ class AgreedStep:
     elements: float
     is_short: bool
     compiled: bool
+    evaluated: bool
     samples: float
     tokens: float
 
@@ -260,6 +266,7 @@ class Measurement:
                     float(marks.elements),
                     float(not marks.is_full(spec.gas, spec.micro_batch)),
                     float(marks.compiled),
+                    float(marks.evaluated),
                 ]
                 for marks in self._steps
             ]
@@ -271,8 +278,17 @@ class Measurement:
         if not all(marks.calls for marks in self._steps):
             self._warn(UNSEEN)
         return [
-            AgreedStep(tuple(ms), data_ms, elements, bool(short), bool(compiled), samples, tokens)
-            for (*ms, data_ms, elements, short, compiled), samples, tokens in zip(
+            AgreedStep(
+                tuple(ms),
+                data_ms,
+                elements,
+                bool(short),
+                bool(compiled),
+                bool(evaluated),
+                samples,
+                tokens,
+            )
+            for (*ms, data_ms, elements, short, compiled, evaluated), samples, tokens in zip(
                 rows, fed[:count], fed[count:], strict=True
             )
         ]
@@ -290,6 +306,7 @@ class Measurement:
             )
         if len(full) < len(agreed):
             self._warn(SHORT_BATCHES)
+        full = self._without_evaluation(full)
         found = [step for step in full if not step.compiled]
         if len(found) == len(full):
             return full
@@ -298,6 +315,14 @@ class Measurement:
             return []
         self._warn(COMPILED if found else ALWAYS_COMPILES)
         return found or full
+
+    def _without_evaluation(self, steps: list[AgreedStep]) -> list[AgreedStep]:
+        """Leave out steps with an evaluation, if these are rare; else it belongs to the training."""
+        found = [step for step in steps if not step.evaluated]
+        if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
+            return steps
+        self._warn(EVALUATED)
+        return found
 
     def _metrics(self, steps: Sequence[AgreedStep], times: StepTimes) -> Metrics:
         """Return the metrics of steps, accidents left out."""

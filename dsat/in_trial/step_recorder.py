@@ -29,6 +29,7 @@ class StepMarks:
         calls: contents of each call of the model.
         losses: number of losses that backward passes began with.
         compiled: torch compiled something meanwhile.
+        evaluated: the model was called outside of training meanwhile.
         backward_began: where the script's own backward pass began, if one is under way.
         waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
         phases: beginnings and ends.
@@ -39,6 +40,7 @@ class StepMarks:
     calls: list[Fed] = field(default_factory=list)
     losses: int = 0
     compiled: bool = False
+    evaluated: bool = False
     backward_began: Any = None
     waited_before_s: float = field(default_factory=loaders.waited_s)
     waited_s: float = 0.0
@@ -143,6 +145,7 @@ class StepRecorder:
     def forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the engine's `forward`."""
         if not in_training(self._engine):
+            self.marks.evaluated = True
             return original(*args, **kwargs)
         self._begin_forward(args, kwargs)
         try:
@@ -192,8 +195,12 @@ class StepRecorder:
         """
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
-            if not is_inside() and in_training(self._engine) and not _in_backward():
+            if is_inside() or _in_backward():
+                return
+            if in_training(self._engine):
                 self._begin_forward(args, kwargs)
+            else:
+                self.marks.evaluated = True
 
         self._engine.module.register_forward_pre_hook(before, with_kwargs=True)
         self._engine.module.register_forward_hook(lambda *_: self._end_forward())

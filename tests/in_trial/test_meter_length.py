@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from dsat.in_trial.measurement import HOST_ACCIDENTS
+from dsat.in_trial.measurement import EVALUATED, HOST_ACCIDENTS
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
@@ -142,12 +143,12 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
-    theirs = [[latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+    theirs = [[latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
 
     def over_ranks(values: list[float]) -> list[float]:
-        if len(values) != 24:
+        if len(values) != 27:
             return values
-        rows = [values[i : i + 8] for i in range(0, 24, 8)]
+        rows = [values[i : i + 9] for i in range(0, 27, 9)]
         return [
             max(a, b)
             for mine, their in zip(rows, theirs, strict=True)
@@ -185,3 +186,22 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     assert HOST_ACCIDENTS in measured.warnings
     count = measured.metrics.num_steps
     assert measured.metrics.lost_to_accidents == pytest.approx(39.6 / (10.4 * count), rel=0.02)
+
+
+@pytest.mark.parametrize(("every", "mean_ms"), [(13, 100.0), (3, 100.0 + 5000.0 / 3)])
+def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_ms: float) -> None:
+    engine = FakeEngine(clock)
+    options = replace(SPEC.options, end_step=SPEC.options.start_step + 38, max_steps=39)
+    attach(engine, replace(SPEC, options=options))
+
+    def script(step: int) -> None:
+        engine.times_ms = (0.0, 0.0, 100.0)
+        if step % every == 0:
+            clock.advance(5000.0)
+            with torch.no_grad():
+                engine.forward(torch.zeros(4, 2))
+
+    measured = train(engine, before=script)
+    assert measured is not None
+    assert metrics_of(measured).latency == pytest.approx(mean_ms, rel=0.05)
+    assert (EVALUATED in measured.warnings) == (every == 13)
