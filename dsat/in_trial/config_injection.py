@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
@@ -103,6 +105,24 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
         replace(arguments, passed, config, path)
 
     on_initialize(inject)
+    if (config.get("zero_optimization") or {}).get("stage", 0) < 3:
+        _keep_models_whole()
+
+
+def _keep_models_whole() -> None:
+    """Make `zero.Init` partition no model that is made under it, as scripts do for their stage 3.
+
+    Lower stages cannot train such a model. An engine of stage 3 partitions a whole one itself.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    def init(original: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind_partial(*args, **kwargs)
+        if bound.arguments.get("module") is None:
+            bound.arguments["enabled"] = False
+        return original(*bound.args, **bound.kwargs)
+
+    wrapt.wrap_function_wrapper(partition_parameters, "Init.__init__", init)
 
 
 def replace(

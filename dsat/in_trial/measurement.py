@@ -317,7 +317,7 @@ class Measurement:
         return found or full
 
     def _without_evaluation(self, steps: list[AgreedStep]) -> list[AgreedStep]:
-        """Leave out steps with an evaluation, if these are rare; else it belongs to the training."""
+        """Leave out steps with an evaluation, if these are rare; else it is a part of training."""
         found = [step for step in steps if not step.evaluated]
         if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
             return steps

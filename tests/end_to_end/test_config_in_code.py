@@ -71,6 +71,14 @@ def test_on_two_ranks(pair: Bench, way: str) -> None:
     assert warnings_of(outcome) == ()
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
+    trial = pair.trial("zero init", micro_batch=5, stage=stage)
+    outcome = pair.run(trial)
+    assert outcome.ok, pair.log(trial)
+    assert warnings_of(outcome) == ()
+
+
 def test_the_full_length_run_uses_it_too(single: Bench) -> None:
     folder = single.engine.train(single.trial("dict", micro_batch=5, gas=2, stage=1))
     [(trial_id, outcome)] = single.engine.poll(PATIENCE_S)

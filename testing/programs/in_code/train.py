@@ -40,11 +40,14 @@ def loader_of(config: dict[str, Any]) -> DataLoader[Any]:
 
 def main() -> None:
     way, config = how(), dict(OWN)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    if way == "zero init":
+        config["zero_optimization"] = {"stage": 3}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=way == "zero init"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     parts = {"model": model, "model_parameters": model.parameters()}
     before = loader_of(config)
     loader: DataLoader[Any] | None = None
-    if way in ("dict", "loader before"):
+    if way in ("dict", "loader before", "zero init"):
         engine, *_ = initialize(**parts, config=config)
         loader = before if way == "loader before" else loader_of(config)
     elif way == "path":
