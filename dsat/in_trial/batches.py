@@ -151,8 +151,9 @@ class BatchCounter:
             carriers: dict[str, int] = {
                 p: dimension for p, found in fitting.items() if dimension in found
             }
-            if carriers:
-                return carriers
+            if carriers:  # of a batch of texts with images, the texts
+                texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
+                return texts or carriers
         if self._feeds_own(shapes.values()):
             raise InvalidTrial(
                 f"the script feeds {self._own} samples, its own micro batch, although the trial's "

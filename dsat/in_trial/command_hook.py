@@ -52,7 +52,7 @@ class _Process:
         if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
             sys.argv[1:] = [*local_rank, *wanted]
         seen, wanted = changes["env"]
-        if seen and seen.items() <= os.environ.items():
+        if seen.items() <= os.environ.items():
             for name in seen:
                 del os.environ[name]
             os.environ.update(wanted)

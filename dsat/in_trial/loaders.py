@@ -1,4 +1,4 @@
-"""PyTorch's data loaders: time spent waiting for them, batches in advance, samples of an epoch.
+"""PyTorch's data loaders: time spent waiting for them, and batches in advance.
 
 As long as a loader feeds from what its workers made in advance, a script looks faster than it is.
 """
@@ -12,11 +12,10 @@ from typing import Any
 
 _in_store = 0
 _waited_s = 0.0
-_samples: dict[int, int] = {}  # the most that a loader has, by its batch size
 
 
 def watch() -> None:
-    """Note the size of each loader that is iterated from now on, and time its batches."""
+    """Note what each loader that is iterated from now on has in advance, and time its batches."""
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -36,20 +35,11 @@ def waited_s() -> float:
     return _waited_s
 
 
-def samples_of_epoch(batch_size: int) -> int:
-    """Return the most samples of an epoch that a loader of such batches has; 0 if unknown."""
-    return _samples.get(batch_size, 0)
-
-
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         global _in_store
         _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
-        found = _samples_of(self)
-        if found is not None:
-            batch_size, samples = found
-            _samples[batch_size] = max(samples, _samples.get(batch_size, 0))
         return original(self)
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
@@ -67,26 +57,3 @@ def _timed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             _waited_s += time.perf_counter() - begin
 
     return get_batch
-
-
-def _samples_of(loader: Any) -> tuple[int, int] | None:
-    """Return a loader's batch size and the samples that this process gets of it in an epoch.
-
-    Exact for PyTorch's own batches of a sampler; of other batches, as accelerate's, no less than it
-    gets. None if it is not known, as of a stream.
-    """
-    from torch.utils.data import BatchSampler
-
-    batches = loader.batch_sampler
-    size = getattr(batches, "batch_size", None)
-    if not isinstance(size, int):
-        return None
-    try:
-        if type(batches) is BatchSampler:
-            samples = len(batches.sampler)  # type: ignore[arg-type]
-        else:
-            dropped = size - 1 if getattr(batches, "drop_last", False) else 0
-            samples = len(batches) * size + dropped
-    except (TypeError, NotImplementedError, AttributeError):
-        return None  # by torch's contract: a sampler without a length raises any of these
-    return (size, samples) if samples > 0 else None

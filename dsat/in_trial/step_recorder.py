@@ -209,9 +209,6 @@ class StepRecorder:
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
         """Return fields of an `Outcome`: what was observed beside the times; a collective call."""
         self.memory.note_measured_steps()
-        # A loader of single samples may be one whose script puts batches together itself.
-        samples = loaders.samples_of_epoch(spec.micro_batch) if spec.micro_batch > 1 else 0
-        [fewest] = ranks.maximum([-float(samples)])
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": self._profile(),
@@ -219,7 +216,6 @@ class StepRecorder:
             "sequences": self.counter.lengths(
                 self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
             ),
-            "most_samples": -int(fewest) or None,
         }
 
     def _profile(self) -> ModelProfile | None:

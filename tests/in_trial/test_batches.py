@@ -38,6 +38,13 @@ def verdict(shapes: list[Shape], micro_batch: int = TRIAL, own: int | None = OWN
     return "fine" if rows is not None else "warns"
 
 
+def test_images_of_a_text_are_no_samples() -> None:
+    counter = BatchCounter(1)
+    for images in (1, 3, 5):
+        inputs = {"pixel_values": torch.zeros(images, 3, 8, 8), "input_ids": IDS[:1]}
+        assert counter.count(leaves_of([inputs])).rows == 1
+
+
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [

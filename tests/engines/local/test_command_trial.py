@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.retries import COMMAND_AGAIN
+from dsat.in_trial import command_hook
 from dsat.inputs import experiment
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.outcome import OutcomeKind
@@ -65,6 +67,27 @@ def bench_of(place: Path, program: Entrypoint, *command: str) -> Iterator[Bench]
 
 
 ALONE = Entrypoint(script="", needs_command="their program is in no file")
+
+
+@pytest.mark.parametrize(
+    ("seen", "own", "found"),
+    [({}, None, "1"), ({"A_SWITCH": "0"}, "0", "1"), ({"A_SWITCH": "0"}, "2", "2")],
+)
+def test_a_switch_in_the_environment_is_the_trials(
+    seen: Mapping[str, str],
+    own: str | None,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_SWITCH", "")  # is restored
+    monkeypatch.delenv("A_SWITCH")
+    if own is not None:
+        monkeypatch.setenv("A_SWITCH", own)
+    changes = {"args": [[], []], "programs": [], "env": [seen, {"A_SWITCH": "1"}]}
+    (tmp_path / command_hook._CHANGES_FILE).write_text(json.dumps(changes))
+    command_hook._Process(str(tmp_path)).change_arguments()
+    assert os.environ["A_SWITCH"] == found
 
 
 @pytest.mark.slow
