@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 import threading
 import time
 import zipfile
@@ -59,7 +60,6 @@ _SAVERS: Mapping[str, tuple[str, ...]] = {
 _FILE_WRITERS: Mapping[str, tuple[str, int, str]] = {
     "torch": ("save", 1, "f"),
     "safetensors.torch": ("save_file", 1, "filename"),
-    "safetensors.numpy": ("save_file", 1, "filename"),
     "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", 0, "save_directory"),
     "peft.peft_model": ("PeftModel.save_pretrained", 0, "save_directory"),
     "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained", 0, "save_directory"),
@@ -98,10 +98,19 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
     hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
     for module, names in _SAVERS.items():
         hook(functools.partial(_adapt_savers, skip, names), module)
+    began_s = time.time()
     for module, writer in _FILE_WRITERS.items():
-        hook(functools.partial(_adapt_writer, skip, trains, folder.resolve(), writer), module)
-    hook(functools.partial(_adapt_rmtree, skip, trains, time.time()), "shutil")
-    hook(functools.partial(_adapt_tensorboard, folder), "torch.utils.tensorboard.writer")
+        adapt = functools.partial(_adapt_writer, skip, trains, folder.resolve(), began_s, writer)
+        hook(adapt, module)
+    hook(functools.partial(_adapt_rmtree, skip, trains, began_s), "shutil")
+    for module, logs in (
+        ("torch.utils.tensorboard.writer", "log_dir"),
+        ("tensorboardX", "logdir"),
+    ):
+        hook(functools.partial(_adapt_tensorboard, folder, logs), module)
+    # What a script says in its code counts more than variables.
+    hook(_adapt_wandb, "wandb")
+    hook(functools.partial(_adapt_savers, skip, ("set_tracking_uri",)), "mlflow")
     hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
 
 
@@ -192,6 +201,7 @@ def _adapt_writer(
     skip: Callable[[str], None],
     trains: threading.Event,
     folder: Path,
+    began_s: float,
     writer: tuple[str, int, str],
     module: Any,
 ) -> None:
@@ -200,12 +210,23 @@ def _adapt_writer(
     def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         path = kwargs.get(keyword, args[position] if len(args) > position else None)
         named = isinstance(path, (str, os.PathLike))
-        if trains.is_set() and named and not Path(path).resolve().is_relative_to(folder):
+        if trains.is_set() and named and not _is_scratch(Path(path).resolve(), folder, began_s):
             skip(f"{module.__name__}.{name}")
             return None
         return original(*args, **kwargs)
 
     wrapt.wrap_function_wrapper(module, name, save)
+
+
+def _is_scratch(path: Path, folder: Path, began_s: float) -> bool:
+    """Return whether a path is in the trial's folder, or in a temporary one that it has made."""
+    if path.is_relative_to(folder):
+        return True
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if not path.is_relative_to(temporary) or path == temporary:
+        return False
+    made = temporary / path.relative_to(temporary).parts[0]
+    return made.exists() and made.stat().st_ctime >= began_s
 
 
 def _adapt_rmtree(
@@ -223,9 +244,16 @@ def _adapt_rmtree(
     wrapt.wrap_function_wrapper(module, "rmtree", rmtree)
 
 
-def _adapt_tensorboard(folder: Path, module: Any) -> None:
+def _adapt_wandb(module: Any) -> None:
     def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = {k: v for k, v in kwargs.items() if k != "log_dir"}
+        return original(*args, **{**kwargs, "mode": "disabled"})
+
+    wrapt.wrap_function_wrapper(module, "init", init)
+
+
+def _adapt_tensorboard(folder: Path, logs: str, module: Any) -> None:
+    def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = {k: v for k, v in kwargs.items() if k != logs}
         return original(str(folder / "tensorboard"), *args[1:], **kwargs)
 
     wrapt.wrap_function_wrapper(module, "SummaryWriter.__init__", init)

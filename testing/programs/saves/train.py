@@ -7,6 +7,7 @@ import tempfile
 
 import deepspeed
 import torch
+import wandb  # type: ignore[import-not-found]
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
@@ -36,6 +37,11 @@ if os.environ.get("DSAT_TRIAL_DIR") and os.environ.get("WANDB_MODE") == "disable
 _, client = engine.load_checkpoint("resumed")
 assert client["epoch"] == 3, "the script's own state"
 assert not any(weight.isnan().any() for weight in model.parameters()), "and no weights"
+with tempfile.TemporaryDirectory() as folder:  # of values that a later part reads
+    torch.save(torch.ones(WIDTH), f"{folder}/cache.pt")
+    assert torch.load(f"{folder}/cache.pt").sum() == WIDTH
+tracked = wandb.init(project="mine", mode="online")
+assert tracked == "disabled" or not os.environ.get("DSAT_TRIAL_DIR")
 writer = SummaryWriter("events")
 for step in range(args.steps):
     batch = torch.randn(engine.train_micro_batch_size_per_gpu(), WIDTH, device=engine.device)
