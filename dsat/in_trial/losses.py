@@ -1,4 +1,4 @@
-"""The loss and the gradient norm of every optimizer step, however the script computes its loss.
+"""The loss of every optimizer step, however the script computes it.
 
 Nothing is synchronised inside a step: losses stay tensors on their device until they are read.
 """
@@ -38,12 +38,11 @@ class _Step:
 
     loss: Any
     micro_steps: int
-    grad_norm: Any
     applied: bool
 
 
 class LossWatch:
-    """Records the losses that go into backward passes, and the norms of the gradients.
+    """Records the losses that go into backward passes.
 
     Args:
         engine: a DeepSpeed engine; losses are taken from `engine.backward(loss)`, or from
@@ -98,14 +97,7 @@ class LossWatch:
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         """End an optimizer step of so many micro steps."""
-        import torch
-
-        norm: Any = None
-        if hasattr(self._engine, "get_global_grad_norm"):
-            norm = self._engine.get_global_grad_norm()
-        if isinstance(norm, torch.Tensor):  # which the next step may overwrite
-            norm = norm.detach().clone()
-        self._steps.append(_Step(self._sum, micro_steps or self.count, norm, applied))
+        self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
@@ -122,15 +114,14 @@ class LossWatch:
             return
         self._num_read = len(self._steps)
         sums = _numbers([step.loss for step in new])
-        norms = _numbers([step.grad_norm for step in new])
         means = [
             0.0 if total is None else total / max(1, step.micro_steps)
             for total, step in zip(sums, new, strict=True)
         ]
         over_ranks = mean_over_ranks([*means, *(float(total is not None) for total in sums)])
         shares = over_ranks[len(new) :]
-        for step, mean, share, norm in zip(new, over_ranks[: len(new)], shares, norms, strict=True):
-            step.loss, step.grad_norm = mean / share if share else None, norm
+        for step, mean, share in zip(new, over_ranks[: len(new)], shares, strict=True):
+            step.loss = mean / share if share else None
         self._check()
 
     def curve(self) -> TrainingCurve:
@@ -140,7 +131,6 @@ class LossWatch:
         return TrainingCurve(
             steps=tuple(i + 1 for i in kept),
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
-            grad_norms=tuple(_rounded(self._steps[i].grad_norm) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.of_engine(self._engine),
         )

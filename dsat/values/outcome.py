@@ -202,15 +202,12 @@ class TrainingCurve:
         steps: optimizer steps, counted from 1.
         losses: mean over the micro steps and ranks of each step, as given to the backward pass;
             None if there was none.
-        grad_norms: DeepSpeed's 2-norm of all gradients before clipping, for each step; None where
-            it computes none (stage 0 in fp32).
         skipped: steps that fp16 skipped because of an overflow.
         precision: the coarsest type that was computed in, one of `PRECISIONS`; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
-    grad_norms: tuple[float | None, ...] = ()
     skipped: tuple[int, ...] = ()
     precision: str = ""
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +51,6 @@ def test_losses_are_those_that_the_script_sees(pair: Bench, behaviour: str) -> N
     for step, loss in zip(curve.steps, curve.losses, strict=True):
         micro = [rank[i] for rank in seen for i in range((step - 1) * GAS, step * GAS)]
         assert loss == pytest.approx(sum(micro) / len(micro), rel=1e-5), step
-    assert all(norm is not None and norm > 0 for norm in curve.grad_norms)
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
@@ -70,15 +68,11 @@ class Engine:
 
     def __init__(self, gas: int = 1) -> None:
         self.gas = gas
-        self.norm: Any = None
         self.module = torch.nn.Linear(1, 1)
         self.device = torch.device("cpu")
 
     def gradient_accumulation_steps(self) -> int:
         return self.gas
-
-    def get_global_grad_norm(self) -> Any:
-        return self.norm
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**16
@@ -144,19 +138,6 @@ def test_a_checkpoints_own_backward_pass_is_no_loss() -> None:
     watch.end_step(micro_steps=1, applied=True)
     watch.read(alone)
     assert watch.curve().losses == (5.0,)
-
-
-def test_gradient_norms_are_kept_as_they_were() -> None:
-    engine = Engine()
-    watch = LossWatch(engine, lambda: True)
-    engine.norm = torch.tensor(1.0)
-    watch.end_step(micro_steps=1, applied=True)
-    engine.norm.fill_(7.0)  # by the next step, in place
-    for norm in (0.5, None, math.inf):
-        engine.norm = norm
-        watch.end_step(micro_steps=1, applied=True)
-    watch.read(alone)
-    assert watch.curve().grad_norms == (1.0, 0.5, None, None)
 
 
 def test_a_curve_is_no_longer_than_its_two_ends() -> None:

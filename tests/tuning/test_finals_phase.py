@@ -328,7 +328,7 @@ class Training(Buckets):
         rate = 0.02 if bucket in self._broken else 0.05
         start = 5.0 if self._seeded else 5.0 + 0.01 * trial.id
         losses = tuple(start - rate * step for step in range(10))
-        curve = TrainingCurve(tuple(range(1, 11)), losses, (None,) * 10)
+        curve = TrainingCurve(tuple(range(1, 11)), losses)
         return replace(outcome, training=curve)
 
 

@@ -26,7 +26,7 @@ def curve(
     losses = start - slower * 0.05 * numbers
     losses = losses * (1 + noise * np.sqrt(numbers) * rng.normal(size=steps))
     known = tuple(float(loss) for loss in losses)
-    return TrainingCurve(tuple(range(1, steps + 1)), known, (None,) * steps, skipped)
+    return TrainingCurve(tuple(range(1, steps + 1)), known, skipped)
 
 
 OWN = (curve(), curve())
@@ -43,7 +43,7 @@ OWN = (curve(), curve())
         (curve(slower=0.2), "bf16", Agreement.DIFFERENT),
         (curve(start=5.1), "fp32", Agreement.UNKNOWN),
         (curve(steps=2), "fp32", Agreement.UNKNOWN),
-        (TrainingCurve((1, 2, 3), (None,) * 3, (None,) * 3), "fp32", Agreement.UNKNOWN),
+        (TrainingCurve((1, 2, 3), (None,) * 3), "fp32", Agreement.UNKNOWN),
     ],
 )
 def test_losses_agree_within_rounding(
@@ -67,10 +67,7 @@ def test_a_loss_that_is_a_difference_rounds_as_its_terms_do(
     losses: tuple[float, ...], other: tuple[float, ...], agreement: Agreement
 ) -> None:
     """Policy gradients, advantages of mean 0; and a spike, which is none."""
-    own, its = (
-        TrainingCurve(tuple(range(1, 1 + len(each))), each, (None,) * len(each))
-        for each in (losses, other)
-    )
+    own, its = (TrainingCurve(tuple(range(1, 1 + len(each))), each) for each in (losses, other))
     assert compare((own, own), its, precision="fp32", same_batch=True).agreement is agreement
 
 
