@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ruamel.yaml.error import YAMLError
 
 from dsat.inputs import script_args
 from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.inputs.switches import CHECKPOINTING
 
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -45,6 +46,9 @@ class Form:
         keys: keys of the batch sizes, by DeepSpeed's names.
         accelerate: key of a configuration of accelerate.
         in_the_file: dotted keys of settings that the DeepSpeed file has in their place.
+        fields: keys of the fields of TrainingArguments that the framework takes from the file;
+            empty if it takes all of them, by their own names.
+        opposites: keys that switch off what a field switches on, by the field.
     """
 
     marks: frozenset[str]
@@ -52,6 +56,12 @@ class Form:
     keys: Mapping[str, str] = field(default_factory=dict)
     accelerate: str = ""
     in_the_file: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
+    opposites: Mapping[str, str] = field(default_factory=dict)
+
+    def key_of(self, name: str) -> str | None:
+        """Return the key that sets a field of TrainingArguments; None if there is none."""
+        return self.fields.get(name) if self.fields else name
 
 
 _SECTION = "deepspeed_config"
@@ -77,15 +87,32 @@ AXOLOTL = Form(
     frozenset(("base_model", "micro_batch_size")),
     "deepspeed",
     {_MICRO_BATCH: "micro_batch_size", _GAS: _GAS},
+    # Those that core/builders/base.py of axolotl reads (July 2026).
+    fields={
+        "optim": "optimizer",
+        **{
+            name: name
+            for name in (
+                *("dataloader_num_workers", "dataloader_pin_memory", "torch_compile"),
+                *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+            )
+        },
+    },
 )
-# LLaMA-Factory, TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
+# TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
 TRAINER = Form(
     frozenset(("per_device_train_batch_size", "deepspeed", "accelerate_config")),
     "deepspeed",
     {_MICRO_BATCH: "per_device_train_batch_size", _GAS: _GAS},
     accelerate="accelerate_config",
 )
-FORMS = (ACCELERATE, AXOLOTL, TRAINER)
+# It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
+LLAMA_FACTORY = replace(
+    TRAINER,
+    marks=frozenset(("finetuning_type", "disable_gradient_checkpointing")),
+    opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
+)
+FORMS = (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER)
 
 
 @dataclass(frozen=True)
@@ -110,7 +137,13 @@ class Answer:
         """Return batch sizes and switches by the keys of a file; nothing if it has neither."""
         sizes = {key: self.config.get(name) for name, key in form.keys.items()}
         found = {key: value for key, value in sizes.items() if isinstance(value, int)}
-        return {**found, **self.switches} if form.keys else {}
+        if form.keys:
+            keys = {form.key_of(name): value for name, value in self.switches.items()}
+            found |= {key: value for key, value in keys.items() if key is not None}
+            for name, key in form.opposites.items():
+                if isinstance(value := self.switches.get(name), bool):
+                    found[key] = not value
+        return found
 
 
 @dataclass(frozen=True)
@@ -140,10 +173,10 @@ def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewritten |
     return _Rewriting(list(words), folder, answer).result()
 
 
-def names_a_training(words: Sequence[str], folder: Path) -> bool:
-    """Return whether a command names a file that holds the batch sizes of its training."""
+def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
+    """Return the kind of the file, if a command names one, that holds its batch sizes."""
     forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
-    return any(form is not None and form.keys for form in forms)
+    return next((form for form in forms if form is not None and form.keys), None)
 
 
 class _Rewriting:

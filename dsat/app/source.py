@@ -126,7 +126,7 @@ class Source:
             started_in=str(Path.cwd()),
             launch=replace(
                 program.launch,
-                batch_in_file=own_files.names_a_training(self.command, Path.cwd()),
+                batch_in_file=own_files.form_of_training(self.command, Path.cwd()) is not None,
                 devices=self.program.launch.devices,
                 not_devices=self.program.launch.not_devices,
             ),

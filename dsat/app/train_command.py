@@ -150,18 +150,19 @@ def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
     command = own_command(program)
     if _ends_with(command, program.args):
         return [*command[: len(command) - len(program.args)], *args]
-    return list(command) if own_files.names_a_training(command, _started_in(program)) else None
+    return list(command) if own_files.form_of_training(command, _started_in(program)) else None
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     """Return whether no flag, file, variable or launcher sets a switch that the best changes."""
     own, program = own_switches(run), ready.program
-    has_file = own_files.names_a_training(own_command(program), _started_in(program))
+    file = own_files.form_of_training(own_command(program), _started_in(program))
     for name, value in best.script_args.items():
         if value == own.get(name) or name in ready.experiment.arg_mappings:
             continue
         flag = switches.flag_of(name, program.args, takes_hf_flags=program.takes_hf_flags)
-        in_file = has_file and switches.field_of(name) is not None
+        field = switches.field_of(name)
+        in_file = file is not None and field is not None and file.key_of(field) is not None
         elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
         if flag is None and not in_file and not elsewhere:
             return True
@@ -210,7 +211,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
         return bool(program.needs_command)
     if program.slots != slots or program.launch.binds_cores:
         return False
-    if own_files.names_a_training(command, _started_in(program)):
+    if own_files.form_of_training(command, _started_in(program)):
         return True
     if not _ends_with(command, program.args):
         return False

@@ -54,7 +54,7 @@ class ScriptSwitches:
         self.found: dict[str, ScriptSwitch] = {}
         self._wanted = {n: value for n, value in wanted.items() if known.is_switch(n)}
         self._on_cpu, self._deep_compiles = on_cpu, deep_compiles
-        self._has_arguments = False
+        self._has_arguments = self._is_on_by_arguments = False
 
     # -- the Trainer's arguments
 
@@ -66,6 +66,7 @@ class ScriptSwitches:
             config: the DeepSpeed configuration that goes with them.
         """
         self._has_arguments = True
+        self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
         for name, values in _of_arguments(args, config).items():
             self.found[name] = ScriptSwitch(values, in_arguments=True)
         for name, value in self._wanted.items():
@@ -93,6 +94,11 @@ class ScriptSwitches:
         wanted = dict(self._wanted)
         if self._has_arguments:
             wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
+            if recomputation.is_on(model) and not self._is_on_by_arguments:
+                # The script switches it on by itself, as LLaMA-Factory does.
+                self.found[CHECKPOINTING] = ScriptSwitch((True, False))
+                if self._wanted.get(CHECKPOINTING) is False:
+                    wanted[CHECKPOINTING] = False
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
         switch_model(model, wanted)

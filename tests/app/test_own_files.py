@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsat.app.own_files import Answer, rewritten
+from dsat.app.own_files import Answer, form_of_training, rewritten
 
 CONFIG = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
 AXOLOTL = """\
@@ -90,6 +90,34 @@ def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
     assert {k: v for k, v in data.items() if k not in changed} == {
         k: v for k, v in own.items() if k not in changed
     }
+
+
+def test_axolotl_has_keys_of_its_own_for_fields_of_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(AXOLOTL)
+    words = "axolotl train own.yaml".split()
+    chosen = {"optim": "adamw_torch_fused", "use_liger_kernel": True, "dataloader_num_workers": 2}
+    best = Answer(tmp_path / "run" / "best_ds_config.json", CONFIG, chosen)
+    found = rewritten(words, tmp_path, best)
+    assert found is not None
+    data = yaml.safe_load(found.copies["own.yaml"])
+    assert (data["optimizer"], data["dataloader_num_workers"]) == ("adamw_torch_fused", 2)
+    assert "optim" not in data and "use_liger_kernel" not in data
+    form = form_of_training(words, tmp_path)
+    assert form is not None and form.key_of("use_liger_kernel") is None
+    (tmp_path / "own.yaml").write_text(TRAINER)
+    form = form_of_training(words, tmp_path)
+    assert form is not None and form.key_of("use_liger_kernel") == "use_liger_kernel"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_llama_factory_is_told_not_to_recompute_activations(is_on: bool, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(f"finetuning_type: lora\n{TRAINER}")
+    best = Answer(tmp_path / "best_ds_config.json", CONFIG, {"gradient_checkpointing": is_on})
+    found = rewritten("llamafactory-cli train own.yaml".split(), tmp_path, best)
+    assert found is not None
+    data = yaml.safe_load(found.copies["own.yaml"])
+    assert data["disable_gradient_checkpointing"] is not is_on
+    assert data["gradient_checkpointing"] is is_on
 
 
 def test_words_that_override_the_file_follow(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial import recomputation
 from dsat.in_trial.script_switches import ScriptSwitches, of_model, switch_model
 
 CONFIG = {"optimizer": {"type": "Adam"}}
@@ -99,6 +100,25 @@ def test_a_model_of_transformers_is_switched() -> None:
     assert [values[0] for values in own.values()] == [True, "eager", False]
     with pytest.raises(InvalidTrial, match="no known switch"):
         switch_model(whole[0], {"attn_implementation": "eager"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wanted", "is_on"), [({}, True), ({"gradient_checkpointing": False}, False)]
+)
+def test_a_model_that_the_script_itself_lets_recompute(wanted: dict[str, Any], is_on: bool) -> None:
+    """Its arguments say nothing of it, as with LLaMA-Factory."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.gradient_checkpointing_enable()
+    switches = ScriptSwitches(wanted, on_cpu=True)
+    switches.set_arguments(arguments(gradient_checkpointing=False), CONFIG)
+    switches.before_engine(
+        {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
+    )
+    assert switches.found["gradient_checkpointing"].values == (True, False)
+    assert recomputation.is_on(model) is is_on
 
 
 @pytest.mark.parametrize(
