@@ -103,22 +103,21 @@ def test_a_model_of_transformers_is_switched() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wanted", "is_on"), [({}, True), ({"gradient_checkpointing": False}, False)]
-)
-def test_a_model_that_the_script_itself_lets_recompute(wanted: dict[str, Any], is_on: bool) -> None:
+@pytest.mark.parametrize("chosen", [None, False])
+def test_a_model_that_the_script_itself_lets_recompute(chosen: bool | None) -> None:
     """Its arguments say nothing of it, as with LLaMA-Factory."""
+    wanted = {} if chosen is None else {"gradient_checkpointing": chosen}
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    model.gradient_checkpointing_enable()
+    recomputation.switch(model, True)
     switches = ScriptSwitches(wanted, on_cpu=True)
     switches.set_arguments(arguments(gradient_checkpointing=False), CONFIG)
     switches.before_engine(
         {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
     )
     assert switches.found["gradient_checkpointing"].values == (True, False)
-    assert recomputation.is_on(model) is is_on
+    assert recomputation.is_on(model) is (chosen is None)
 
 
 @pytest.mark.parametrize(
