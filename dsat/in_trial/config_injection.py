@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import wrapt
-
 from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
@@ -114,15 +112,19 @@ def _keep_models_whole() -> None:
 
     Lower stages cannot train such a model. An engine of stage 3 partitions a whole one itself.
     """
-    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    def init(original: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind_partial(*args, **kwargs)
+    original = Init.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind_partial(*args, **kwargs)
         if bound.arguments.get("module") is None:
             bound.arguments["enabled"] = False
-        return original(*bound.args, **bound.kwargs)
+        original(*bound.args, **bound.kwargs)
 
-    wrapt.wrap_function_wrapper(partition_parameters, "Init.__init__", init)
+    Init.__init__ = init
 
 
 def replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import trial_result
-from dsat.engines.local.heartbeats import PING_EVERY_S, ListeningClock
+from dsat.engines.local.heartbeats import PING_EVERY_S
 from dsat.engines.local.hosts import Host, without_segments
 from dsat.engines.local.launch import LINGER_S, LocalOptions, working_folder
 from dsat.engines.local.leftovers import CompilerLocks, remove
@@ -93,7 +93,6 @@ class LocalEngine:
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # slots, for the warnings of the next outcome
         self._closed = False
-        self._clock = ListeningClock(2 * PING_EVERY_S)
         self._logged = set[str]()  # activities that take long
         env = {**experiment.env, **program.env}
         self._locks = CompilerLocks({**os.environ, **env})
@@ -290,16 +289,16 @@ class LocalEngine:
 
     def _end_overdue(self, now: float) -> Iterator[float]:
         """End trials that take too long; yield when others will."""
-        listened_s = self._clock.now_s()
+        limit_s = self._options.trial.timeout_s
         for running in self._running.values():
             if running.timed_out or running.trial.id in (FULL_RUN_ID, SIMULATION_ID):
                 continue
-            running.ends_s = running.ends_s or listened_s + self._options.trial.timeout_s
-            if listened_s >= running.ends_s:
+            left_s = limit_s - running.clock.now_s()
+            if left_s <= 0:
                 running.timed_out = True
                 _end(self._supervisors, running, grace_s=0)
             else:
-                yield now + running.ends_s - listened_s
+                yield now + left_s
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
         """Take in that a trial's ranks on a host have ended."""

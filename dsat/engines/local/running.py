@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsat.engines.local.heartbeats import PING_EVERY_S, ListeningClock
 from dsat.engines.local.hosts import Share
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import ACTIVITY_FILE
@@ -57,7 +58,7 @@ class Running:
         way: in which its ranks were started.
         alone: no other trial may run on its hosts.
         swap: its folders on NVMe, to be removed afterwards.
-        ends_s: when its time is over, on the engine's `ListeningClock`; 0 before the first look.
+        clock: its time limit counts by it.
         beside: another trial ran at the same time.
         ended: what the supervisors of hosts reported of its ranks' end, by host.
         lost: which host it lost, and how; empty if it has all.
@@ -69,7 +70,7 @@ class Running:
     alone: bool = False
     swap: list[Path] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
-    ends_s: float = 0.0
+    clock: ListeningClock = field(default_factory=lambda: ListeningClock(2 * PING_EVERY_S))
     beside: bool = False
     canceled: bool = False
     timed_out: bool = False

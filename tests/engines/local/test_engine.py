@@ -252,7 +252,8 @@ def test_time_in_which_dsat_is_stopped_is_not_the_trials(tight: Bench) -> None:
     trial = tight.trial(zero=SMALL_BUCKETS)
     tight.engine.launch(trial)
     assert tight.engine.poll(0.1) == []
-    tight.engine._clock._read_s -= 24 * 3600.0  # as if it had been stopped since
+    running = tight.engine._running[trial.id]
+    running.clock._read_s -= 24 * 3600.0  # as if dsat had been stopped since
     [(_, outcome)] = tight.engine.poll(PATIENCE_S)
     assert outcome.ok, outcome
 
