@@ -7,6 +7,7 @@ mixed precision 2 bytes a parameter, 2 a gradient, 12 for Adam's fp32 copy and m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dsat.memory.closed_form import model_bytes
@@ -37,6 +38,9 @@ def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if run.best is None or run.profile is None or outcome is None or outcome.memory is None:
         return [], []
     parts, rows, measured = _parts(run, run.best), [], []
+    beside = outcome.memory.by_phase.get("forward", math.inf) - sum(parts[name] for name in _HELD)
+    # The profile's are those of another trial, which may have kept what the best computes again.
+    parts["activations"] = min(parts["activations"], max(0.0, beside))
     for phase, names in _IN_PHASE.items():
         used = outcome.memory.by_phase.get(phase)
         if used is None:
