@@ -30,7 +30,8 @@ SAID = "[dsat] "  # in front of each line of the runner that is for the person w
 RUNNER_LENGTH = 100  # its progress is in percent
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
-_SECRETS = ("checkpoint_storage", "data", "integrations")
+_STORAGE = "checkpoint_storage"
+_SECRETS = (_STORAGE, "data", "integrations")
 # Keys of a training experiment, without a meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
@@ -90,6 +91,9 @@ class Job(Recorded):
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
+    storage = config.get(_STORAGE)
+    if isinstance(storage, Mapping):
+        found[_STORAGE] = {key: storage[key] for key in storage if key.startswith("save_")}
     if isinstance(found.get("environment"), Mapping):
         environment = found["environment"]
         found["environment"] = {
@@ -100,8 +104,10 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's configuration, completed from that of the runner's own experiment."""
-    found = dict(config)
+    found = {key: value for key, value in config.items() if key != _STORAGE}
     found.update({key: runner[key] for key in _SECRETS if key in runner})
+    if isinstance(found.get(_STORAGE), Mapping):  # of which the runner saves more
+        found[_STORAGE] = {**found[_STORAGE], **config.get(_STORAGE, {})}
     environment = runner.get("environment")
     if isinstance(environment, Mapping):
         secrets = {key: environment[key] for key in _ENVIRONMENT_SECRETS if key in environment}
@@ -115,9 +121,9 @@ def runner_config(
 ) -> dict[str, Any]:
     """Return the `single` experiment of the search runner; the user's `changes` override it."""
     config = {key: value for key, value in user.config.items() if key not in _OF_TRAINING}
-    storage = config.get("checkpoint_storage")
+    storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
-        config["checkpoint_storage"] = {**storage, "save_trial_latest": 1}  # it is the result
+        config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)

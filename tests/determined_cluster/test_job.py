@@ -122,6 +122,7 @@ def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -
     best = {"zero_optimization": {"stage": 2}}
     config = jobs.full_run_config(job(tmp_path), 17, runner, best)
     assert config["searcher"] == USER["searcher"]
+    assert config["checkpoint_storage"] == USER["checkpoint_storage"]
     assert config["hyperparameters"]["overwrite_deepspeed_args"] == {
         "gradient_clipping": 2.0,
         **best,
