@@ -20,6 +20,7 @@ from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint, UnknownStart
 from dsat.inputs.experiment import Experiment
+from dsat.inputs.placement import VISIBLE
 from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.target import Target
 from dsat.values.parallelism import SEQUENCE_SIZE
@@ -120,15 +121,18 @@ class Source:
             ScriptFailed: it does not come to its training.
         """
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
-        program = recorded_start.program_of(ranks, self.command, run.env, cores)
+        program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
+        by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
+        env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
             program,
+            env=env,
             started_in=str(Path.cwd()),
             launch=replace(
                 program.launch,
                 batch_in_file=own_files.form_of_training(self.command, Path.cwd()) is not None,
-                devices=self.program.launch.devices,
-                not_devices=self.program.launch.not_devices,
+                devices=own.launch.devices,
+                not_devices=own.launch.not_devices,
             ),
         )
         if self.unknown == PROGRAM or program.needs_command:

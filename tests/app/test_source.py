@@ -1,0 +1,65 @@
+"""The program of a command, as a run of it shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsat.app import source as sources
+from dsat.inputs.recorded_start import RankStart
+from dsat.inputs.target import Target
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1}
+
+
+def run_of(folder: Path, *devices: str) -> Any:
+    """A run on two devices, which DeepSpeed's launcher has chosen for its ranks."""
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CROSS_SIZE": "1"}
+    ranks = [
+        RankStart(
+            rank=number,
+            size=2,
+            forked=False,
+            executable=sys.executable,
+            prefix=sys.prefix,
+            version=tuple(sys.version_info[:2]),
+            command=(sys.executable, "train.py"),
+            cwd=str(folder),
+            env=variables,
+            has_wrapt=True,
+            config=CONFIG,
+        )
+        for number in range(2)
+    ]
+    return SimpleNamespace(ranks=lambda: ranks, env={})
+
+
+@pytest.mark.parametrize(
+    ("command", "positions", "variables"),
+    [
+        ("deepspeed --include localhost:1,2 train.py", (1, 2), {}),
+        ("deepspeed --exclude localhost:0 train.py", (), {}),
+        ("bash run.sh", (), {"CUDA_VISIBLE_DEVICES": "1,2"}),
+    ],
+)
+def test_devices_are_chosen_once(
+    command: str,
+    positions: tuple[int, ...],
+    variables: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the launcher's option or by a variable, which would count among those of the option."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    found = sources.read(Target(command=tuple(command.split()))).as_recorded(
+        run_of(tmp_path, "1", "2")
+    )
+    assert found.program.launch.devices == positions
+    assert found.program.env == variables
