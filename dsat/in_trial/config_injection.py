@@ -103,15 +103,16 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
         replace(arguments, passed, config, path)
 
     on_initialize(inject)
-    if (config.get("zero_optimization") or {}).get("stage", 0) < 3:
-        _keep_models_whole()
 
 
-def _keep_models_whole() -> None:
-    """Make `zero.Init` partition no model that is made under it, as scripts do for their stage 3.
+def keep_models_whole(config: Mapping[str, Any]) -> None:
+    """Make `zero.Init` partition no model, if a trial's configuration has a lower stage than 3.
 
-    Lower stages cannot train such a model. An engine of stage 3 partitions a whole one itself.
+    Scripts make their model under it for their own stage 3. Lower stages cannot train such a model,
+    and an engine of stage 3 partitions a whole one itself.
     """
+    if (config.get("zero_optimization") or {}).get("stage", 0) >= 3:
+        return
     from deepspeed.runtime.zero.partition_parameters import Init
 
     original = Init.__init__

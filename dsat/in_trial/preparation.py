@@ -70,7 +70,10 @@ def prepare(
         available_memory.adapt(None, warn)
     if not spec.own:
         path = folder / CONFIG_FILE
-        config_injection.install(json.loads(path.read_text()), spec.trial["overrides"], path)
+        config = json.loads(path.read_text())
+        config_injection.install(config, spec.trial["overrides"], path)
+        if spec.simulation_socket is None:  # one script is simulated in all stages
+            config_injection.keep_models_whole(config)
     on_cpu = not spec.task["devices"]
     compiling = spec.trial["overrides"].get("compile") or {}
     switches = ScriptSwitches(

@@ -272,8 +272,8 @@ def _facts(run: Run) -> Iterator[str]:
     if "machine" in run.info:
         yield f"machine: {run.info['machine']}"
     yield f"wall time: {fmt.duration(run.running_s)}"
-    if run.stop_reason is not None:
-        yield f"stopped: {run.stop_reason}"
+    if run.stop_reason is not None or run.paused:
+        yield f"stopped: {run.stop_reason or 'interrupted'}"
     if any(trial.predicted_bytes is not None for trial in run.trials.values()):
         simulated = run.memory_basis is not None and run.memory_basis.simulated
         line = f"memory: predicted by {'simulation' if simulated else 'formula'}"

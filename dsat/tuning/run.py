@@ -20,6 +20,7 @@ from dsat.tuning.events import (
     EVENT_FINALS,
     EVENT_FINISHED,
     EVENT_MEMORY_BASIS,
+    EVENT_PAUSED,
     EVENT_PROPOSED,
     EVENT_START,
     EVENT_STOP_ASKED,
@@ -65,6 +66,7 @@ class Run:
         most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
+        paused: it was interrupted by a person, and did not go on since.
         running_s: wall time between the first and the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
     """
@@ -96,6 +98,7 @@ class Run:
         self._usual_step_s = 0.0  # the user's own, or the shortest so far
         self.stop_asked = False
         self.stop_reason: str | None = None
+        self.paused = False
         self.trials_since_best = 0
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
@@ -111,6 +114,7 @@ class Run:
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in, its values as they are; a kind that is not known is skipped."""
         kind = event["event"]
+        self.paused = kind == EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
         self.skipped += event.get("skipped", [])
         if kind == EVENT_START:

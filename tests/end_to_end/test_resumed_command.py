@@ -63,7 +63,9 @@ def resumed(place: Path, command: str, *options: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGHUP, marks=pytest.mark.nightly), signal.SIGKILL]
+)
 def test_ended_in_its_first_trial(
     place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
