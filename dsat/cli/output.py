@@ -135,7 +135,8 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
     if ready.native is None:
-        return f"Continue with the same command and: --run-dir {folder} --resume"
+        place = ", before its --" if ready.settings.command else ""
+        return f"Continue with the same command and{place}: --run-dir {folder} --resume"
     deletes = (
         ', with "overwrite": false in its autotuning section' if ready.native.overwrite else ""
     )

@@ -23,6 +23,8 @@ _PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
     PROJECT: ProjectSettings,
 }
 
+_BEHIND = "a command comes after --: dsat {method} -- {command} ..."
+
 
 def parse(argv: Sequence[str]) -> AnySettings:
     """Return the settings of a command line; exit with status 2 and one line if it is wrong."""
@@ -38,7 +40,13 @@ def parse(argv: Sequence[str]) -> AnySettings:
         argcomplete.autocomplete(parser)
     if own_argv and own_argv[0] not in METHODS and _is_program(own_argv[0]):
         parser.error(f"to tune a command, write it behind --: dsat model -- {own_argv[0]} ...")
-    values = vars(parser.parse_args(own_argv))
+    namespace, unknown = parser.parse_known_args(own_argv)
+    values = vars(namespace)
+    if unknown:  # the options of a command, perhaps
+        target = values.get("config")
+        is_command = target is not None and _is_program(str(target))
+        known = _BEHIND.format(method=values["method"], command=target)
+        parser.error(known if is_command else f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _settings(values, command)
     except UserInputError as error:
@@ -93,9 +101,7 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
     elif values.get("hf_config") is not None:
         return  # the settings themselves know what goes with it
     elif values["config"] is not None and _is_program(str(values["config"])):
-        raise UserInputError(
-            f"a command comes after --: dsat {values['method']} -- {values['config']} ..."
-        )
+        raise UserInputError(_BEHIND.format(method=values["method"], command=values["config"]))
     elif values["model_dir"] is None:
         method = values["method"]
         raise UserInputError(

@@ -53,12 +53,24 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         **{name: {"enabled": name in (enabled or [dtype])} for name in _PRECISIONS},
     }
-    return configs.merge(usual, configs.completed(given, usual))
+    total, *sizes = configs.BATCH_KEYS
+    if not isinstance(given.get(total), int):  # from which the others would follow
+        usual |= dict.fromkeys(sizes, 1)
+    merged = configs.merge(usual, configs.completed(given, usual))
+    merged.pop("scheduler", None)  # which takes no memory, and must know the training's length
+    return _without_auto(merged)
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration in which DeepSpeed's own defaults take the place of "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != configs.AUTO
+    }
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

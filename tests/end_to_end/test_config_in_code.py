@@ -71,7 +71,10 @@ def test_on_two_ranks(pair: Bench, way: str) -> None:
     assert warnings_of(outcome) == ()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(0, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)],
+)
 def test_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
     trial = pair.trial("zero init", micro_batch=5, stage=stage)
     outcome = pair.run(trial)

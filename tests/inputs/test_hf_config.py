@@ -11,6 +11,7 @@ import pytest
 
 from dsat.errors import UserInputError
 from dsat.inputs import hf_config
+from dsat.inputs.ds_config import BATCH_KEYS, resolve_batch
 from dsat.inputs.option import LORA
 
 
@@ -57,6 +58,25 @@ def test_the_users_file_decides_what_is_trained(
     config = hf_config.ds_config(dtype, {**given, "gradient_clipping": "auto"})
     assert hf_config.dtype_of(config) == trained
     assert [config[name]["enabled"] for name in ("bf16", "fp16")].count(True) <= 1
+
+
+def test_what_a_trainer_would_fill_in_is_left_to_deepspeed() -> None:
+    given = {
+        **dict.fromkeys((*BATCH_KEYS, "gradient_clipping"), "auto"),
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    config = hf_config.ds_config("bf16", given)
+    assert "auto" not in json.dumps(config)
+    assert config["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-4}}
+    assert config["zero_optimization"] == {"stage": 3}
+    assert [config.get(key) for key in BATCH_KEYS] == [None, 1, 1]
+
+
+def test_a_global_batch_of_the_users_decides_the_other_sizes() -> None:
+    config = hf_config.ds_config("bf16", {"train_batch_size": 256})
+    assert resolve_batch(config, 8, where="").train_batch_size == 256
 
 
 def test_adapters() -> None:
