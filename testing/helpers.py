@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsat.inputs.recorded_start import RankStart
 from dsat.search import SEARCHES, Search
 from dsat.space.plan import Plan
 from dsat.space.space import Freedom, Space
@@ -216,3 +219,25 @@ def drive(tuner: Tuner, world: World, *, slots: int = 1) -> None:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def starts_of(
+    folder: Path, variables: Sequence[Mapping[str, str]], config: Mapping[str, Any] | None = None
+) -> list[RankStart]:
+    """The recorded starts of `train.py` in a folder: a rank for each mapping of variables."""
+    return [
+        RankStart(
+            rank=number,
+            size=len(variables),
+            forked=False,
+            executable=sys.executable,
+            prefix=sys.prefix,
+            version=tuple(sys.version_info[:2]),
+            command=(sys.executable, "train.py"),
+            cwd=str(folder),
+            env=its,
+            has_wrapt=True,
+            config=config,
+        )
+        for number, its in enumerate(variables)
+    ]

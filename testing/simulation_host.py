@@ -121,8 +121,8 @@ def by_formula(facts: ModelFacts) -> Answer:
 
 
 def failing_in(stages: set[int], other: Answer) -> Answer:
-    """An answer, but for some ZeRO stages what a script says whose model uses an operator that has
-    no implementation on fake tensors."""
+    """An answer, but for some ZeRO stages torch's own error, injected: that of a model which uses
+    an operator that has no implementation on fake tensors."""
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if of_config(request["config"]).stage in stages:

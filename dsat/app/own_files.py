@@ -90,13 +90,11 @@ AXOLOTL = Form(
     # Those that core/builders/base.py of axolotl reads (July 2026).
     fields={
         "optim": "optimizer",
-        **{
-            name: name
-            for name in (
-                *("dataloader_num_workers", "dataloader_pin_memory", "torch_compile"),
-                *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-            )
-        },
+        "dataloader_num_workers": "dataloader_num_workers",
+        "dataloader_pin_memory": "dataloader_pin_memory",
+        "torch_compile": "torch_compile",
+        CHECKPOINTING: CHECKPOINTING,
+        f"{CHECKPOINTING}_kwargs": f"{CHECKPOINTING}_kwargs",
     },
 )
 # TRL, ms-swift, and scripts whose HfArgumentParser reads a file.

@@ -42,8 +42,8 @@ ALWAYS_COMPILES = (
     "batches of equal shapes, or mark what changes (torch._dynamo.mark_dynamic)"
 )
 EVALUATED = (
-    "optimizer steps with an evaluation before them were not measured: it takes as long with every "
-    "configuration of the same micro batch"
+    "optimizer steps with an evaluation before them were not measured: it would count in the "
+    "trials in which it happens to fall among the measured steps, and not in the others"
 )
 NOT_WARM = (
     "the script ended after {steps} optimizer steps, before its device was warm, so the figures "

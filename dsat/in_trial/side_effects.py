@@ -173,6 +173,7 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
         return None, None
     import torch
 
+    # The script asks for its own checkpoint, which DeepSpeed would unpickle as well.
     mapped = zipfile.is_zipfile(files[0])
     found = torch.load(files[0], map_location="cpu", mmap=mapped, weights_only=False)
     return str(files[0]), {key: found[key] for key in found if key not in _OF_DEEPSPEED}

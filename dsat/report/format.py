@@ -28,10 +28,10 @@ def metric(name: str, value: float | None, digits: int = 4) -> str:
     assert name in METRIC_NAMES
     if value is None:
         return "-"
-    value = float(f"{value:.{digits}g}") if value < 1000 else value
     if name == "FLOPS_per_gpu":
         return f"{prefixed(value, digits)}{_UNITS[name]}"
-    number = f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+    rounded = float(f"{value:.{digits}g}")
+    number = f"{value:,.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
     return f"{number} {unit(name)}"
 
 

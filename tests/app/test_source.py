@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from dsat.app import source as sources
-from dsat.inputs.recorded_start import RankStart
 from dsat.inputs.target import Target
+from testing.helpers import starts_of
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1}
 
@@ -20,22 +19,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1}
 def run_of(folder: Path, *devices: str) -> Any:
     """A run on two devices, which DeepSpeed's launcher has chosen for its ranks."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CROSS_SIZE": "1"}
-    ranks = [
-        RankStart(
-            rank=number,
-            size=2,
-            forked=False,
-            executable=sys.executable,
-            prefix=sys.prefix,
-            version=tuple(sys.version_info[:2]),
-            command=(sys.executable, "train.py"),
-            cwd=str(folder),
-            env=variables,
-            has_wrapt=True,
-            config=CONFIG,
-        )
-        for number in range(2)
-    ]
+    ranks = starts_of(folder, [variables] * 2, CONFIG)
     return SimpleNamespace(ranks=lambda: ranks, env={})
 
 

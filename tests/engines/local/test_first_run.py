@@ -16,8 +16,8 @@ from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.recorded_start import RankStart
 from dsat.values.trial import TrialOptions
+from testing.helpers import starts_of
 from testing.local import PROGRAMS, processes_of
 
 BIN = Path(sys.executable).parent
@@ -306,20 +306,6 @@ def test_a_choice_of_devices_in_the_command_is_kept(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").touch()
-    starts = [
-        RankStart(
-            rank=number,
-            size=len(ranks),
-            forked=False,
-            executable=sys.executable,
-            prefix=sys.prefix,
-            version=tuple(sys.version_info[:2]),
-            command=(sys.executable, "train.py"),
-            cwd=str(tmp_path),
-            env=env,
-            has_wrapt=True,
-        )
-        for number, env in enumerate(ranks)
-    ]
+    starts = starts_of(tmp_path, ranks)
     program = recorded_start.program_of(starts, ["bash", "run.sh"], given, {0, 1})
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
