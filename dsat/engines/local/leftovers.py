@@ -146,8 +146,8 @@ class CompilerLocks:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-        self._began_s = time.time()
+        self._folder = _extensions_folder(env)
+        self._first = self._times_ns()
 
     def remove(self, *, own: bool = False) -> list[Path]:
         """Remove and return abandoned locks.
@@ -156,16 +156,22 @@ class CompilerLocks:
             own: locks that were made since this began belong to ended processes.
         """
         found = []
-        folder = _extensions_folder(self._env)
-        before_s = time.time() - _ABANDONED_AFTER_S if _may_be_shared(folder) else math.inf
-        since_s = self._began_s if own else math.inf
-        for path in sorted(folder.glob("**/lock")):
-            with contextlib.suppress(OSError):
-                made_s = path.stat().st_mtime
-                if (made_s < before_s or made_s > since_s) and not _is_open(path):
+        before_s = time.time() - _ABANDONED_AFTER_S if _may_be_shared(self._folder) else math.inf
+        for path, made_ns in self._times_ns().items():
+            is_own = own and made_ns != self._first.get(path)
+            if (is_own or made_ns < before_s * 1e9) and not _is_open(path):
+                with contextlib.suppress(OSError):
                     path.unlink()
                     found.append(path)
         return found
+
+    def _times_ns(self) -> dict[Path, int]:
+        """Return when each lock was made, by the clock of its file system."""
+        times = {}
+        for path in sorted(self._folder.glob("**/lock")):
+            with contextlib.suppress(OSError):
+                times[path] = path.stat().st_mtime_ns
+        return times
 
 
 def _is_open(path: Path) -> bool:

@@ -132,8 +132,8 @@ def test_a_young_lock_is_left_where_another_host_may_hold_it(
     for path in (young, old):
         path.parent.mkdir(parents=True)
         path.touch()
-    hour_ago_s = time.time() - 3600
-    os.utime(old, (hour_ago_s, hour_ago_s))
+    for path, age_s in ((young, 1), (old, 3600)):
+        os.utime(path, (time.time() - age_s,) * 2)
     mounted = [("/", "ext4"), (str(tmp_path), "nfs4")]
     parts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounted]
     monkeypatch.setattr("psutil.disk_partitions", lambda *, all: parts)
