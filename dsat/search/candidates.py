@@ -24,6 +24,7 @@ _NEAR_THE_EDGE = (1.0, 0.98, 0.96, 0.94, 0.91, 0.87, 0.8)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _TILE = 8  # samples that matrix units take at once
 _MOST_SETTINGS = 24  # of a branch
+_ANY_OTHER = ""  # value of a switch
 
 
 class MicroBatches:
@@ -79,7 +80,7 @@ class _Knob:
 
     Attributes:
         digits: positions of its values, by their text.
-        columns: of the effect of each value, (number of values,); one too large where it has none.
+        columns: of the effects of each value, (number of values, 2); one too large for none.
     """
 
     key: str
@@ -104,6 +105,7 @@ class Settings:
         self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._rows: dict[tuple[int, int], Row] = {}
         self._columns: dict[tuple[str, str], int] = {}
+        numbers: dict[str, None] = {}  # switches with several numbers beside the usual one
         usual: dict[str, str] = {}
         for branch in space.branches:
             for key, values in branch.knobs:
@@ -111,6 +113,11 @@ class Settings:
                 for value in values:
                     if key != GAS and _text(value) != usual[key]:
                         self._columns.setdefault((key, _text(value)), len(self._columns))
+                if acts_on_whole_step(key) and len(values) > 2 and all(map(_is_number, values)):
+                    numbers[key] = None
+        # If one number of workers is faster than the user's, the others rather are as well.
+        self._shared = {key: len(self._columns) + place for place, key in enumerate(numbers)}
+        self._columns |= {(key, _ANY_OTHER): column for key, column in self._shared.items()}
         self.num_values = len(self._columns)
         self.of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
         self._knobs = [
@@ -131,7 +138,9 @@ class Settings:
             settings = self.of(branch, index)
             values = tuple((key, _text(value)) for key, value in settings.items())
             knobs = np.zeros(self.num_values)
-            knobs[[self._columns[value] for value in values if value in self._columns]] = 1.0
+            own = [value for value in values if value in self._columns]
+            knobs[[self._columns[value] for value in own]] = 1.0
+            knobs[[self._shared[key] for key, _ in own if key in self._shared]] = 1.0
             counted = work(self._job, self._space.strategies[branch], settings)
             found = self._rows[branch, index] = Row(counted, knobs, values)
         return found
@@ -152,14 +161,16 @@ class Settings:
         knobs, strides = self._knobs[branch], self._space.branches[branch].strides
         at_best, likeliest, hoped = 0, 0, 0
         # What has no effect of its own is counted as none, behind the last value.
-        effects = np.append(fit.theta[len(fit.theta) - self.num_values :], 0.0)
-        sd = np.sqrt(np.diag(fit.covariance))[len(fit.theta) - self.num_values :]
-        hopes = effects - np.append(sd, 0.0)
+        first = len(fit.theta) - self.num_values
+        effects = np.append(fit.theta[first:], 0.0)
+        variance = np.append(np.diag(fit.covariance)[first:], 0.0)
         for knob, stride in zip(knobs, strides, strict=True):
             if knob.key in best:
                 at_best += stride * knob.digits.get(_text(best[knob.key]), 0)
-            likeliest += stride * int(np.argmin(effects[knob.columns]))
-            hoped += stride * int(np.argmin(hopes[knob.columns]))
+            effect = effects[knob.columns].sum(axis=1)
+            sd = np.sqrt(variance[knob.columns].sum(axis=1))
+            likeliest += stride * int(np.argmin(effect))
+            hoped += stride * int(np.argmin(effect - sd))
 
         def changes(start: int) -> Iterator[int]:
             for knob, stride in zip(knobs, strides, strict=True):
@@ -178,8 +189,14 @@ class Settings:
 
     def _knob(self, key: str, values: Sequence[Any]) -> _Knob:
         texts = [_text(value) for value in values]
-        columns = [self._columns.get((key, text), self.num_values) for text in texts]
-        return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(columns))
+        own = [self._columns.get((key, text), self.num_values) for text in texts]
+        shared = self._shared.get(key, self.num_values)
+        both = [[column, shared if column < self.num_values else column] for column in own]
+        return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(both))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

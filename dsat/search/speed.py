@@ -33,7 +33,7 @@ _OCTAVES, _REST_SD = 21, 0.02
 _ANYWHERE = 0.05  # of a knob's effect, that is not diluted where computation is all
 _KNOB_MEAN = 0.015  # defaults were chosen well: another value of a knob rather costs time
 _KNOB_SD = 0.05  # of the effect of a knob's value on what is not computation
-_SWITCH_SD = 0.1  # of the effect of a switch of the script on the whole step
+_SWITCH_SD = 0.2  # of the effect of a switch of the script on the whole step
 _RUN_SD = 0.01  # of measurements from run to run
 _PRIOR_WEIGHT, _KNOB_WEIGHT = 6.0, 2.0  # as so many measurements, and values of knobs
 _OUTLIER = 3.0  # standard deviations beyond which an error counts linearly (Huber)
@@ -103,8 +103,12 @@ class Layout:
         """1 for each column of knobs that acts on the whole step, (num_values,)."""
         return np.array(self.of_whole or [False] * self.num_values, float)
 
-    def prior(self, knob_scale: float) -> tuple[Array, Array]:
-        """Return mean and standard deviation of all parameters."""
+    def prior(self, knob_scale: float = 1.0, switch_scale: float = 1.0) -> tuple[Array, Array]:
+        """Return mean and standard deviation of all parameters.
+
+        Args:
+            knob_scale, switch_scale: as of `Fit`.
+        """
         terms = np.array([self.priors[name] for name in TERMS])
         count = len(self.strategies)
         others = np.repeat(
@@ -112,7 +116,7 @@ class Layout:
             (count, count, _OCTAVES, self.num_values),
         )
         first = len(others) - self.num_values
-        others[first:] = np.where(self.whole > 0, _SWITCH_SD, others[first:])
+        others[first:] = np.where(self.whole > 0, _SWITCH_SD * switch_scale, others[first:])
         means = np.zeros(len(others))
         means[first:] = _KNOB_MEAN
         return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
@@ -169,7 +173,8 @@ class Fit:
         covariance: of `theta`.
         run_sd: standard deviation of measured times beyond their own intervals, as a fraction.
         own_sd: that of their own intervals, in the middle.
-        knob_scale: how much larger the effects of knobs are than was believed.
+        knob_scale, switch_scale: how much larger the effects of knobs, and of the script's
+            switches, are than was believed.
     """
 
     layout: Layout
@@ -178,11 +183,12 @@ class Fit:
     run_sd: float = _RUN_SD
     own_sd: float = 0.0
     knob_scale: float = 1.0
+    switch_scale: float = 1.0
 
     @classmethod
     def prior(cls, layout: Layout) -> Fit:
         """Return the fit without any measurement."""
-        mean, sd = layout.prior(1.0)
+        mean, sd = layout.prior()
         return cls(layout, mean, np.diag(sd**2))
 
     @property
@@ -238,8 +244,9 @@ class Fit:
             log_s: natural logarithms of their seconds, up to a constant, (n,).
             standard_error: of `log_s`, (n,).
         """
-        layout, theta, run_sd, scale = self.layout, self.theta, self.run_sd, self.knob_scale
-        design, mean = Design(layout, points), layout.prior(scale)[0]
+        layout, theta, run_sd = self.layout, self.theta, self.run_sd
+        scales = (self.knob_scale, self.switch_scale)
+        design, mean = Design(layout, points), layout.prior(*scales)[0]
         if theta[COMPUTE] == 0.0:  # the first: what hardware it is
             theta = theta.copy()
             theta[COMPUTE] = float(np.median(log_s - design.predict(theta)[0]))
@@ -254,7 +261,7 @@ class Fit:
 
         following = design.predict(theta)
         for _ in range(_ITERATIONS):
-            variance = layout.prior(scale)[1] ** 2
+            variance = layout.prior(*scales)[1] ** 2
             noise = np.sqrt(run_sd**2 + standard_error**2)
             predicted, gradient = following
             error = log_s - predicted
@@ -278,11 +285,14 @@ class Fit:
             total = _PRIOR_WEIGHT * _RUN_SD**2 + float(beyond.sum())
             least, before = (_RUN_SD / 2) ** 2, run_sd
             run_sd = math.sqrt(max(total / (_PRIOR_WEIGHT + len(error)), least))
-            scale = _scale(theta, covariance, layout.whole == 0, scale)
+            scales = (
+                _scale(theta, covariance, layout.whole == 0, _KNOB_SD, scales[0]),
+                _scale(theta, covariance, layout.whole > 0, _SWITCH_SD, scales[1]),
+            )
             if largest < _CONVERGED and abs(run_sd - before) < _CONVERGED * before:
                 break
         own_sd = float(np.median(standard_error))
-        return Fit(layout, theta, covariance, run_sd, own_sd, scale)
+        return Fit(layout, theta, covariance, run_sd, own_sd, *scales)
 
 
 def _huber(z: Array, outlier: float) -> Array:
@@ -305,18 +315,20 @@ def _posterior(gradient: Array, weight: Array, variance: Array) -> Array:
     return covariance
 
 
-def _scale(theta: Array, covariance: Array, ordinary: Array, scale: float) -> float:
-    """Estimate the scale of the effects of knobs, from those that measurements determine.
+def _scale(theta: Array, covariance: Array, among: Array, sd: float, scale: float) -> float:
+    """Estimate the scale of some effects, from those that measurements determine.
 
     Args:
-        ordinary: which columns of knobs count, (number of columns,).
+        among: which columns of knobs count, (number of columns,).
+        sd: standard deviation of their effects before any measurement.
+        scale: the one before.
     """
-    if not ordinary.any():
+    if not among.any():
         return scale
-    first = len(theta) - len(ordinary)
-    effects, variance = theta[first:][ordinary], np.diag(covariance)[first:][ordinary]
-    determined = np.clip(1 - variance / (_KNOB_SD * scale) ** 2, 0.0, 1.0).sum()
-    total = _KNOB_WEIGHT + float(((effects / _KNOB_SD) ** 2).sum())
+    first = len(theta) - len(among)
+    effects, variance = theta[first:][among], np.diag(covariance)[first:][among]
+    determined = np.clip(1 - variance / (sd * scale) ** 2, 0.0, 1.0).sum()
+    total = _KNOB_WEIGHT + float(((effects / sd) ** 2).sum())
     return math.sqrt(total / (_KNOB_WEIGHT + float(determined)))
 
 

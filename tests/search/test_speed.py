@@ -62,7 +62,7 @@ def drawn(rng: np.random.Generator, count: int) -> Points:
 
 def truth_of(rng: np.random.Generator) -> Array:
     """Parameters as the prior has them, of hardware that is a little other than expected."""
-    mean, sd = LAYOUT.prior(1.0)
+    mean, sd = LAYOUT.prior()
     return mean + np.minimum(sd, 0.7) * rng.normal(size=len(mean))
 
 
@@ -173,7 +173,7 @@ def test_knobs_that_do_nothing_make_others_less_promising() -> None:
     untried = replace(points_of([(2, 8.0, 1.0)]), knobs=np.eye(4)[3:])
     said = []
     for size in (0.0, 0.5):
-        theta = LAYOUT.prior(1.0)[0]
+        theta = LAYOUT.prior()[0]
         theta[-4:-1] = size
         log_s = Design(LAYOUT, table).predict(theta)[0]
         fit = Fit.prior(LAYOUT).updated(table, log_s, np.full(60, 0.003))
