@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from dsat.in_trial.cluster_rank import LOG_MARK
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
+from dsat.inputs.experiment import parse_yaml
 
 OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
@@ -122,10 +123,8 @@ class Master:
 
     def submitted_config(self, experiment_id: int) -> dict[str, Any]:
         """Return an experiment's configuration as submitted, without the cluster's defaults."""
-        import yaml
-
         found = self.ask(lambda: self._experiment(experiment_id))
-        return dict(yaml.safe_load(found.originalConfig) or {})
+        return dict(parse_yaml(found.originalConfig) or {})
 
     def _experiment(self, experiment_id: int) -> Any:
         from determined.common.api import bindings

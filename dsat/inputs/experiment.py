@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from dsat.errors import UserInputError
 from dsat.inputs import document, ds_config, value_lists
@@ -28,7 +29,6 @@ class Experiment:
         includes: further files and folders that the script needs beside it.
         entrypoint: as written: a command line or a list of arguments.
         hparams: `hyperparameters`, constants in place of Determined's `{type: const}`.
-        ds_config_path: where the DeepSpeed configuration is; None if it is inline.
         ds_config: its content, the first value in place of every list.
         ds_config_name: how errors call it.
         overrides: the user's own `overwrite_deepspeed_args`, without lists.
@@ -46,7 +46,6 @@ class Experiment:
     hparams: Mapping[str, Any]
     ds_config: Mapping[str, Any]
     ds_config_name: str
-    ds_config_path: Path | None = None
     includes: tuple[Path, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     slots_per_trial: int = 1
@@ -92,7 +91,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
             hint='Add one, for example "entrypoint: deepspeed train.py".',
         )
     hparams = _hyperparameters(data, where)
-    ds_path, ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
+    ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
     ds, listed = value_lists.split(ds, where=ds_name)
     ds_config.check_sections(ds, where=ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
@@ -114,7 +113,6 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         includes=tuple(includes),
         entrypoint=entrypoint if isinstance(entrypoint, str) else tuple(entrypoint),
         hparams=hparams,
-        ds_config_path=ds_path,
         ds_config=ds,
         ds_config_name=ds_name,
         overrides=overrides,
@@ -154,7 +152,6 @@ def of_command(
         model_dir=folder,
         entrypoint=tuple(command),
         hparams={CONFIG_KEY: ds_config.for_use(ds)},
-        ds_config_path=path,
         ds_config=ds,
         ds_config_name=where,
         choices=listed,
@@ -169,12 +166,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     try:
         text = document.read_text(path)
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        data = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
         document.check(data)  # no master and no DeepSpeed could read what JSON cannot say
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         problem = f"is not valid JSON: {error.msg} ({place})"
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = f"is not valid YAML: {getattr(error, 'problem', 'cannot be parsed')}{place}"
@@ -188,6 +185,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
             return dict(json.loads(json.dumps(data)))
         problem = "does not hold a mapping of keys to values"
     raise UserInputError(problem, where=str(path))
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML 1.2, as Determined's command line does: 1e-4 is a number, and `on` a text."""
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,10 +243,11 @@ def _constant(value: Any, where: str) -> Any:
 
 def _ds_config(
     value: Any, model_dir: Path, includes: Sequence[Path], where: str
-) -> tuple[Path | None, dict[str, Any], str]:
+) -> tuple[dict[str, Any], str]:
+    """Return a DeepSpeed configuration, and how errors call it."""
     key = f"{where}: hyperparameters.{CONFIG_KEY}"
     if isinstance(value, Mapping):
-        return None, dict(value), key
+        return dict(value), key
     if not isinstance(value, str) or not value:
         raise UserInputError(f"must be a path, not {value!r}", where=key)
     candidates = [model_dir / value]
@@ -252,7 +255,7 @@ def _ds_config(
         candidates.append(include if include.name == value else include.parent / value)
     for path in candidates:
         if path.is_file():
-            return path, ds_config.read(path), str(path)
+            return ds_config.read(path), str(path)
     raise UserInputError(
         f"there is no file {value!r} in {model_dir}",
         where=key,

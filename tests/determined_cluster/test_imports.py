@@ -1,4 +1,4 @@
-"""Imports in a container: Determined, numpy, yaml, torch and deepspeed only."""
+"""Imports in a container: Determined, numpy, ruamel.yaml, torch and deepspeed only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_layers import ROOT, _import_graph, _sources
 
-GIVEN = {"determined", "numpy", "yaml", "torch", "deepspeed", "dsat"}
+GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat"}
 # psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
 # determined's own start-up have imported it before.
 # hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.

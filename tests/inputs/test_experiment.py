@@ -50,7 +50,7 @@ def test_the_least_that_is_needed() -> None:
     assert user.name == "model"
     assert user.entrypoint == "python3 train.py"
     assert user.slots_per_trial == 1
-    assert user.ds_config_path == Path("model/ds.json")
+    assert user.ds_config_name == str(Path("model/ds.json"))
     assert user.ds_config == DS == user.base_config
     assert (user.overrides, user.env, user.includes) == ({}, {}, ())
 
@@ -91,7 +91,6 @@ def test_environment_variables_by_device() -> None:
 
 def test_the_configuration_may_be_inline() -> None:
     user = read(hyperparameters={"deepspeed_config": DS})
-    assert user.ds_config_path is None
     assert user.ds_config == DS
     assert user.ds_config_name == "exp.yaml: hyperparameters.deepspeed_config"
 
@@ -251,6 +250,7 @@ def test_lists_are_what_may_be_searched() -> None:
         ("a:\n\t- b", "(line 2, column 1)"),
         ("a: [1\nb: 2", "is not valid YAML"),
         ("a: \x01", "is not valid YAML"),
+        ("a: 1\na: 2", "(line 2, column 1)"),
         ("", "does not hold a mapping"),
         ("- a", "does not hold a mapping"),
         ("just words", "does not hold a mapping"),
@@ -261,6 +261,13 @@ def test_yaml(text: str, problem: str) -> None:
     with pytest.raises(UserInputError, match=r"^exp\.yaml: ") as caught:
         experiment.read(Path("exp.yaml"), Path("model"))
     assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_yaml_is_read_as_determined_reads_it() -> None:
+    """Its command line reads YAML 1.2; 1.1 takes 1e-4 for a text and `on` for a truth."""
+    Path("exp.yaml").write_text("a: 1e-4\nb: on\nc: 010\nd: {e: 5e8}\n")
+    found = experiment.read_mapping(Path("exp.yaml"))
+    assert found == {"a": 1e-4, "b": "on", "c": 10, "d": {"e": 5e8}}
 
 
 @pytest.mark.parametrize(
