@@ -10,6 +10,8 @@ nothing else is said.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
-from dsat.memory.simulation_client import Simulator
+from dsat.memory.simulation_client import SimulationUnavailable, Simulator
 
 FOLDER = Path(__file__).parent / "programs" / "published"
 _MODELS = Path(__file__).parent / "models"
@@ -45,6 +47,7 @@ class Row:
             without activations, where they do not decide what was measured.
         micro_batch: its micro batch.
         note: what of the configuration is not published, and the reason of a miss.
+        needs: module of DeepSpeed that came with what the configuration asks for.
     """
 
     source: str
@@ -55,6 +58,7 @@ class Row:
     model: Sequence[str] | ModelFacts
     micro_batch: int = 1
     note: str = ""
+    needs: str = "deepspeed"
 
     def predicted(self) -> MemoryEstimate:
         if isinstance(self.model, ModelFacts):
@@ -112,6 +116,9 @@ _ALL_BF16: Mapping[str, Any] = {
 # (0.19.8): what was gathered stayed in memory with the activations, which had views of it.
 _KEPT_WEIGHTS: Mapping[str, Any] = {"zero_optimization": {"memory_efficient_linear": False}}
 _OLDER = "with `memory_efficient_linear: false`, as DeepSpeed then was without zero.Init"
+_OF_ALL_BF16, _OF_ULYSSES = (
+    f"deepspeed.runtime.{name}" for name in ("torch_autocast", "sequence_parallel.ulysses_sp")
+)
 _LARGE = _post_norm(4096, 32, 32, 50257)
 _SMALL = _post_norm(1024, 12, 16, 50000)
 _ULYSSES = "huggingface.co/blog/ulysses-sp, Qwen3-4B, "
@@ -132,7 +139,15 @@ _LAYERS = 36  # of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
 _ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
 ROWS = (
     *(
-        Row(f"{_MASTER_WEIGHTS}, 6.86 B, {name}", "peak", config, 4, gib, (*_LARGE, "--recompute"))
+        Row(
+            f"{_MASTER_WEIGHTS}, 6.86 B, {name}",
+            "peak",
+            config,
+            4,
+            gib,
+            (*_LARGE, "--recompute"),
+            needs=_OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
+        )
         for name, config, gib in (
             ("recomputed", _STAGE_3, 31.38),
             ("recomputed, all in bf16", _ALL_BF16, 18.93),
@@ -148,6 +163,7 @@ ROWS = (
             words,
             micro_batch,
             _OLDER,
+            _OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
         )
         for name, config, slots, gib, words, micro_batch in (
             ("6.86 B", _STAGE_3, 4, 41.28, _LARGE, 1),
@@ -173,6 +189,7 @@ ROWS = (
             gib,
             _recomputed("qwen3-4b.json", tokens),
             note=_NOT_OFFLOADED,
+            needs=_OF_ULYSSES if slots > 1 else "deepspeed",
         )
         for tokens, slots, gib in (
             (8192, 1, 76.4),
@@ -194,11 +211,25 @@ ROWS = (
 )
 
 
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
+
+
 def main() -> None:
     print("| source | what | slots | measured GiB | predicted GiB | error | note |")
     print("|---|---|---:|---:|---:|---:|---|")
     for row in ROWS:
-        predicted_gib = float(getattr(row.predicted(), row.what)) / _GIB
+        if not _is_there(row.needs):
+            print(f"{row.source}: the installed DeepSpeed has no {row.needs}", file=sys.stderr)
+            continue
+        try:
+            predicted_gib = float(getattr(row.predicted(), row.what)) / _GIB
+        except SimulationUnavailable as error:
+            print(f"{row.source}: {error}", file=sys.stderr)
+            continue
         error = predicted_gib / row.measured_gib - 1
         within = "" if abs(error) <= BAR else " (beyond the bar)"
         print(

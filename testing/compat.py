@@ -5,8 +5,8 @@
 Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards
 unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
 whole half an hour on two cores. In it run the tests of trials, meter, simulation and the command
-line, searches of small scripts under every launcher, and simulated memory is held against what
-torch's allocator really gave. Prints rows for the table of `CONTRIBUTING.md`.
+line, searches of small scripts under every launcher and of the examples, and simulated memory is
+held against what torch's allocator really gave. Prints rows for the table of `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import datetime
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,8 @@ from importlib.metadata import requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from testing.command import run_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
@@ -44,7 +48,10 @@ _SHORT = (("HF Trainer", "--launchers", "torchrun", "--ranks", "2"),)
 # DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
 _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"
 _WRITTEN = "requirements.txt"  # the last file of an installation
-HEAD = "python torch deepspeed transformers tests searches memory date".split()
+HEAD = "python torch deepspeed transformers tests searches examples memory date".split()
+_EXAMPLES = ROOT / "examples"
+_EXAMPLE = re.compile(r"^\| \[(\w+)\].*`python3 (-m dsat \w+ .*)` \|$", re.MULTILINE)
+_OPTIONS = "--max-trials 4 --finals 0 --memory-model formula --end-profile-step 4 --slots 1"
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]
         **_versions(python),
         "tests": "" if short else _tests(folder, workers),
         "searches": _searches(folder, _SHORT if short else _FRAMEWORKS),
+        "examples": "" if short else _examples(folder),
         "memory": _memory(folder, "gpt"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
@@ -162,8 +170,8 @@ def _versions(python: Path) -> dict[str, str]:
     return versions
 
 
-def _in(folder: Path, *arguments: str) -> tuple[str, int]:
-    """Run an environment's interpreter, seen on the terminal.
+def _in(folder: Path, *arguments: str, cwd: Path = ROOT) -> tuple[str, int]:
+    """Run an environment's interpreter in a folder, seen on the terminal.
 
     Returns:
         Its output and status.
@@ -179,7 +187,7 @@ def _in(folder: Path, *arguments: str) -> tuple[str, int]:
     environment.pop("VIRTUAL_ENV", None)
     lines = []
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -209,6 +217,23 @@ def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
     cells = [cell.strip() for line in output.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
     return f"{tuned} tuned" + (f", {lost} failed" if lost or not tuned else "")
+
+
+def _examples(folder: Path) -> str:
+    """Search for each example's configuration with the command that its documents show."""
+    shown = _EXAMPLE.findall((_EXAMPLES / "README.md").read_text())
+    assert len(shown) == sum(path.is_dir() for path in _EXAMPLES.iterdir())
+    tuned = 0
+    for name, line in shown:
+        module, dsat, method, *target = shlex.split(line)
+        with tempfile.TemporaryDirectory(prefix="dsat-examples-") as above:
+            copy = Path(above) / name
+            shutil.copytree(_EXAMPLES / name, copy)
+            options = [*_OPTIONS.split(), "--run-dir", str(copy / "run")]
+            _, status = _in(folder, module, dsat, method, *options, *target, cwd=copy)
+            tuned += not status and run_of(copy / "run").best is not None
+    lost = len(shown) - tuned
+    return f"{tuned} tuned" + (f", {lost} failed" if lost else "")
 
 
 def _memory(folder: Path, model: str) -> str:

@@ -3,8 +3,9 @@
     python -m testing.frameworks [FRAMEWORK ...] [--launchers NAME ...] [--ranks N ...]
 
 `make frameworks` first installs TRL, PEFT and datasets beside the environment: transformers imports
-them where it finds them. Prints a row of a table for each framework; ends with 1 if one of them was
-not tuned.
+them where it finds them. LLaMA-Factory and Axolotl are installed with versions of their own, as
+`testing.own_commands` has them. Prints a row of a table for each framework; ends with 1 if one of
+them was not tuned.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ import argparse
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsat.values.outcome import OutcomeKind
-from testing import slurm
+from testing import own_commands, slurm
 from testing.command import run_of
 from testing.local import PROGRAMS
 
 FOLDER = PROGRAMS / "frameworks"
-_PACKAGES = str(Path(sys.prefix) / "frameworks")
+_PACKAGES = Path(sys.prefix) / "frameworks"
 _OPTIONS = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1 2"
 _OPTIONS += " --max-micro-batch 8 --end-profile-step 4 --run-dir run"
 _TRAINER = "--output_dir out --use_cpu --report_to none --save_strategy no --max_steps 1000"
@@ -42,14 +44,17 @@ class Framework:
     """A script, the flags that it is started with, and those that name DeepSpeed's configuration.
 
     Attributes:
+        script: in the folder, or in that of the framework's packages.
         config: flags of launchers that give none themselves; None if the script takes none.
         options: of dsat, beyond those of all.
+        command: the framework's own, in place of `python`.
     """
 
     script: str
     flags: str
     config: str | None
     options: str = ""
+    command: str = ""
 
 
 FRAMEWORKS: Mapping[str, Framework] = {
@@ -68,6 +73,18 @@ FRAMEWORKS: Mapping[str, Framework] = {
         "--batch-size 2",
         "",
         options="--arg-mapping train_micro_batch_size_per_gpu=--batch-size",
+    ),
+    "LLaMA-Factory": Framework(
+        "llamafactory/launcher.py",
+        "llamafactory.yaml",
+        "",
+        command="FORCE_TORCHRUN=1 NPROC_PER_NODE={ranks} llamafactory-cli train llamafactory.yaml",
+    ),
+    "Axolotl": Framework(
+        "axolotl/cli/train.py",
+        "axolotl.yaml",
+        "",
+        command="axolotl train axolotl.yaml --launcher torchrun -- --nproc_per_node={ranks}",
     ),
 }
 
@@ -104,7 +121,7 @@ def exists(framework: str, launcher: str, ranks: int) -> bool:
         return by_accelerate
     own = FRAMEWORKS[framework].script in ("plain.py", "on_lightning.py")
     # Lightning's ranks have devices of different numbers, which torch's processor has not.
-    alone = launcher == "python" or framework == "Lightning"
+    alone = framework == "Lightning" or (launcher == "python" and not FRAMEWORKS[framework].command)
     return not (by_accelerate and own) and (not alone or ranks == 1)
 
 
@@ -117,28 +134,31 @@ def tuned(framework: str, launcher: str, ranks: int, job: Mapping[str, str]) -> 
     Returns:
         "tuned" or what went wrong.
     """
-    program = FRAMEWORKS[framework]
-    command = LAUNCHERS[launcher](program, ranks).split()
+    program, packages = FRAMEWORKS[framework], _PACKAGES
+    if framework in own_commands.FRAMEWORKS:
+        packages = own_commands.install(own_commands.FRAMEWORKS[framework], framework)
+        program = replace(program, script=str(packages / program.script))
+    line = LAUNCHERS[launcher](program, ranks)
+    if launcher == "python" and program.command:
+        line = program.command.format(ranks=ranks)
+    command = shlex.split(line)
     options = f"{_OPTIONS} {program.options}".split()
     with tempfile.TemporaryDirectory(prefix="dsat-frameworks-") as above:
         folder = Path(above) / "work"
-        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(FOLDER, folder, ignore=without)
+        if packages != _PACKAGES:
+            shutil.copytree(own_commands.FOLDER, folder, ignore=without, dirs_exist_ok=True)
+            make = [sys.executable, "make.py"]
+            subprocess.run(make, cwd=folder, check=True, capture_output=True)
         if launcher == "bash run.sh":
             (folder / "run.sh").write_text(f"set -e\n{' '.join(command)}\n")
             command = ["bash", "run.sh"]
-        path = os.pathsep.join(
-            [str(Path(sys.executable).parent), job.get("PATH", os.environ["PATH"])]
-        )
+        given = {**os.environ, **(job if launcher == SRUN else {})}
         told = subprocess.run(
             [sys.executable, "-m", "dsat", "model", *options, "--", *command],
             cwd=folder,
-            env={
-                **os.environ,
-                **(job if launcher == SRUN else {}),
-                "PATH": path,
-                "PYTHONPATH": _PACKAGES,
-                "HF_HUB_OFFLINE": "1",
-            },
+            env=own_commands.environment(packages, given),
             capture_output=True,
             text=True,
             check=False,

@@ -111,11 +111,11 @@ def install(framework: Framework, name: str) -> Path:
     return folder
 
 
-def environment(packages: Path) -> dict[str, str]:
+def environment(packages: Path, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of a framework's commands."""
-    path = [packages / "bin", Path(sys.executable).parent, os.environ["PATH"]]
+    path = [packages / "bin", Path(sys.executable).parent, given["PATH"]]
     return {
-        **os.environ,
+        **given,
         "PATH": os.pathsep.join(map(str, path)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
         "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows no later ones

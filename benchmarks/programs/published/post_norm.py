@@ -63,6 +63,6 @@ while True:
         # As there, the logits live until the next step has its own.
         logits = engine(tokens)
         loss = nn.functional.cross_entropy(logits.view(-1, args.vocabulary), labels.view(-1))
-    loss.backward()  # type: ignore[no-untyped-call]
+    engine.backward(loss)
     engine.step()
     loss.item()
